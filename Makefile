@@ -1,0 +1,58 @@
+# make demo   set up, then run the main job on the embedded model
+# make test   set up, then every check: linter, types, import contract, tests
+# make setup  only the environment, in .venv
+# make lock   resolve requirements/*.txt again
+#
+# LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).
+
+LOCK ?= cpu
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Used only when the configured package indexes do not have the CPU build of torch.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test setup check lock clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/peagle demo
+
+test: setup check
+	$(BIN)/python -m pytest
+
+setup: $(VENV)/.installed-$(LOCK)
+
+# An install that was cut off leaves `.installing` behind and may leave half a package: start from a clean environment then.
+$(VENV)/.installed-$(LOCK): requirements/$(LOCK).txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"peagle needs CPython 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.11")'
+	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
+	@rm -f $(VENV)/.installed-*; touch $(VENV)/.installing
+	@echo "Installing requirements/$(LOCK).txt into $(VENV) (several minutes the first time) ..."
+	@torch=$$(grep -o '^torch==[^ ;]*' requirements/$(LOCK).txt); \
+	$(BIN)/python -m pip install -q --no-deps "$$torch" 2>$(VENV)/.pip-log || { \
+		echo "$$torch is not on the configured indexes; trying $(TORCH_CPU_INDEX)"; \
+		$(BIN)/python -m pip install -q --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; }
+	@$(BIN)/python -m pip install -q --no-deps -r requirements/$(LOCK).txt
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.installing $(VENV)/.pip-log; touch $@
+
+check:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded --extra dev \
+	--universal --python-version 3.11 --no-header --no-emit-find-links --no-emit-index-url --quiet --upgrade
+# Where the resolver finds the CPU build of torch (uv does not read pip's configuration).
+LOCK_TORCH ?= --extra-index-url $(TORCH_CPU_INDEX)
+
+lock: setup
+	$(BIN)/python -m pip install -q uv
+	$(UV_COMPILE) --extra cpu $(LOCK_TORCH) --override requirements/cpu-overrides.txt \
+		--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec --output-file requirements/cpu.txt
+	$(UV_COMPILE) --extra cuda --output-file requirements/cuda.txt
+
+clean:
+	rm -rf $(VENV) runs

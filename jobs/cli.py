@@ -1,0 +1,94 @@
+"""The `peagle` command: a table of sub-commands, each in a module of its own.
+
+A command module has HELP (one line), `add_arguments(parser)` and `run(args) -> (exit code, result as data)`. Modules
+are imported when they are needed, so that `peagle --help` loads neither torch nor Ray.
+
+Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle import __version__
+from peagle.errors import PeagleError
+from peagle.files import write_json
+
+COMMANDS = {
+    "demo": "the main job on the embedded model, with and without speculation",
+    "generate": "generate text in bulk for a corpus of prompts",
+    "report": "account for runs: tokens per dollar, acceptance, where the money went",
+    "models": "list the catalog, or show one model's card",
+    "prompts": "write the prompts that ship for training a drafter",
+    "train": "train a drafter head for a target",
+    "doctor": "say what this machine can do",
+}
+_EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; its exit code."""
+    parser = _parser(argv[0] if argv and argv[0] in COMMANDS else None)
+    args = parser.parse_args(argv)
+    args.command_line = ["peagle", *argv]
+    try:
+        code, result = args.module.run(args)
+        if args.json:
+            _write_result(args.json, result)
+    except PeagleError as error:
+        print(f"peagle {args.command}: {error}", file=sys.stderr)
+        if args.json:
+            _write_result(args.json, {"error": type(error).__name__, "message": error.message, "hint": error.hint})
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"peagle {args.command}: interrupted", file=sys.stderr)
+        return 3
+    return int(code)
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser; only the module of `command` is imported."""
+    parser = argparse.ArgumentParser(
+        prog="peagle",
+        description="Generate in bulk with P-EAGLE parallel drafters on Ray and vLLM, priced in tokens per dollar.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"peagle {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name != command:
+            commands.add_parser(name, help=summary)
+            continue
+        module: Any = importlib.import_module(f"jobs.{name}")
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=module.HELP,
+            epilog=getattr(module, "EPILOG", _EXIT_CODES),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.add_argument("--json", type=Path, metavar="FILE", help="write the result as data ('-' for standard output)")
+        sub.set_defaults(module=module)
+    return parser
+
+
+def _write_result(path: Path, result: Any) -> None:
+    if str(path) == "-":
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+
+
+if __name__ == "__main__":
+    main()

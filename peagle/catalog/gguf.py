@@ -1,0 +1,58 @@
+"""Dequantise one GGUF file into a folder of bf16 safetensors: `python -m peagle.catalog.gguf FILE FOLDER
+UPSTREAM_ID`.
+
+Run as a process of its own, so that torch and transformers and their memory stay out of the caller. What the
+GGUF states loosely is set to what the upstream model says: its name, an epsilon that went through float32, a
+tokenizer without a length.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
+    """Write config, weights, generation config and tokenizer with its chat template into `folder`.
+
+    Raises:
+        RuntimeError: the GGUF carries no chat template.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    source = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+    if not tokenizer.chat_template:
+        raise RuntimeError(f"{gguf.name} carries no chat template")
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _rewrite(folder / "config.json", lambda config: _clean_config(config, upstream_id))
+    context_tokens = model.config.max_position_embeddings
+    _rewrite(folder / "tokenizer_config.json", lambda config: _clean_tokenizer(config, context_tokens))
+
+
+def _clean_config(config: dict[str, Any], upstream_id: str) -> dict[str, Any]:
+    config = {key: value for key, value in config.items() if key != "_model_name_or_path"}
+    # 9.999999747378752e-06 is float32's 1e-05.
+    return config | {"_name_or_path": upstream_id, "rms_norm_eps": float(f"{config['rms_norm_eps']:.6g}")}
+
+
+def _clean_tokenizer(config: dict[str, Any], context_tokens: int) -> dict[str, Any]:
+    local_only = ("is_local", "local_files_only")
+    config = {key: value for key, value in config.items() if key not in local_only}
+    return config | {"model_max_length": context_tokens}
+
+
+def _rewrite(path: Path, change: Any) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,156 @@
+"""From the name of a model to what an engine loads: a catalog name, a local folder or a hub id.
+
+It reads configurations, never weights. Drafters are resolved in `resolve.py`.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.catalog.cards import ModelCard
+from peagle.catalog.embedded import ensure_embedded
+from peagle.catalog.hub import hub_commit, hub_config
+from peagle.catalog.loader import load_catalog
+from peagle.errors import CatalogError, ConfigError
+
+HEADS_FOLDER = Path(__file__).parent / "heads"
+_SAMPLE_BYTES = 64 * 1024
+_REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A target that an engine can load.
+
+    Attributes:
+        name: what to call it in reports.
+        path: a local folder, or a hub id that vLLM downloads.
+        card: its catalog card, None outside the catalog.
+        fingerprint: changes when the weights or the configuration do.
+        config: its `config.json`.
+    """
+
+    name: str
+    path: str
+    card: ModelCard | None
+    fingerprint: str
+    config: Mapping[str, Any]
+
+    @property
+    def native_quantization(self) -> str | None:
+        """How the checkpoint is quantised as published, None when it is not."""
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        return method or (self.card.precision.native_quantization if self.card else None)
+
+
+def resolve_model(name: str, *, announce: Callable[[str], None] = lambda message: None) -> ResolvedModel:
+    """The model that `name` stands for. A target inside a package is converted on first use (half a minute).
+
+    Args:
+        name: catalog name, local folder or hub id, looked for in this order.
+        announce: is told, in a sentence, when something slow begins.
+
+    Raises:
+        CatalogError: nothing by that name; names the nearest.
+    """
+    catalog = load_catalog()
+    card = catalog.find(name)
+    if card is not None and card.source.kind == "package":
+        return _local_model(card.name, ensure_embedded(card.name, announce=announce), card)
+    if card is not None:
+        return _hub_model(card.name, card.source.id, card.source.revision, card)
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return _local_model(folder.resolve().name, folder.resolve(), None)
+    if is_hub_id(name):
+        return _hub_model(name, name, None, None)
+    if "/" in name or name.startswith((".", "~")):
+        raise CatalogError(f"no such model folder: {name}", hint="a hub id has the form ORG/NAME")
+    raise catalog.unknown(name)
+
+
+def local_path(name: str) -> str:
+    """Where this node has a model or a drafter: a folder, or a hub id that vLLM downloads here.
+
+    A driver on another machine may have named a shipped head by its own installation's path; it is found in
+    this one.
+
+    Raises:
+        CatalogError: nothing by that name on this node.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return str(folder.resolve())
+    if folder.parent.name == HEADS_FOLDER.name and (HEADS_FOLDER / folder.name).exists():
+        return str(HEADS_FOLDER / folder.name)
+    card = load_catalog().find(name)
+    if card is not None:
+        return str(ensure_embedded(card.name)) if card.source.kind == "package" else card.source.id
+    if is_hub_id(name):
+        return name
+    raise CatalogError(
+        f"{name} does not exist on this node", hint="put it on storage that every node sees, at the same path"
+    )
+
+
+def context_tokens(model: ResolvedModel) -> int:
+    """Prompt and output tokens of one request at most, by the model's own configuration.
+
+    Raises:
+        ConfigError: the configuration does not say.
+    """
+    tokens = (model.config.get("text_config") or model.config).get("max_position_embeddings")
+    if not isinstance(tokens, int):
+        raise ConfigError(f"{model.name}: config.json states no max_position_embeddings", hint="set max_model_len")
+    return tokens
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form ORG/NAME."""
+    owner, _, rest = name.partition("/")
+    return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
+
+
+def read_config(folder: Path, error_type: type[ConfigError]) -> dict[str, Any]:
+    """`config.json` of a folder; faults are raised as `error_type`."""
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror}", hint="give the folder that holds it") from error
+    except ValueError as error:
+        raise error_type(f"{path} is not valid JSON: {error}") from error
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A short hash of a model folder: every file's name and size, small files whole, large ones by both ends.
+
+    Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedModel:
+    config = read_config(folder, CatalogError)
+    text = config.get("text_config") or config
+    if missing := [key for key in _REQUIRED_KEYS if key not in text]:
+        raise CatalogError(f"{folder / 'config.json'} lacks {', '.join(missing)}: is it a language model?")
+    fingerprint = folder_fingerprint(folder)
+    return ResolvedModel(name=name, path=str(folder), card=card, fingerprint=fingerprint, config=config)
+
+
+def _hub_model(name: str, model_id: str, revision: str | None, card: ModelCard | None) -> ResolvedModel:
+    config = hub_config(model_id, revision)
+    fingerprint = f"{model_id}@{hub_commit(model_id, revision)}"
+    return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config)

@@ -1,0 +1,211 @@
+"""One ledger: what a run used, times what it costs, over what it delivered.
+
+Pure: records and a price in, an account out. It knows no files and no formats.
+
+Every device-second an engine lived belongs to one share: load, compile, busy (it became committed output),
+idle, or lost (killed engines, units done twice). Only committed tokens are output; all seconds are paid.
+
+Worked by hand: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10
+idle. One unit commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20
+lost; 200 in all, 200 / 3600 * 0.10 = 0.00556 USD; 1,500 / 0.00556 = 270,000 tokens per USD.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import PeagleError, PriceError
+from peagle.speculation import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """A total and where it went; device-seconds or USD alike."""
+
+    load: float = 0.0
+    compile: float = 0.0
+    busy: float = 0.0
+    idle: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all shares."""
+        return self.load + self.compile + self.busy + self.idle + self.lost
+
+    def times(self, factor: float) -> "Shares":
+        """Every share multiplied: device-seconds become USD."""
+        return Shares(**{name: value * factor for name, value in asdict(self).items()})
+
+    def __add__(self, other: "Shares") -> "Shares":
+        return Shares(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What a run delivered, and what that cost.
+
+    Args:
+        device_s: device-seconds by share (one accelerator or vCPU for one second).
+        num_output_tokens: committed tokens only.
+        num_lost_tokens: tokens that were generated and never committed.
+        busy_s: seconds that engines were busy with committed work, summed over engines; not times devices.
+        wall_s: seconds in which at least one engine lived. A pause between two attempts is not counted.
+        num_sessions: engine processes, restarted ones counted again.
+        num_unended_sessions: those whose last heartbeat did not say that they ended: killed, or still alive.
+    """
+
+    price: Price
+    device_s: Shares
+    num_units: int
+    num_rows: int
+    num_failed_rows: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_lost_tokens: int
+    busy_s: float
+    wall_s: float
+    num_sessions: int
+    num_unended_sessions: int
+    speculation: SpeculationStats
+
+    @property
+    def usd(self) -> Shares:
+        """Dollars by share."""
+        return self.device_s.times(self.price.usd_per_device_s)
+
+    @property
+    def total_usd(self) -> float:
+        """Dollars for every second the engines lived."""
+        return self.usd.total
+
+    @property
+    def tokens_per_usd(self) -> float | None:
+        """Committed output tokens over all dollars; None while there are none of either."""
+        return self.num_output_tokens / self.total_usd if self.total_usd and self.num_output_tokens else None
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """The same the other way round."""
+        return 1e6 / self.tokens_per_usd if self.tokens_per_usd else None
+
+    @property
+    def tokens_per_busy_usd(self) -> float | None:
+        """Committed tokens per dollar of busy time: what `tokens_per_usd` nears as a run grows longer."""
+        return self.num_output_tokens / self.usd.busy if self.usd.busy else None
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Committed tokens per busy second: the speed of one engine at work, without loading and idling."""
+        return self.num_output_tokens / self.busy_s if self.busy_s else None
+
+    @property
+    def output_tokens_per_wall_s(self) -> float | None:
+        """Committed tokens per second of the whole run, all engines and everything included."""
+        return self.num_output_tokens / self.wall_s if self.wall_s else None
+
+    def to_dict(self) -> dict[str, object]:
+        """Every figure, the derived ones too, ready for JSON."""
+        speculation = {
+            **self.speculation.to_dict(),
+            "num_accepted_tokens": self.speculation.num_accepted_tokens,
+            "acceptance_length": self.speculation.acceptance_length,
+            "acceptance_rates": list(self.speculation.acceptance_rates),
+            "draft_acceptance_rate": self.speculation.draft_acceptance_rate,
+        }
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "price": {**self.price.to_dict(), "usd_per_device_s": self.price.usd_per_device_s},
+            "device_s": {**asdict(self.device_s), "total": self.device_s.total},
+            "usd": {**asdict(self.usd), "total": self.total_usd},
+            "tokens_per_usd": self.tokens_per_usd,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "tokens_per_busy_usd": self.tokens_per_busy_usd,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "output_tokens_per_wall_s": self.output_tokens_per_wall_s,
+            "speculation": speculation,
+        }
+
+
+def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price: Price) -> Account:
+    """Put units, sessions and a price together.
+
+    A committed unit is never lost: where a killed session's last heartbeat is older than its last commit, the
+    units' busy seconds count and the session's total grows by the difference.
+
+    Raises:
+        PeagleError: a unit names no session of the ledger, or a session is there twice.
+        PriceError: the price is for another kind of device than the engines held.
+    """
+    units, sessions = list(units), list(sessions)
+    units_of = _units_by_session(units, sessions)
+    _check_devices(sessions, price)
+    return Account(
+        price=price,
+        device_s=sum((_shares(one, units_of[one.session_id]) for one in sessions), Shares()),
+        num_units=len(units),
+        num_rows=sum(unit.num_rows for unit in units),
+        num_failed_rows=sum(unit.num_failed_rows for unit in units),
+        num_prompt_tokens=sum(unit.num_prompt_tokens for unit in units),
+        num_cached_tokens=sum(unit.num_cached_tokens for unit in units),
+        num_output_tokens=sum(unit.num_output_tokens for unit in units),
+        num_lost_tokens=sum(_num_lost_tokens(one, units_of[one.session_id]) for one in sessions),
+        busy_s=sum(unit.busy_s for unit in units),
+        wall_s=_wall_s(sessions, units_of),
+        num_sessions=len(sessions),
+        num_unended_sessions=sum(not session.ended for session in sessions),
+        speculation=sum((unit.speculation for unit in units), SpeculationStats.empty()),
+    )
+
+
+def _units_by_session(units: list[UnitUsage], sessions: list[EngineSession]) -> defaultdict[str, list[UnitUsage]]:
+    known = {session.session_id for session in sessions}
+    if len(known) < len(sessions):
+        raise PeagleError("the ledger holds the same engine session twice, and would be paid twice")
+    units_of: defaultdict[str, list[UnitUsage]] = defaultdict(list)
+    for unit in units:
+        units_of[unit.session_id].append(unit)
+    if orphans := sorted(set(units_of) - known):
+        raise PeagleError(
+            f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
+            hint="without ledger/session-<id>.parquet of each their cost is unknown; restore these files",
+        )
+    return units_of
+
+
+def _check_devices(sessions: list[EngineSession], price: Price) -> None:
+    for session in sessions:
+        if session.device != price.device:
+            raise PriceError(
+                f"the price of {price.instance_type} is per {price.device}, but an engine on "
+                f"{session.hostname} ran on {session.num_devices} x {session.device}",
+                hint="name the instance type it ran on with --instance-type",
+            )
+
+
+def _shares(session: EngineSession, units: list[UnitUsage]) -> Shares:
+    committed_s = sum(unit.busy_s for unit in units)
+    return Shares(
+        load=session.load_s,
+        compile=session.compile_s,
+        busy=committed_s,
+        idle=session.idle_s,
+        lost=max(session.busy_s - committed_s, 0.0),
+    ).times(session.num_devices)
+
+
+def _num_lost_tokens(session: EngineSession, units: list[UnitUsage]) -> int:
+    return max(session.num_output_tokens - sum(unit.num_output_tokens for unit in units), 0)
+
+
+def _wall_s(sessions: list[EngineSession], units_of: defaultdict[str, list[UnitUsage]]) -> float:
+    """The length of the union of the sessions' lives."""
+    wall_s, seen_until = 0.0, float("-inf")
+    for session in sorted(sessions, key=lambda one: one.started_at):
+        ends = [session.last_seen_at, *(unit.finished_at for unit in units_of[session.session_id])]
+        wall_s += max(max(ends) - max(session.started_at, seen_until), 0.0)
+        seen_until = max(seen_until, *ends)
+    return wall_s

@@ -1,0 +1,160 @@
+"""Rows of a price table: one instance type in one region, read from CSV and checked.
+
+It knows the columns and what makes a row believable; which row answers a question is `prices`' business.
+
+The packaged table, prices.csv, is taken from a public catalogue of cloud prices. Each row names the catalogue
+file and its commit in `source`; the dates of those commits are not known, so `as_of` says "2026" and no more.
+Spot prices are the median over a region's zones.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from peagle.errors import PriceError, did_you_mean
+
+COLUMNS = (
+    "provider",
+    "region",
+    "instance_type",
+    "accelerator",
+    "accelerator_count",
+    "vcpus",
+    "memory_gib",
+    "usd_per_hour_on_demand",
+    "usd_per_hour_spot",
+    "as_of",
+    "source",
+    "doubt_on_demand",
+)
+PRICE_COLUMNS = ("usd_per_hour_on_demand", "usd_per_hour_spot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One instance type in one region, with its prices in USD per hour (None: not sold that way).
+
+    Args:
+        doubt_on_demand: why the on-demand price may be wrong; empty when nothing speaks against it.
+
+    Raises:
+        ValueError: no device, no price, or a price that is not positive.
+    """
+
+    instance_type: str
+    provider: str = ""
+    region: str = ""
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    num_vcpus: int = 0
+    memory_gib: float | None = None
+    usd_per_hour_on_demand: float | None = None
+    usd_per_hour_spot: float | None = None
+    as_of: str = ""
+    source: str = ""
+    doubt_on_demand: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.instance_type:
+            raise ValueError("instance_type is empty")
+        if self.num_accelerators < 0 or self.num_vcpus < 0 or not (self.num_accelerators or self.num_vcpus):
+            raise ValueError("accelerator_count or vcpus must say how many devices the price is for")
+        for name in PRICE_COLUMNS:
+            usd = getattr(self, name)
+            if usd is not None and not 0 < usd < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {usd}")
+        if self.usd_per_hour_on_demand is None and self.usd_per_hour_spot is None:
+            raise ValueError(f"{' or '.join(PRICE_COLUMNS)} must hold a price")
+
+    @property
+    def place(self) -> str:
+        """Where it is sold: "aws us-east-1"."""
+        return f"{self.provider} {self.region}".strip()
+
+    def usd_per_hour(self, market: str) -> float | None:
+        """The price in that market, or None.
+
+        A spot price equal to the on-demand price is none: catalogues repeat it where they have no spot price.
+        """
+        if market == "on_demand":
+            return self.usd_per_hour_on_demand
+        return None if self.usd_per_hour_spot == self.usd_per_hour_on_demand else self.usd_per_hour_spot
+
+    def replaces(self, other: "Offer") -> bool:
+        """Whether this row of a user's table stands in for `other`; an empty place means everywhere."""
+        return (
+            self.instance_type == other.instance_type
+            and self.provider in ("", other.provider)
+            and self.region in ("", other.region)
+        )
+
+
+def packaged_offers() -> list[Offer]:
+    """The table that ships with the package."""
+    return read_offers(Path(str(files("peagle.economics") / "prices.csv")))
+
+
+def read_offers(path: Path) -> list[Offer]:
+    """Read a price table: instance_type, a price and a number of devices are required, the rest is optional.
+
+    Raises:
+        PriceError: the file cannot be read, or a column or row is wrong; it names the file and the line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_columns(path, list(reader.fieldnames or ()))
+            offers = [_offer(path, reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PriceError(f"cannot read the price table {path}: {error}") from error
+    _check_unique(path, offers)
+    return offers
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    for name in names:
+        if name not in COLUMNS:
+            raise PriceError(f"{path}: unknown column {name!r}", hint=did_you_mean(name, COLUMNS))
+    if "instance_type" not in names or not set(PRICE_COLUMNS) & set(names):
+        raise PriceError(
+            f"{path}: a price table needs the column instance_type and one of {', '.join(PRICE_COLUMNS)}",
+            hint=f"columns: {','.join(COLUMNS)}",
+        )
+
+
+def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
+    if None in row or None in row.values():
+        raise PriceError(f"{path}, line {line}: the row has not as many fields as the header")
+    cells = {str(name): (value or "").strip() for name, value in row.items()}
+    try:
+        return Offer(
+            instance_type=cells["instance_type"],
+            provider=cells.get("provider", ""),
+            region=cells.get("region", ""),
+            accelerator=cells.get("accelerator") or None,
+            num_accelerators=int(cells.get("accelerator_count") or 0),
+            num_vcpus=int(cells.get("vcpus") or 0),
+            memory_gib=_number(cells.get("memory_gib")),
+            usd_per_hour_on_demand=_number(cells.get("usd_per_hour_on_demand")),
+            usd_per_hour_spot=_number(cells.get("usd_per_hour_spot")),
+            as_of=cells.get("as_of") or "undated",
+            source=cells.get("source") or path.name,
+            doubt_on_demand=cells.get("doubt_on_demand", ""),
+        )
+    except ValueError as error:
+        raise PriceError(f"{path}, line {line}: {error}") from error
+
+
+def _number(cell: str | None) -> float | None:
+    return float(cell) if cell else None
+
+
+def _check_unique(path: Path, offers: list[Offer]) -> None:
+    seen: set[tuple[str, str, str]] = set()
+    for offer in offers:
+        key = (offer.provider, offer.region, offer.instance_type)
+        if key in seen:
+            raise PriceError(f"{path}: {offer.instance_type} is priced twice for {offer.place or 'everywhere'}")
+        seen.add(key)

@@ -1,0 +1,240 @@
+"""One price for one kind of hardware: from the packaged table, from a user's table, or stated outright.
+
+It knows offers and how to choose among them. It never guesses: where the table does not give exactly one
+answer, the error names the choices and the ways to state a price.
+
+A price is shared by devices. With accelerators on the instance the device is one of them; without, one vCPU.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+from peagle.economics.offers import Offer, packaged_offers, read_offers
+from peagle.errors import PriceError, did_you_mean
+
+Market = Literal["on_demand", "spot", "fixed"]
+Device = Literal["accelerator", "vcpu"]
+
+DEFAULT_CPU_INSTANCE = "c7a.large"
+WAYS_OUT = "state a price with --usd-per-hour, or give a table with --prices FILE.csv"
+# Prices this close are one price written with different rounding (p4d.24xlarge: 21.957642 and 21.95764).
+_SAME_PRICE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What an hour of an instance costs, and how many devices share it.
+
+    Args:
+        market: "on_demand", "spot", or "fixed" when the user stated the price.
+        accelerator: its name as the table has it; None on CPU instances.
+        source: where the number comes from.
+        as_of: when it was true, as exactly as is known.
+        doubt: why the number may be wrong; empty when nothing speaks against it.
+
+    Raises:
+        PriceError: the price is not positive, or there is no device to share it.
+    """
+
+    instance_type: str
+    provider: str
+    region: str
+    market: Market
+    usd_per_hour: float
+    device: Device
+    num_devices: int
+    accelerator: str | None
+    source: str
+    as_of: str
+    doubt: str = ""
+
+    def __post_init__(self) -> None:
+        for value, kind in ((self.market, Market), (self.device, Device)):
+            if value not in get_args(kind):
+                raise PriceError(f"{value!r} is none of {', '.join(get_args(kind))}")
+        if not 0 < self.usd_per_hour < float("inf"):
+            raise PriceError(
+                f"a price must be positive, got {self.usd_per_hour} USD per hour",
+                hint="hardware that is paid for has a price too: its cost spread over its hours of use",
+            )
+        if self.num_devices < 1:
+            raise PriceError(f"a price is for one device or more, got {self.num_devices}")
+
+    @classmethod
+    def fixed(cls, *, usd_per_hour: float, device: Device, num_devices: int) -> Self:
+        """A price the user states for the whole machine: `--usd-per-hour`."""
+        return cls(
+            instance_type="custom",
+            provider="",
+            region="",
+            market="fixed",
+            usd_per_hour=usd_per_hour,
+            device=device,
+            num_devices=num_devices,
+            accelerator=None,
+            source="stated by the user",
+            as_of="undated",
+        )
+
+    @property
+    def usd_per_device_s(self) -> float:
+        """USD for one second of one accelerator, or of one vCPU."""
+        return self.usd_per_hour / self.num_devices / 3600
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            PriceError: keys are missing or unknown, or the price is not one.
+        """
+        names = {field.name for field in fields(cls)}
+        if set(data) != names:
+            raise PriceError(f"a recorded price must have exactly the keys {sorted(names)}, got {sorted(data)}")
+        try:
+            return cls(**data)  # type: ignore[arg-type]  # __post_init__ checks
+        except TypeError as error:
+            raise PriceError(f"not a price: {dict(data)}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceTable:
+    """All offers that are known."""
+
+    offers: tuple[Offer, ...]
+
+    @classmethod
+    def load(cls, override: Path | None = None) -> Self:
+        """The packaged table; rows of `override` (same columns) replace its rows or add to them.
+
+        A row that names no provider and no region replaces its instance type everywhere.
+
+        Raises:
+            PriceError: the override cannot be read.
+        """
+        own = read_offers(override) if override else []
+        kept = [offer for offer in packaged_offers() if not any(replacement.replaces(offer) for replacement in own)]
+        return cls(offers=tuple(sorted([*own, *kept], key=lambda offer: (offer.instance_type, offer.place))))
+
+    def price(
+        self,
+        instance_type: str,
+        *,
+        market: str = "on_demand",
+        provider: str | None = None,
+        region: str | None = None,
+    ) -> Price:
+        """The price of an instance type.
+
+        Where several regions sell it and none was named, the answer is theirs if they agree, else an error.
+
+        Raises:
+            PriceError: unknown, not sold there or in that market, or not one price; it names what there is.
+        """
+        if market not in ("on_demand", "spot"):
+            raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, ["on_demand", "spot"]))
+        offers = self._sold(instance_type, provider, region)
+        priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
+        if not priced:
+            raise PriceError(
+                f"no {_words(market)} price is known for {instance_type}; known are: {_listing(offers)}",
+                hint=f"choose another market, or {WAYS_OUT}",
+            )
+        lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
+        if highest - lowest > _SAME_PRICE * lowest:
+            choices = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
+            raise PriceError(
+                f"the {_words(market)} price of {instance_type} depends on the place: {choices} per hour",
+                hint=f"name the region (and the provider), or {WAYS_OUT}",
+            )
+        return _price(*priced[0], "spot" if market == "spot" else "on_demand")
+
+    def _sold(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
+        everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
+        if not everywhere:
+            names = {offer.instance_type for offer in self.offers}
+            raise PriceError(
+                f"no price is known for the instance type {instance_type!r}",
+                hint=f"{did_you_mean(instance_type, names)}; or {WAYS_OUT}",
+            )
+        here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
+        if not here:
+            wanted = " ".join(part for part in (provider, region) if part)
+            raise PriceError(
+                f"no price is known for {instance_type} at {wanted}; known are: {_listing(everywhere)}",
+                hint=WAYS_OUT,
+            )
+        return here
+
+
+def default_instance(accelerator: str | None, table: PriceTable | None = None) -> str:
+    """The instance type whose price is used when the user names none.
+
+    Without an accelerator it is c7a.large, closest to the machine that the embedded default is measured on.
+    With one it is the only instance type that carries it, if there is only one.
+
+    Args:
+        accelerator: the device's own name ("NVIDIA H100 80GB HBM3"), or None on a CPU.
+        table: where to look; the packaged table when None.
+
+    Raises:
+        PriceError: several instance types carry that accelerator, or none does.
+    """
+    if accelerator is None:
+        return DEFAULT_CPU_INSTANCE
+    offers = (table or PriceTable.load()).offers
+    carrying = sorted({offer.instance_type for offer in offers if _is_accelerator(offer.accelerator, accelerator)})
+    if len(carrying) == 1:
+        return carrying[0]
+    found = f"these have it: {', '.join(carrying)}" if carrying else "no instance type in the table has it"
+    raise PriceError(
+        f"no price for {accelerator!r} without an instance type; {found}",
+        hint=f"name yours with --instance-type, {WAYS_OUT}",
+    )
+
+
+def _is_accelerator(name: str | None, device_name: str) -> bool:
+    """Whether the table's `name` ("RTXPRO6000") is what the driver calls "NVIDIA RTX PRO 6000 Blackwell".
+
+    A run of the driver's words has to spell the name, so "L4" is no "NVIDIA L40S".
+    """
+    words = re.findall(r"[A-Z0-9]+", device_name.upper())
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    return name is not None and re.sub(r"[^A-Z0-9]", "", name.upper()) in runs
+
+
+def _price(offer: Offer, usd_per_hour: float, market: Market) -> Price:
+    return Price(
+        instance_type=offer.instance_type,
+        provider=offer.provider,
+        region=offer.region,
+        market=market,
+        usd_per_hour=usd_per_hour,
+        device="accelerator" if offer.num_accelerators else "vcpu",
+        num_devices=offer.num_accelerators or offer.num_vcpus,
+        accelerator=offer.accelerator,
+        source=offer.source,
+        as_of=offer.as_of,
+        doubt=offer.doubt_on_demand if market == "on_demand" else "",
+    )
+
+
+def _words(market: str) -> str:
+    return market.replace("_", "-")
+
+
+def _listing(offers: list[Offer]) -> str:
+    known = [
+        f"{offer.place} {_words(market)} ${usd:g}".strip()
+        for offer in offers
+        for market in ("on_demand", "spot")
+        if (usd := offer.usd_per_hour(market)) is not None
+    ]
+    return ", ".join(known)

@@ -1,0 +1,157 @@
+"""The figures of a report: which there are, where they lie in its data, and how they are written for people.
+
+One table serves the terminal, the page and the comparison: a figure has one name and one form everywhere.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHARES = ("load", "compile", "busy", "idle", "lost")
+SHARE_MEANINGS = {
+    "load": "weights into memory",
+    "compile": "compiling and warming up",
+    "busy": "output that was committed",
+    "idle": "engine up, nothing to do",
+    "lost": "work that was never committed",
+}
+UNKNOWN = "-"
+
+
+def in_words_usd(usd: float) -> str:
+    """Dollars with three digits that matter, cents from one dollar up.
+
+    >>> in_words_usd(1234.5), in_words_usd(0.0053161), in_words_usd(0)
+    ('$1,234.50', '$0.00532', '$0')
+    """
+    if usd == 0:
+        return "$0"
+    decimals = 2 if usd >= 1 else 2 - math.floor(math.log10(usd))
+    return f"${usd:,.{decimals}f}"
+
+
+def in_words_count(count: float) -> str:
+    """A count, in millions where that is easier to read.
+
+    >>> in_words_count(5872), in_words_count(1_104_862.4)
+    ('5,872', '1.10 M')
+    """
+    return f"{count / 1e6:,.2f} M" if count >= 1e6 else f"{count:,.0f}"
+
+
+def in_words_s(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    >>> in_words_s(7.31), in_words_s(189), in_words_s(7500)
+    ('7.3 s', '3 min 9 s', '2 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def in_words_share(share: float) -> str:
+    """A share in percent; never rounded to nothing.
+
+    >>> in_words_share(0.482), in_words_share(0.0004), in_words_share(0)
+    ('48%', '<1%', '0%')
+    """
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def _decimals(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _length(value: float) -> str:
+    return f"{value:.2f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure of a report.
+
+    Args:
+        name: its key in comparisons.
+        label: its name for people.
+        path: where it lies in a report.
+        words: its form for people.
+        is_ratio: whether the ratio of two runs means anything.
+    """
+
+    name: str
+    label: str
+    path: tuple[str, ...]
+    words: Callable[[float], str]
+    is_ratio: bool = True
+
+    def value(self, report: Mapping[str, Any]) -> float | None:
+        """The bare number; None where the run has none."""
+        found: Any = report
+        for key in self.path:
+            found = found[key]
+        return None if found is None else float(found)
+
+    def text(self, report: Mapping[str, Any]) -> str:
+        """The figure for people."""
+        value = self.value(report)
+        return UNKNOWN if value is None else self.words(value)
+
+
+def _account(name: str, label: str, words: Callable[[float], str], *, is_ratio: bool = True) -> Figure:
+    return Figure(name=name, label=label, path=("account", name), words=words, is_ratio=is_ratio)
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        _account("tokens_per_usd", "output tokens per dollar", in_words_count),
+        _account("usd_per_million_tokens", "per million output tokens", in_words_usd),
+        _account("tokens_per_busy_usd", "tokens per dollar, busy time only", in_words_count),
+        _account("output_tokens_per_s", "output tokens/s of a busy engine", _decimals),
+        _account("output_tokens_per_wall_s", "output tokens/s of the whole run", _decimals),
+        Figure(
+            name="acceptance_length",
+            label="acceptance length",
+            path=("account", "speculation", "acceptance_length"),
+            words=_length,
+        ),
+        Figure(
+            name="total_usd",
+            label="cost",
+            path=("account", "usd", "total"),
+            words=in_words_usd,
+            is_ratio=False,
+        ),
+        _account("wall_s", "engines up", in_words_s, is_ratio=False),
+        _account("num_rows", "rows committed", in_words_count, is_ratio=False),
+        _account("num_failed_rows", "rows failed", in_words_count, is_ratio=False),
+        _account("num_output_tokens", "output tokens", in_words_count, is_ratio=False),
+        _account("num_prompt_tokens", "prompt tokens", in_words_count, is_ratio=False),
+        *(
+            Figure(
+                name=f"share_{share}",
+                label=f"spent on {share}",
+                path=("shares", share),
+                words=in_words_share,
+                is_ratio=False,
+            )
+            for share in SHARES
+        ),
+    )
+}
+
+
+def price_in_words(price: Mapping[str, Any]) -> str:
+    """A price in one line: "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1)"."""
+    num = price["num_devices"]
+    device = f"{price['accelerator'] or 'accelerator'}" if price["device"] == "accelerator" else "vCPU"
+    plural = "s" if num != 1 and device in ("vCPU", "accelerator") else ""
+    place = f"{price['provider']} {price['region']}".strip()
+    market = price["market"].replace("_", "-")
+    origin = ", ".join(part for part in (price["instance_type"], market, place) if part)
+    return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin})"

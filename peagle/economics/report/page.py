@@ -1,0 +1,193 @@
+"""A report as one HTML page that needs nothing else: no script, no other host, light and dark.
+
+It knows reports as data only. `page.html.j2` is the page; here its contents are laid out.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from peagle.economics.report.comparison import compare
+from peagle.economics.report.data import check_report
+from peagle.economics.report.figures import (
+    FIGURES,
+    SHARE_MEANINGS,
+    SHARES,
+    UNKNOWN,
+    in_words_s,
+    in_words_share,
+    in_words_usd,
+    price_in_words,
+)
+from peagle.economics.report.plots import MAX_SERIES, Rates, acceptance_svg, money_svg
+
+_CARDS = (
+    "usd_per_million_tokens",
+    "output_tokens_per_s",
+    "acceptance_length",
+    "total_usd",
+    "num_rows",
+    "num_failed_rows",
+    "wall_s",
+)
+
+
+def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    """One page: the figures of one run, or several runs side by side.
+
+    Args:
+        reports: what `report_dict` made, or several of them.
+
+    Raises:
+        PeagleError: there is no report, or one cannot be shown by this version.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    several = [reports] if isinstance(reports, Mapping) else list(reports)
+    checked = [check_report(report) for report in several]
+    source = (files("peagle.economics.report") / "page.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(source).render(_contents(checked))
+
+
+def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    compared = compare(reports)
+    labels = compared["labels"]
+    drafting = _drafting(reports, labels)
+    is_single = len(reports) == 1
+    first = reports[0]
+    return {
+        "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {_models(reports)}",
+        "is_single": is_single,
+        "status": _status(first) if is_single else None,
+        "labels": labels,
+        "hero": FIGURES["tokens_per_usd"].text(first),
+        "cards": [(FIGURES[name].label, FIGURES[name].text(first)) for name in _CARDS],
+        "comparison": None if is_single else _comparison(compared),
+        "notes": _all_notes(reports, compared),
+        "acceptance_svg": acceptance_svg(drafting[:MAX_SERIES]) if drafting else None,
+        "acceptance": _acceptance(reports, labels, drafting),
+        "num_unplotted": max(len(drafting) - MAX_SERIES, 0),
+        "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
+        "money": [_money_row(name, reports) for name in SHARES],
+        "configuration": _configuration(reports),
+    }
+
+
+def _status(report: Mapping[str, Any]) -> str:
+    run = report["run"]
+    state = {True: "complete", False: "not finished", None: ""}[run["complete"]]
+    when = f"started {_moment(run['started_at'])}" if run["started_at"] else ""
+    return " · ".join(part for part in (state, when, run["path"]) if part)
+
+
+def _models(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The models' names, each once."""
+    return " and ".join(dict.fromkeys(report["run"]["model"] for report in reports))
+
+
+def _drafting(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Rates]:
+    measured = [
+        (label, report["account"]["speculation"]["acceptance_rates"])
+        for label, report in zip(labels, reports, strict=True)
+    ]
+    with_rates = [(label, rates) for label, rates in measured if rates]
+    return [
+        Rates(label=label, rates=rates, series=index % MAX_SERIES) for index, (label, rates) in enumerate(with_rates)
+    ]
+
+
+def _acceptance(
+    reports: Sequence[Mapping[str, Any]], labels: Sequence[str], drafting: Sequence[Rates]
+) -> list[dict[str, Any]]:
+    lengths = {label: FIGURES["acceptance_length"].text(report) for label, report in zip(labels, reports, strict=True)}
+    return [
+        {
+            "label": run.label,
+            "series": run.series,
+            "length": lengths[run.label],
+            "rates": [in_words_share(rate) for rate in run.rates],
+        }
+        for run in drafting
+    ]
+
+
+def _money_row(name: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    cells = [
+        (in_words_share(report["shares"][name]), in_words_usd(report["account"]["usd"][name])) for report in reports
+    ]
+    return {"name": name, "meaning": SHARE_MEANINGS[name], "cells": cells}
+
+
+def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
+    rows = []
+    for figure in compared["figures"]:
+        if figure["name"].startswith("share_"):
+            continue  # the page has a table of its own for them
+        form = FIGURES[figure["name"]].words
+        cells = [
+            (
+                UNKNOWN if value is None else form(value),
+                None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}",
+            )
+            for value, ratio in zip(figure["values"], figure["ratios"], strict=True)
+        ]
+        rows.append((figure["label"], cells))
+    return {"baseline": compared["baseline"], "rows": rows}
+
+
+def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]) -> list[str]:
+    if len(reports) == 1:
+        return list(reports[0]["notes"])
+    own = [
+        f"{label}: {note}"
+        for label, report in zip(compared["labels"], reports, strict=True)
+        for note in report["notes"]
+    ]
+    return [*compared["notes"], *own]
+
+
+def _configuration(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    columns = [_configuration_of(report) for report in reports]
+    rows = [(name, [column[name] for column in columns]) for name in columns[0]]
+    return [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]
+
+
+def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
+    run, account = report["run"], report["account"]
+    price = account["price"]
+    return {
+        "model": _words(run["model"]),
+        "drafter": _words(run["drafter"] or "none"),
+        "draft tokens (K)": _words(run["num_speculative_tokens"] if run["drafter"] else None),
+        "precision": _words(run["precision"]),
+        "sampling": _words(run["sampling"]),
+        "concurrency": _words(run["concurrency"]),
+        "engines": _words(run["num_engines"]),
+        "engine starts": _words(account["num_sessions"]),
+        "hardware": _words(run["hardware"]),
+        "versions": _words(run["versions"]),
+        "price": price_in_words(price),
+        "price source": f"{price['source']}, {price['as_of']}",
+        "device-seconds": f"{account['device_s']['total']:,.0f} ({in_words_s(account['device_s']['total'])})",
+        "input rows": _words(run["num_input_rows"]),
+        "started": _moment(run["started_at"]),
+        "finished": _moment(run["finished_at"]),
+        "run directory": _words(run["path"]),
+    }
+
+
+def _words(value: object) -> str:
+    """Configuration as read aloud: "temperature 0, max_tokens 128"; what is empty is left out."""
+    if isinstance(value, Mapping):
+        parts = [f"{name} {_words(item)}" for name, item in value.items() if item not in (None, "", [], {})]
+        return ", ".join(parts) or UNKNOWN
+    if isinstance(value, list | tuple):
+        return " ".join(_words(item) for item in value) or UNKNOWN
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return UNKNOWN if value is None else str(value)
+
+
+def _moment(moment: str | None) -> str:
+    return moment.replace("T", " ").replace("+00:00", " UTC") if moment else UNKNOWN

@@ -1,0 +1,133 @@
+"""A report on the terminal: aligned lines for one run, an aligned table for several."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle.economics.report.comparison import compare
+from peagle.economics.report.data import check_report
+from peagle.economics.report.figures import (
+    FIGURES,
+    SHARES,
+    UNKNOWN,
+    in_words_count,
+    in_words_s,
+    in_words_share,
+    price_in_words,
+)
+
+_WIDTH = 100
+_NAME_WIDTH = 14
+
+
+def text_summary(report: Mapping[str, Any]) -> str:
+    """The summary at the end of a run: a dozen aligned lines, then its notes.
+
+    Raises:
+        PeagleError: not a report that this version can show.
+    """
+    check_report(report)
+    run, account = report["run"], report["account"]
+    lines = [
+        ("rows", _rows(run, account)),
+        ("output", _output(account)),
+        ("speed", _speed(account)),
+        *_acceptance(account["speculation"]),
+        ("engines up", f"{in_words_s(account['wall_s'])}, {_engines(account)}"),
+        ("price", price_in_words(account["price"])),
+        ("price source", f"{account['price']['source']}, {account['price']['as_of']}"),
+        ("cost", FIGURES["total_usd"].text(report)),
+        ("spent on", " · ".join(f"{name} {in_words_share(report['shares'][name])}" for name in SHARES)),
+        ("value", _value(report)),
+    ]
+    title = " · ".join(part for part in (run["label"], run["precision"], _concurrency(run)) if part)
+    body = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines]
+    return "\n".join([title, *body, *_wrapped_notes(report["notes"])])
+
+
+def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The figures of several runs in columns, each with its ratio to the baseline.
+
+    Raises:
+        PeagleError: there is no report, or one cannot be shown.
+    """
+    compared = compare(reports)
+    heads = [f"[{number}]" for number in range(1, len(reports) + 1)]
+    rows = [("", *heads)]
+    for figure in compared["figures"]:
+        form = FIGURES[figure["name"]].words
+        values = [UNKNOWN if value is None else form(value) for value in figure["values"]]
+        ratios = [_ratio(i == compared["baseline"], ratio) for i, ratio in enumerate(figure["ratios"])]
+        rows.append((figure["label"], *(f"{value}{ratio}" for value, ratio in zip(values, ratios, strict=True))))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = [
+        f"  {row[0]:<{widths[0]}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    names = [
+        f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}"
+        for index, (head, label) in enumerate(zip(heads, compared["labels"], strict=True))
+    ]
+    return "\n".join([*names, *(line.rstrip() for line in table), *_wrapped_notes(compared["notes"])])
+
+
+def _ratio(is_baseline: bool, ratio: float | None) -> str:
+    """A column of its own right of the value; the baseline has none."""
+    if is_baseline:
+        return ""
+    return f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"
+
+
+def _rows(run: Mapping[str, Any], account: Mapping[str, Any]) -> str:
+    of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
+    return f"{account['num_rows']:,}{of_all} committed, {account['num_failed_rows']:,} failed"
+
+
+def _output(account: Mapping[str, Any]) -> str:
+    prompt = f"{in_words_count(account['num_prompt_tokens'])} prompt tokens, "
+    cached = f"{in_words_count(account['num_cached_tokens'])} of them cached"
+    return f"{in_words_count(account['num_output_tokens'])} tokens, for {prompt}{cached}"
+
+
+def _speed(account: Mapping[str, Any]) -> str:
+    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
+    if busy is None or wall is None:
+        return UNKNOWN
+    return f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idling"
+
+
+def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if speculation["acceptance_length"] is None:
+        return []
+    rates = " ".join(in_words_share(rate) for rate in speculation["acceptance_rates"])
+    return [
+        (
+            "acceptance",
+            f"{speculation['acceptance_length']:.2f} tokens a step, over {speculation['num_drafts']:,} steps",
+        ),
+        ("by position", f"{rates} of the drafts"),
+    ]
+
+
+def _engines(account: Mapping[str, Any]) -> str:
+    num = account["num_sessions"]
+    return f"{num} engine start{'s' if num != 1 else ''}"
+
+
+def _value(report: Mapping[str, Any]) -> str:
+    if report["account"]["tokens_per_usd"] is None:
+        return "no output yet"
+    per_million = FIGURES["usd_per_million_tokens"].text(report)
+    return f"{FIGURES['tokens_per_usd'].text(report)} output tokens per dollar, {per_million} per million"
+
+
+def _concurrency(run: Mapping[str, Any]) -> str:
+    return f"concurrency {run['concurrency']}" if run["concurrency"] else ""
+
+
+def _wrapped_notes(notes: Sequence[str]) -> list[str]:
+    return [
+        textwrap.fill(note, _WIDTH, initial_indent="  ! ", subsequent_indent="    ", break_on_hyphens=False)
+        for note in notes
+    ]

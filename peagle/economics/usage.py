@@ -1,0 +1,186 @@
+"""What engines did: the two records that the ledger is made of, and the bytes they travel as.
+
+It knows counts and seconds; not prices, and not where the bytes are kept.
+
+    UnitUsage       what a committed work unit used; kept in the unit's own Parquet file (metadata key
+                    `UNIT_KEY`), so that output and account commit together.
+    EngineSession   the life of one engine process, committed work or not; heartbeats replace it.
+
+Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Self, get_args
+
+from peagle.economics.prices import Device
+from peagle.errors import PeagleError
+from peagle.speculation import SpeculationStats
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+UNIT_KEY = b"peagle.usage"
+SESSION_KEY = b"peagle.session"
+VERSION = 1
+_TOLERANCE_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitUsage:
+    """What one committed unit used.
+
+    Args:
+        session_id: the engine session that committed it.
+        num_rows: rows with a response.
+        num_failed_rows: rows that ended as dead letters; not among `num_rows`.
+        num_cached_tokens: prompt tokens that the prefix cache answered; among `num_prompt_tokens`.
+        num_output_tokens: tokens of the committed responses.
+        busy_s: the unit's share of the engine's busy seconds. Units that ran interleaved divide them, so that
+            over all units, committed or not, they sum to the session's `busy_s`.
+
+    Raises:
+        ValueError: a field has the wrong type or contradicts another.
+    """
+
+    session_id: str
+    num_rows: int
+    num_failed_rows: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    busy_s: float
+    speculation: SpeculationStats
+    started_at: float
+    finished_at: float
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.num_cached_tokens > self.num_prompt_tokens:
+            raise ValueError(f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens were cached")
+        if self.finished_at < self.started_at:
+            raise ValueError("the unit finished before it started")
+
+    def to_json(self) -> bytes:
+        """The record as versioned JSON, for `UNIT_KEY` in the metadata of a Parquet file."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["speculation"] = self.speculation.to_dict()
+        return json.dumps({"version": VERSION, **record}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            PeagleError: not JSON, another version, or not exactly these fields with believable values.
+        """
+        try:
+            record = json.loads(data)
+            _check_version(record.pop("version", None) if isinstance(record, dict) else None)
+            _check_names(cls, record)
+            return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
+        except ValueError as error:
+            raise PeagleError(f"not the usage record of a unit: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSession:
+    """The life of one engine process, as of its last heartbeat.
+
+    Every second belongs to one of four states: load (weights), compile (warm-up included), busy (a request in
+    the engine), idle. Write the first heartbeat before the first unit commits: a committed unit without its
+    session cannot be priced.
+
+    Args:
+        engine_index: which of the run's engines it was; a restarted engine is a new session.
+        num_devices: accelerators it holds, or vCPUs.
+        num_output_tokens: all tokens it generated, committed or not.
+        ended: False while it runs, and for ever if it was killed.
+
+    Raises:
+        ValueError: a field has the wrong type, or the four states do not sum to its life.
+    """
+
+    session_id: str
+    engine_index: int
+    hostname: str
+    num_devices: int
+    device: Device
+    started_at: float
+    last_seen_at: float
+    load_s: float
+    compile_s: float
+    busy_s: float
+    idle_s: float
+    num_output_tokens: int
+    ended: bool
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.device not in get_args(Device):
+            raise ValueError(f"device is {self.device!r}, not one of {', '.join(get_args(Device))}")
+        if self.num_devices < 1:
+            raise ValueError("an engine holds one device or more")
+        life_s = self.last_seen_at - self.started_at
+        states_s = self.load_s + self.compile_s + self.busy_s + self.idle_s
+        if abs(states_s - life_s) > _TOLERANCE_S:
+            raise ValueError(f"load, compile, busy and idle sum to {states_s} s of a life of {life_s} s")
+
+
+def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
+    """One row a session, for `ledger/session-<id>.parquet`."""
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
+
+
+def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
+    """The inverse of `sessions_to_table`; tables of several files may be concatenated first.
+
+    Raises:
+        PeagleError: another version, other columns, or rows that contradict themselves.
+    """
+    expected = _session_schema()
+    try:
+        _check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
+        if not table.schema.equals(expected):
+            raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
+        return [EngineSession(**row) for row in table.to_pylist()]
+    except ValueError as error:
+        raise PeagleError(f"not a record of engine sessions: {error}") from error
+
+
+def _session_schema() -> "pa.Schema":
+    import pyarrow as pa
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Device: pa.string()}
+    columns = [(field.name, types[field.type]) for field in fields(EngineSession)]
+    return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})
+
+
+def _check_version(version: object) -> None:
+    if str(version) != str(VERSION):
+        raise ValueError(f"its version is {version!r}, and this peagle reads version {VERSION}")
+
+
+def _check_names(kind: type[UnitUsage], record: Mapping[str, object]) -> None:
+    names = {field.name for field in fields(kind)}
+    if unknown := sorted(set(record) - names):
+        raise ValueError(f"unknown fields {', '.join(unknown)}")
+    if missing := sorted(names - set(record)):
+        raise ValueError(f"missing fields {', '.join(missing)}")
+
+
+def _check_fields(record: UnitUsage | EngineSession) -> None:
+    """Types as declared, and no number negative: records come back from files anyone may have written."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type is float and type(value) in (int, float):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name} must be a number of seconds, got {value}")
+        elif isinstance(field.type, type) and type(value) is not field.type:
+            raise ValueError(f"{field.name} must be of type {field.type.__name__}, got {value!r}")
+        elif field.type is int and value < 0:
+            raise ValueError(f"{field.name} cannot be negative, got {value}")

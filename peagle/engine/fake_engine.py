@@ -1,0 +1,79 @@
+"""A deterministic stand-in for an engine: no model, no weights, the same answers every time.
+
+Tests, chaos runs and load studies share it. Its text is a function of the prompt and the sampling parameters alone,
+so two runs can be compared row by row. It never stands in for a measurement of speed.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from peagle.engine.generation import Generation, RequestRefused
+from peagle.speculation import SpeculationStats
+
+
+class FakeEngine:
+    """Echoes a digest of the prompt.
+
+    Args:
+        num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
+        max_model_len: as an engine's.
+        token_s: seconds a token takes.
+    """
+
+    compile_s = 0.0
+
+    def __init__(self, *, num_speculative_tokens: int = 0, max_model_len: int = 8192, token_s: float = 0.0) -> None:
+        self.max_model_len = max_model_len
+        self._num_speculative_tokens = num_speculative_tokens
+        self._token_s = token_s
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """See `Engine.generate`."""
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
+        started = time.monotonic()
+        digest = hashlib.sha256(json.dumps([prompt_token_ids, sampling["temperature"]]).encode()).hexdigest()
+        wanted = 1 + int(digest[:8], 16) % 32
+        num_tokens = min(wanted, sampling["max_tokens"])
+        await asyncio.sleep(self._token_s)
+        first_token = time.monotonic()
+        await asyncio.sleep(self._token_s * (num_tokens - 1))
+        return Generation(
+            text=" ".join([digest[:16]] * num_tokens),
+            finish_reason="stop" if num_tokens == wanted else "length",
+            num_prompt_tokens=len(prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=num_tokens,
+            speculation=self._speculation(num_tokens),
+            ttft_s=first_token - started,
+            latency_s=time.monotonic() - started,
+        )
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
+
+    def _speculation(self, num_tokens: int) -> SpeculationStats | None:
+        """Every draft has its first token accepted and no other: two tokens a step."""
+        k = self._num_speculative_tokens
+        if not k:
+            return None
+        num_drafts = num_tokens // 2
+        return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+class ByteTokenizer:
+    """The fake engine's tokenizer: a token is a byte of UTF-8. It has no chat template."""
+
+    chat_template = None
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Text to its bytes."""
+        return list(text.encode())
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        """Never called: there is no template."""
+        raise ValueError("bytes have no chat template")

@@ -1,0 +1,59 @@
+"""What goes into an engine and what comes out, whichever engine it is.
+
+Token ids in, text and counts out. It knows nothing of prompts' templates, of rows or of how an engine works; this is
+the seam at which `vllm_engine.py` and `fake_engine.py` stand in for each other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from peagle.speculation import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One finished response.
+
+    Attributes:
+        text: the response.
+        finish_reason: "stop" or "length".
+        num_prompt_tokens: tokens of the prompt.
+        num_cached_tokens: those of them that came from the prefix cache; None where the engine cannot say.
+        num_output_tokens: tokens of the response.
+        speculation: drafts of this response; None without a drafter, or where the engine cannot say.
+        ttft_s: from the first step that the engine scheduled it in to its first token (time in the queue is not in it).
+        latency_s: from the same moment to its last token.
+    """
+
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_output_tokens: int
+    speculation: SpeculationStats | None
+    ttft_s: float | None
+    latency_s: float | None
+
+
+class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
+    """The engine will not take this one request; it goes on with the others."""
+
+
+class Engine(Protocol):
+    """An engine that runs many requests at once in one continuous batch."""
+
+    max_model_len: int
+    compile_s: float
+    """Seconds of its start that went into compiling."""
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """Run one request to its end.
+
+        Raises:
+            RequestRefused: this request cannot run.
+            EngineError: the engine has died; no request will ever finish.
+        """
+
+    def shutdown(self) -> None:
+        """Stop the engine and its processes."""

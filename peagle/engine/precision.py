@@ -1,0 +1,121 @@
+"""Which number formats an engine computes and caches in, given what was asked for and what the hardware has.
+
+| asked for | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
+|-----------|-------------------------|-----------------------|--------------------------|-----------|
+| auto      | fp8                     | bf16, float16 < 8.0   | bf16                     | bf16      |
+| fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
+| bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
+
+`auto` never trades accuracy for nothing: on a GPU FP8 halves both the weights that a decode step reads and
+the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. A checkpoint
+that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto`
+its cache as well.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peagle.errors import PrecisionError, did_you_mean
+from peagle.hardware import Hardware
+
+PRECISIONS = ("auto", "bf16", "fp8", "float16", "float32")
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Formats in vLLM's own words.
+
+    Attributes:
+        dtype: activations, and weights unless quantised.
+        quantization: how vLLM quantises the weights as it loads them; None leaves them as published.
+        kv_cache_dtype: "auto" is `dtype`; "fp8" is E4M3.
+        native_quantization: how the checkpoint itself is quantised, such as "mxfp4".
+    """
+
+    dtype: Dtype
+    quantization: Literal["fp8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    native_quantization: str | None = None
+
+    @property
+    def weights(self) -> str:
+        """The format of the weights."""
+        return self.native_quantization or self.quantization or _SHORT[self.dtype]
+
+    @property
+    def kv_cache(self) -> str:
+        """The format of the KV cache."""
+        return _SHORT[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def describe(self) -> str:
+        """Both formats in words.
+
+        >>> Precision(dtype="bfloat16", kv_cache_dtype="fp8").describe()
+        'bf16 weights, fp8 KV cache'
+        """
+        return f"{self.weights} weights, {self.kv_cache} KV cache"
+
+
+_SHORT: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
+
+
+def resolve_precision(requested: str, hardware: Hardware, *, native_quantization: str | None = None) -> Precision:
+    """The formats for `requested` on `hardware`.
+
+    Args:
+        requested: one of `PRECISIONS`.
+        hardware: the node that runs the engine, which need not be this one.
+        native_quantization: how the checkpoint is quantised as published, None when it is not.
+
+    Raises:
+        PrecisionError: unknown name, or the hardware or the checkpoint cannot do it; says why and the way
+            out.
+    """
+    if requested not in PRECISIONS:
+        raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
+    chosen = _automatic(hardware, native_quantization) if requested == "auto" else requested
+    if chosen == "fp8":
+        return _fp8(hardware, native_quantization)
+    if chosen == "bf16":
+        _require_bf16(hardware)
+        return Precision(dtype="bfloat16", native_quantization=native_quantization)
+    if native_quantization and chosen == "float32":
+        raise PrecisionError(
+            f"the checkpoint's weights are {native_quantization}: they cannot be run in {chosen}",
+            hint="use --precision auto",
+        )
+    return Precision(dtype="float16" if chosen == "float16" else "float32", native_quantization=native_quantization)
+
+
+def _automatic(hardware: Hardware, native_quantization: str | None) -> str:
+    if hardware.supports_fp8_weights and native_quantization is None:
+        return "fp8"
+    return "bf16" if hardware.supports_bf16 else "float16"
+
+
+def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
+    if not hardware.supports_fp8_kv_cache:
+        needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
+        raise PrecisionError(
+            f"fp8 needs {needs}; this is {hardware.describe()}",
+            hint="use --precision bf16, or auto for the best that this hardware has"
+            if hardware.supports_bf16
+            else "use --precision float16, or auto",
+        )
+    quantize = hardware.supports_fp8_weights and native_quantization is None
+    return Precision(
+        dtype="bfloat16",
+        quantization="fp8" if quantize else None,
+        kv_cache_dtype="fp8",
+        native_quantization=native_quantization,
+    )
+
+
+def _require_bf16(hardware: Hardware) -> None:
+    if not hardware.supports_bf16:
+        raise PrecisionError(
+            f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
+            hint="use --precision float16, or float32 where exactness matters more than speed",
+        )

@@ -1,0 +1,132 @@
+"""What an engine is: a target, perhaps a drafter, and the numbers that size it.
+
+Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
+and store them with their results. It knows nothing of vLLM's argument names (`arguments.py`) or of catalog
+names (`peagle.catalog.resolve`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from peagle.engine.precision import PRECISIONS
+from peagle.errors import ConfigError, did_you_mean
+
+DraftMethod = Literal["peagle", "eagle3"]
+DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """A drafter head and how far it drafts.
+
+    Attributes:
+        method: "peagle" drafts all K tokens in one pass, "eagle3" one after another.
+        model: a folder or a hub id.
+        num_speculative_tokens: K, the tokens drafted ahead of every verification.
+    """
+
+    method: DraftMethod
+    model: str
+    num_speculative_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.method not in DRAFT_METHODS:
+            raise ConfigError(f"unknown draft method {self.method!r}", hint=did_you_mean(self.method, DRAFT_METHODS))
+        if not self.model:
+            raise ConfigError("a drafter needs a model: a folder or a hub id")
+        _require_positive("num_speculative_tokens", self.num_speculative_tokens)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
+        """Inverse of `dataclasses.asdict`; unknown keys are a ConfigError."""
+        _require_known_keys(cls, values)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One vLLM engine.
+
+    Attributes:
+        model: the target, a folder or a hub id.
+        drafter: None decodes without speculation.
+        precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
+        native_quantization: how the checkpoint is quantised as published, such as "mxfp4".
+        max_num_seqs: requests decoded at once.
+        max_model_len: prompt and output tokens of one request at most; None is the model's own context.
+        tensor_parallel_size: accelerators that share each layer.
+        pipeline_parallel_size: accelerators that share the layers among them.
+        enforce_eager: skip compilation and graph capture: up sooner, slower from then on.
+        kv_cache_gib: memory of the KV cache; None is sized from memory (CPU: `memory.py`; GPU: vLLM's own
+            profiling).
+        gpu_memory_utilization: the share of an accelerator's memory that vLLM may fill.
+        seed: of the engine's sampler.
+        load_format: as vLLM's; "dummy" fills the weights at random for timing.
+        max_num_batched_tokens: token slots of one step; None is sized from K and `max_num_seqs`
+            (`arguments.py`).
+        enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
+        extra: further vLLM engine arguments by their own names, for what peagle does not manage.
+    """
+
+    model: str
+    drafter: DrafterSpec | None = None
+    precision: str = "auto"
+    native_quantization: str | None = None
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enforce_eager: bool = False
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
+    seed: int = 0
+    load_format: str = "auto"
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("an engine needs a model")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"unknown precision {self.precision!r}", hint=did_you_mean(self.precision, PRECISIONS))
+        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
+            _require_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_gib", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be within (0, 1], not {self.gpu_memory_utilization}")
+
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators that one engine occupies."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data; the inverse of `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
+        """Inverse of `to_dict`; unknown keys are a ConfigError that names the nearest valid one."""
+        _require_known_keys(cls, values)
+        drafter = values.get("drafter")
+        return cls(**{**values, "drafter": DrafterSpec.from_dict(drafter) if drafter is not None else None})
+
+
+def _require_positive(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and value > 0):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number above zero, not {value!r}")
+
+
+def _require_known_keys(cls: type, values: Mapping[str, Any]) -> None:
+    valid = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in valid:
+            raise ConfigError(f"unknown key {key!r} in {cls.__name__}", hint=did_you_mean(key, valid))
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")

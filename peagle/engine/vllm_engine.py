@@ -1,0 +1,86 @@
+"""One vLLM `AsyncLLM` behind the `Engine` seam.
+
+It knows vLLM; it knows neither where the arguments come from (`arguments.py`) nor what the requests are for. vLLM
+is imported when an engine starts, after the environment variables that it reads at import have been set.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from peagle.engine.generation import Generation, RequestRefused
+from peagle.errors import EngineError
+from peagle.speculation import SpeculationStats
+
+
+class VllmEngine:
+    """A running vLLM engine.
+
+    Args:
+        arguments: keyword arguments of `vllm.AsyncEngineArgs`, as `engine_args` makes them.
+
+    Raises:
+        EngineError: vLLM did not start; the cause is chained, and its log says more.
+    """
+
+    compile_s = 0.0
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:  # vLLM raises whatever its parts raise
+            raise EngineError(f"vLLM did not start: {error}") from error
+        self.max_model_len: int = self._llm.model_config.max_model_len
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """See `Engine.generate`; `sampling` holds keyword arguments of `vllm.SamplingParams`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+            answers = self._llm.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
+            outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
+        except EngineDeadError as error:
+            raise EngineError("the vLLM engine process died") from error
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        if not outputs:
+            raise EngineError(f"vLLM ended request {request_id} without an output")
+        return _generation(outputs[-1])
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._llm.shutdown()
+
+
+def compile_seconds(log: str) -> float:
+    """Seconds of compilation that vLLM states in the log of its start; 0 where it did not compile.
+
+    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 95.10 s (compilation: 61.25 s)")
+    61.25
+    """
+    return sum(float(seconds) for seconds in re.findall(r"\(compilation: ([\d.]+) s", log))
+
+
+def _generation(output: Any) -> Generation:
+    completion = output.outputs[0]
+    drafts = getattr(completion, "spec_decode_metrics", None)  # vLLM 0.24 does not have it
+    times = output.metrics
+    started = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
+    return Generation(
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens,
+        num_output_tokens=len(completion.token_ids),
+        speculation=None
+        if drafts is None
+        else SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens),
+        ttft_s=times.first_token_ts - times.scheduled_ts if started else None,
+        latency_s=times.last_token_ts - times.scheduled_ts if started else None,
+    )

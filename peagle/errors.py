@@ -1,0 +1,99 @@
+"""What can go wrong, and what the user is told.
+
+PeagleError                 anything peagle reports by itself: exit code 1
+├── ConfigError             bad usage or configuration: exit code 2
+│   ├── CatalogError        no such model or head, or a card that does not parse
+│   ├── PrecisionError      this hardware cannot run that precision
+│   ├── DrafterError        the head does not fit the target
+│   ├── PriceError          no price for that hardware
+│   └── InputError          the corpus cannot be read as asked
+├── CapacityError           the cluster or the machine cannot hold what was asked for
+├── EngineError             an engine did not start, or died
+└── StoppedEarly            stopped on purpose and resumable: exit code 3
+
+A message says what was wrong and where; `hint` says what to do about it. `assert` is for invariants only.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class PeagleError(Exception):
+    """A failure that the user can act on.
+
+    Args:
+        message: what was wrong, and where (file, row, key).
+        hint: what to do about it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries (Ray); the default pickling drops keyword-only arguments.
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[PeagleError], message: str, hint: str) -> PeagleError:
+    return kind(message, hint=hint)
+
+
+class ConfigError(PeagleError):
+    """Bad usage or configuration."""
+
+    exit_code = 2
+
+
+class CatalogError(ConfigError):
+    """No such model or head, or a catalog card that does not parse."""
+
+
+class PrecisionError(ConfigError):
+    """The hardware cannot run the precision that was asked for."""
+
+
+class DrafterError(ConfigError):
+    """The drafter does not fit the target."""
+
+
+class PriceError(ConfigError):
+    """No price is known for the hardware; a price is never taken to be zero."""
+
+
+class InputError(ConfigError):
+    """The corpus cannot be read as asked: missing file or column, wrong format, nothing in it."""
+
+
+class CapacityError(PeagleError):
+    """The machine or the cluster cannot hold what was asked for."""
+
+
+class EngineError(PeagleError):
+    """An engine did not start, or died."""
+
+
+class StoppedEarly(PeagleError):  # noqa: N818 - it is an outcome, not a fault
+    """The run was stopped before its end and can be resumed."""
+
+    exit_code = 3
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """The nearest valid names as a hint, or all of them when none is near.
+
+    >>> did_you_mean("temprature", ["temperature", "top_p"])
+    'did you mean temperature?'
+    """
+    choices = sorted(valid)
+    near = difflib.get_close_matches(name, choices, n=2, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"valid names: {', '.join(choices)}" if choices else "there is none to choose from"

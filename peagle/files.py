@@ -1,0 +1,77 @@
+"""Files that are either whole or not there.
+
+It knows one local file system; it does not know what the bytes mean.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`; a reader sees the old bytes or the new ones, never a part.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    with _temporary(path, data) as temporary:
+        temporary.replace(path)
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """Create `path` with `data` unless it exists; the first writer wins.
+
+    A hard link is the one local operation that both creates a name and fails when it is taken, so of two writers
+    exactly one gets True, whatever is killed in between.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    with _temporary(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    return True
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with `value` as indented JSON."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def remove_temporaries(folder: Path) -> int:
+    """Delete what writers that were killed left in `folder`; the number of files deleted.
+
+    Only for a folder that nobody writes to at this moment.
+    """
+    leftovers = list(folder.glob(f".*{TEMPORARY_SUFFIX}"))
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may keep the name and lose the bytes
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,231 @@
+"""What this node is: accelerator, memory, cores and the number formats they compute in.
+
+Reads the operating system and `nvidia-smi` only. It knows nothing of vLLM, models or prices, and imports
+neither torch nor CUDA bindings, so that asking costs milliseconds and works where no engine is installed.
+"""
+
+import os
+import platform as python_platform
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_GIB = 1024**3
+# The instruction sets that decide what an engine on CPU can do; the rest of /proc/cpuinfo is noise.
+_RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"})
+_FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
+_BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
+
+_Gpu = tuple[str, float, float, tuple[int, int]]  # name, memory GiB, free GiB, compute capability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One node as an engine sees it.
+
+    Attributes:
+        accelerator: the GPU's marketing name, None on a CPU node.
+        num_accelerators: visible GPUs; 0 on a CPU node.
+        compute_capability: CUDA compute capability, such as (9, 0).
+        memory_gib: memory of one accelerator; of the machine on a CPU node.
+        free_memory_gib: what is free of it now.
+        num_cpus: logical CPUs that this process may use (affinity mask and cgroup quota).
+        cpu_name: the processor's name.
+        cpu_flags: the subset of instruction sets that matters here, such as avx512f.
+        core_ids: one logical CPU for each physical core in the affinity mask, NUMA node by NUMA node.
+        is_cpu_quota: a cgroup quota allows less CPU time than the affinity mask has CPUs.
+        platform: which build of vLLM this node runs.
+    """
+
+    platform: Literal["cuda", "cpu"]
+    memory_gib: float
+    free_memory_gib: float
+    num_cpus: int
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    compute_capability: tuple[int, int] | None = None
+    cpu_name: str = ""
+    cpu_flags: frozenset[str] = frozenset()
+    core_ids: tuple[int, ...] = ()
+    is_cpu_quota: bool = False
+
+    @property
+    def supports_bf16(self) -> bool:
+        """The CPU build computes in bf16 on every x86-64 and ARM machine; GPUs from Ampere on do."""
+        return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
+
+    @property
+    def supports_fp8_weights(self) -> bool:
+        """FP8 matrix units: CUDA compute capability 8.9 (Ada) and up."""
+        return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY
+
+    @property
+    def supports_fp8_kv_cache(self) -> bool:
+        """As the weights on a GPU; on CPU with AVX-512 (vLLM's `v1/attention/backends/cpu_attn.py`)."""
+        return self.supports_fp8_weights or (self.platform == "cpu" and "avx512f" in self.cpu_flags)
+
+    def describe(self) -> str:
+        """The node in a few words, for messages.
+
+        >>> Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2).describe()
+        'CPU, 2 CPUs, 24.0 GiB'
+        """
+        if self.platform == "cpu":
+            return f"{self.cpu_name or 'CPU'}, {self.num_cpus} CPUs, {self.memory_gib:.1f} GiB"
+        capability = ".".join(map(str, self.compute_capability or ()))
+        gpus = f"{self.num_accelerators} x {self.accelerator}, {self.memory_gib:.1f} GiB each"
+        return f"{gpus}, compute capability {capability}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data; `cpu_flags` sorted."""
+        return asdict(self) | {
+            "cpu_flags": sorted(self.cpu_flags),
+            "core_ids": list(self.core_ids),
+            "compute_capability": list(self.compute_capability) if self.compute_capability else None,
+        }
+
+
+def detect(*, root: Path = Path("/")) -> Hardware:
+    """Look at this node. `root` stands for the file system whose `/proc` and `/sys` are read."""
+    num_affine, core_ids = _affine_cores(root)
+    quota = _cpu_quota(root)
+    num_cpus = num_affine if quota is None else max(1, min(num_affine, int(quota)))
+    cpu_name, cpu_flags = _cpu_model(root)
+    memory_gib, free_memory_gib = _host_memory_gib(root)
+    host = Hardware(
+        platform="cpu",
+        memory_gib=memory_gib,
+        free_memory_gib=free_memory_gib,
+        num_cpus=num_cpus,
+        cpu_name=cpu_name,
+        cpu_flags=cpu_flags,
+        core_ids=core_ids,
+        is_cpu_quota=num_cpus < num_affine,
+    )
+    return _with_accelerators(host, _nvidia_smi())
+
+
+def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
+    """The node with its GPUs. Where they differ, all count as the least of them."""
+    if not rows:
+        return host
+    name, _, _, capability = min(rows, key=lambda row: (row[3], row[1]))
+    return Hardware(
+        platform="cuda",
+        accelerator=name,
+        num_accelerators=len(rows),
+        compute_capability=capability,
+        memory_gib=min(row[1] for row in rows),
+        free_memory_gib=min(row[2] for row in rows),
+        num_cpus=host.num_cpus,
+        cpu_name=host.cpu_name,
+        cpu_flags=host.cpu_flags,
+        core_ids=host.core_ids,
+        is_cpu_quota=host.is_cpu_quota,
+    )
+
+
+def _nvidia_smi() -> list[_Gpu]:
+    """The visible GPUs, or nothing where there is no driver."""
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free,compute_cap,uuid",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return _parse_nvidia_smi(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
+    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES (indices or UUIDs; None when it is not set)."""
+    rows = {}
+    for index, line in enumerate(answer.strip().splitlines()):
+        name, total_mib, free_mib, capability, uuid = (field.strip() for field in line.split(","))
+        major, minor = capability.split(".")
+        gpu = (
+            name.removeprefix("NVIDIA "),
+            float(total_mib) / 1024,
+            float(free_mib) / 1024,
+            (int(major), int(minor)),
+        )
+        rows[str(index)] = rows[uuid] = gpu
+    if visible is None:
+        return [gpu for key, gpu in rows.items() if key.isdecimal()]
+    return [rows[key.strip()] for key in visible.split(",") if key.strip() in rows]
+
+
+def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:
+    """Logical CPUs in the affinity mask, and one of them for each physical core, by NUMA node."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores: dict[str, tuple[int, int]] = {}
+    for cpu in allowed:
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+        siblings = _read(folder / "topology/thread_siblings_list") or str(cpu)
+        nodes = sorted(int(node.name.removeprefix("node")) for node in folder.glob("node[0-9]*"))
+        # The last hyper-thread of a core, as vLLM's own binding picks it.
+        cores[siblings] = (nodes[0] if nodes else 0, cpu)
+    return len(allowed), tuple(cpu for _, cpu in sorted(cores.values()))
+
+
+def _cpu_model(root: Path) -> tuple[str, frozenset[str]]:
+    """Name and relevant flags of the first processor."""
+    name, flags = python_platform.machine(), frozenset[str]()
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip() == "flags":
+            flags = _RELEVANT_CPU_FLAGS & set(value.split())
+            break
+    return name, flags
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """CPUs that the cgroup's quota grants, None without one."""
+    quotas = []
+    for folder in _cgroup_folders(root, "cpu"):
+        if words := (_read(folder / "cpu.max") or "").split():  # version 2: "200000 100000" or "max 100000"
+            quotas.append((words[0], words[1]))
+        if quota := _read(folder / "cpu.cfs_quota_us"):  # version 1; -1 stands for none
+            quotas.append((quota, _read(folder / "cpu.cfs_period_us") or "100000"))
+    granted = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal()]
+    return min(granted, default=None)
+
+
+def _host_memory_gib(root: Path) -> tuple[float, float]:
+    """Memory of the machine and what is free of it, both within the cgroup's limit."""
+    fields = dict(line.split(":", 1) for line in (_read(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    total, available = (int(fields.get(key, "0 kB").split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _read(folder / limit_name) or "max"
+            if limit.isdecimal() and int(limit) < total:
+                total = int(limit)
+                available = min(available, total - int(_read(folder / usage_name) or 0))
+    return total / _GIB, max(0, available) / _GIB
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Where this process's limits may stand: cgroup 2 and 1, the mount's root and our own group."""
+    folders = []
+    for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
+        folders.append(mount)
+        for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", controller) and path.strip("/"):
+                folders.append(mount / path.strip("/"))
+    return folders
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Everything that needs Ray or HTTP, built on `peagle`."""

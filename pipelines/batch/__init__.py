@@ -1,0 +1,1 @@
+"""Bulk generation: corpus -> work units -> engine actors -> committed units."""

@@ -1,0 +1,160 @@
+"""The Ray cluster of a run: start or join it, see what it has, and refuse what it can never hold.
+
+It knows Ray's public API; it does not know units or models.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from peagle import hardware
+from peagle.economics.prices import Device
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
+_POLL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What one engine actor reserves of the cluster, and what of a node it really uses.
+
+    Attributes:
+        num_cpus, num_gpus: Ray's logical resources.
+        num_devices: accelerators, or vCPUs, whose seconds the engine is charged for.
+        device: which of the two.
+        num_engines_on_node: engines that share the node's cores.
+    """
+
+    num_cpus: float
+    num_gpus: int
+    num_devices: int
+    device: Device
+    num_engines_on_node: int
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
+
+    A process that has joined one already keeps it.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    remote = bool(os.environ.get("RAY_ADDRESS"))
+    ray.init(
+        address=None if remote else "local",
+        num_cpus=None if remote else max(2, hardware.detect().num_cpus),
+        include_dashboard=False if not remote else None,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        configure_logging=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def inspect(*, on_accelerators: bool | None = None) -> Hardware:
+    """The hardware of a node that will run engines: asked of one that has GPUs, if the cluster has any."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0) if on_accelerators is None else on_accelerators
+    probe = ray.remote(num_cpus=0, num_gpus=1 if gpus else 0, max_retries=0)(hardware.detect)
+    found: Hardware = ray.get(probe.remote())
+    return found
+
+
+def place(hardware: Hardware, *, num_engines: int, accelerators_per_engine: int, num_nodes: int) -> Placement:
+    """What each of `num_engines` engines takes of nodes like this.
+
+    On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
+    still place the tasks that feed it.
+
+    Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
+    """
+    per_node = math.ceil(num_engines / num_nodes)
+    if hardware.platform == "cuda":
+        return Placement(
+            num_cpus=1,
+            num_gpus=accelerators_per_engine,
+            num_devices=accelerators_per_engine,
+            device="accelerator",
+            num_engines_on_node=per_node,
+        )
+    cpus = hardware.num_cpus // per_node
+    if cpus < 1:
+        raise CapacityError(
+            f"{num_engines} engines need a CPU core each; {num_nodes} node(s) have {hardware.num_cpus} each",
+            hint=f"use at most --engines {hardware.num_cpus * num_nodes}",
+        )
+    return Placement(
+        num_cpus=float(cpus - 1) or 0.5,
+        num_gpus=0,
+        num_devices=cpus,
+        device="vcpu",
+        num_engines_on_node=per_node,
+    )
+
+
+def require_capacity(placement: Placement, num_engines: int, *, wait_s: float, announce: Callable[[str], None]) -> None:
+    """Make sure that the engines and one task beside them can be scheduled; else Ray would wait for ever in silence.
+
+    Raises:
+        CapacityError: they cannot, not even after `wait_s` seconds.
+    """
+    deadline = time.monotonic() + wait_s
+    while lacking := _lacking(placement, num_engines):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise CapacityError(
+                f"the cluster can never schedule {num_engines} engine(s): {lacking}",
+                hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
+            )
+        _ask_for_nodes(placement, num_engines)
+        announce(f"waiting for the cluster: {lacking} ({left:.0f} s left)")
+        time.sleep(min(_POLL_S, left))
+
+
+def num_nodes() -> int:
+    """Nodes of the cluster that are alive and have CPUs."""
+    import ray
+
+    return max(1, sum(bool(n["Alive"] and n["Resources"].get("CPU")) for n in ray.nodes()))
+
+
+def _lacking(placement: Placement, num_engines: int) -> str:
+    """What is missing, in words; empty if every engine fits on some node."""
+    import ray
+
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    room = sum(
+        min(
+            math.floor(node.get("CPU", 0) / placement.num_cpus),
+            math.floor(node.get("GPU", 0) / placement.num_gpus) if placement.num_gpus else num_engines,
+        )
+        for node in nodes
+    )
+    if room < num_engines:
+        each = f"{placement.num_gpus} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
+        return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {room}"
+    spare = sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+    if spare < PREPARE_CPUS:
+        return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
+    return ""
+
+
+def _ask_for_nodes(placement: Placement, num_engines: int) -> None:
+    from ray.autoscaler.sdk import request_resources
+
+    bundle = {"CPU": math.ceil(placement.num_cpus)} | ({"GPU": placement.num_gpus} if placement.num_gpus else {})
+    request_resources(bundles=[bundle] * num_engines)

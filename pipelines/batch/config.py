@@ -1,0 +1,107 @@
+"""What a user can ask of a bulk run: one flat set of keys, the same in YAML and on the command line.
+
+It checks what can be checked without a file, a model or a cluster; it resolves nothing.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "ignore_eos")
+PROMPT_KEYS = ("prompt_column", "prompt_template", "messages_column", "system_prompt", "chat")
+
+
+class GenerateConfig(BaseModel):
+    """One bulk run. A description is the help text of its flag; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    drafter: str = Field(
+        "auto",
+        description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
+    )
+    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
+        "auto", description="weights and KV cache of the target"
+    )
+
+    input: str = Field(description="corpus: a Parquet or JSONL file, a folder of them, or a glob")
+    output: Path = Field(description="run directory; an unfinished run there is continued")
+    limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
+    rows_per_unit: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="rows that are committed together; default: from corpus and concurrency",
+    )
+
+    prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
+    prompt_template: str | None = Field(
+        None, description="Jinja2 template over the row's columns, in place of a prompt column"
+    )
+    messages_column: str | None = Field(
+        None,
+        description="column with chat messages (a list of role and content); default: messages, if there",
+    )
+    system_prompt: str | None = Field(None, description="system message put before each prompt (chat only)")
+    chat: bool | None = Field(
+        None, description="put prompts through the model's chat template; default: where the model has one"
+    )
+
+    temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy, and exactly repeatable")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
+    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+    stop: list[str] = Field(default_factory=list, description="strings that end a response")
+    seed: int | None = Field(None, description="makes sampling repeatable, row by row")
+    ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+
+    engines: int = Field(1, ge=1, description="engine actors")
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
+    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+    engine: Literal["vllm", "fake"] = Field(
+        "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
+    )
+
+    cluster_wait_s: float = Field(
+        0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
+    )
+    heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
+
+    instance_type: str | None = Field(None, description="what the engines run on, as in the price table")
+    market: Literal["on_demand", "spot"] = Field("on_demand", description="which of the instance's prices")
+    provider: str | None = Field(None, description="whose price, where several sell that instance type")
+    region: str | None = Field(None, description="where, if the price depends on it")
+    usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, in place of the table's")
+    prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
+
+    @model_validator(mode="after")
+    def _one_source_of_prompts(self) -> "GenerateConfig":
+        named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other: a row has one prompt")
+        if self.messages_column and self.chat is False:
+            raise ValueError("messages_column needs the chat template: leave chat out")
+        if self.drafter == "none" and self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens means nothing with drafter: none")
+        return self
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters alone, as the fingerprint and the report carry them."""
+        return {key: getattr(self, key) for key in SAMPLING_KEYS}

@@ -1,0 +1,105 @@
+"""Where an engine's seconds go: load, compile, busy, idle; and which unit the busy ones belong to.
+
+It reads a clock and counts; it writes nothing. The event loop and the heartbeat thread share it. Durations come from a
+monotonic clock, so that a wall clock that is set back or forward changes no account.
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An engine's account at one moment, in seconds and generated tokens."""
+
+    elapsed_s: float
+    load_s: float
+    compile_s: float
+    busy_s: float
+    idle_s: float
+    num_output_tokens: int
+
+
+class EngineMeter:
+    """A contiguous account of one engine's time from its first second.
+
+    While requests run, time is busy and belongs to their units in proportion to the requests that each has in the
+    engine. So the units' shares add up to the busy time exactly.
+
+    Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
+    unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
+
+    Args:
+        monotonic: the clock for durations, in seconds.
+        started: when the engine's process was there, on that clock; now if None.
+    """
+
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
+        self._monotonic = monotonic
+        self._started = self._last = monotonic() if started is None else started
+        self._running: Counter[int] = Counter()
+        self._busy_by_unit: defaultdict[int, float] = defaultdict(float)
+        self.load_s = self.compile_s = self.busy_s = self.idle_s = 0.0
+        self.num_output_tokens = 0
+        self._ready = False
+        self._lock = threading.RLock()
+
+    def snapshot(self) -> "Snapshot":
+        """The account up to now; its four states sum to `elapsed_s`."""
+        with self._lock:
+            self.tick()
+            return Snapshot(
+                elapsed_s=self._last - self._started,
+                load_s=self.load_s,
+                compile_s=self.compile_s,
+                busy_s=self.busy_s,
+                idle_s=self.idle_s,
+                num_output_tokens=self.num_output_tokens,
+            )
+
+    def ready(self, compile_s: float) -> None:
+        """The engine is up; `compile_s` of the time until now went into compiling."""
+        with self._lock:
+            self.tick()
+            self._ready = True
+            self.compile_s = min(compile_s, self.load_s)
+            self.load_s -= self.compile_s
+
+    def start(self, unit: int) -> None:
+        """A request of `unit` enters the engine."""
+        with self._lock:
+            self.tick()
+            self._running[unit] += 1
+
+    def finish(self, unit: int, num_output_tokens: int) -> None:
+        """A request of `unit` leaves the engine with so many tokens."""
+        with self._lock:
+            self.tick()
+            self._running[unit] -= 1
+            if not self._running[unit]:
+                del self._running[unit]
+            self.num_output_tokens += num_output_tokens
+
+    def take(self, unit: int) -> float:
+        """The busy seconds of `unit`, once."""
+        with self._lock:
+            self.tick()
+            return self._busy_by_unit.pop(unit, 0.0)
+
+    def tick(self) -> None:
+        """Account for the time since the last event."""
+        with self._lock:
+            now = self._monotonic()
+            passed, self._last = now - self._last, now
+            requests = self._running.total()
+            if not self._ready:
+                self.load_s += passed
+            elif not requests:
+                self.idle_s += passed
+            else:
+                self.busy_s += passed
+                for unit, count in self._running.items():
+                    self._busy_by_unit[unit] += passed * count / requests

@@ -1,0 +1,62 @@
+"""What an engine actor does on the node that it lands on: find its slot, the model's files, and start vLLM.
+
+A run's driver may sit on another machine, so nothing that depends on the node is decided there.
+"""
+
+import dataclasses
+import fcntl
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+from peagle import hardware
+from peagle.catalog.resolve import local_path, resolve_model
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import environment
+from peagle.engine.spec import EngineSpec
+from peagle.engine.vllm_engine import VllmEngine
+from peagle.errors import CapacityError
+
+_MAX_SLOTS = 1024
+
+
+def claim_slot(run_id: str) -> int:
+    """The smallest number that no other live process of this run on this node has.
+
+    Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
+    process ends, however it ends; so a restarted engine takes the place of the one that died.
+    """
+    folder = Path(tempfile.gettempdir()) / f"peagle-{os.getuid()}-{run_id}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for slot in range(_MAX_SLOTS):
+        descriptor = os.open(folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            return slot  # the descriptor stays open as long as the process lives
+    raise CapacityError(f"more than {_MAX_SLOTS} engines of one run on one node")
+
+
+@functools.lru_cache(maxsize=4)
+def localize(model: str) -> str:
+    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache."""
+    return resolve_model(model).path
+
+
+def start_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int) -> VllmEngine:
+    """Start the engine that `spec` describes on this node.
+
+    Raises:
+        EngineError: vLLM does not start.
+        PeagleError: the node cannot run it, or the model is not to be had here.
+    """
+    here = hardware.detect()
+    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
+    spec = dataclasses.replace(spec, model=localize(spec.model), drafter=drafter)
+    # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound below.
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ |= environment(spec, here, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
+    return VllmEngine(engine_args(spec, here, num_engines_on_node=num_engines_on_node))

@@ -1,0 +1,114 @@
+"""The plan of a run: its corpus cut once into deterministic work units.
+
+A unit is a range of rows of one file. The plan is written before anything runs and never changes, so a resume
+is the difference between the plan and a listing of the committed units.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.corpus import Span, count_rows, discover, scan
+
+_MAX_AUTO_ROWS = 256
+_UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkUnit:
+    """Rows that are committed together. `first_id` is the number of its first row in the whole corpus."""
+
+    unit: int
+    first_id: int
+    span: Span
+
+    def row_id(self, index: int) -> str:
+        """The id of the unit's row `index`: its number in the corpus, padded so that ids sort."""
+        return f"{self.first_id + index:09d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content."""
+
+    units: tuple[WorkUnit, ...]
+    rows_per_unit: int
+    schema: pa.Schema
+    corpus_fingerprint: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the corpus that the run takes."""
+        return sum(unit.span.num_rows for unit in self.units)
+
+
+def make_plan(config: GenerateConfig) -> Plan:
+    """Cut the corpus that `config` names.
+
+    Raises:
+        InputError: the corpus cannot be read, or holds no row.
+    """
+    files = discover(config.input)
+    rows_per_unit = config.rows_per_unit or auto_rows_per_unit(
+        min(count_rows(files), config.limit or 2**63), config.engines
+    )
+    spans, schema, fingerprint = scan(files, rows_per_unit, config.limit)
+    return Plan(units=_number(spans), rows_per_unit=rows_per_unit, schema=schema, corpus_fingerprint=fingerprint)
+
+
+def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
+    """Rows a unit: small enough for a short tail, large enough that a big corpus is not a million files.
+
+    >>> auto_rows_per_unit(48, 1), auto_rows_per_unit(10_000_000, 8)
+    (3, 256)
+    """
+    return max(1, min(_MAX_AUTO_ROWS, math.ceil(num_rows / (_UNITS_PER_ENGINE * num_engines))))
+
+
+def plan_to_bytes(plan: Plan) -> bytes:
+    """`plan.parquet`: a row per unit; the corpus's schema and fingerprint are metadata."""
+    rows = [unit_to_row(unit) for unit in plan.units]
+    metadata = {
+        b"peagle.schema": plan.schema.serialize().to_pybytes(),
+        b"peagle.corpus": plan.corpus_fingerprint.encode(),
+        b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), sink)
+    return sink.getvalue()
+
+
+def plan_from_bytes(data: bytes) -> Plan:
+    """The inverse of `plan_to_bytes`."""
+    table = pq.read_table(io.BytesIO(data))
+    metadata = table.schema.metadata
+    return Plan(
+        units=tuple(unit_from_row(row) for row in table.to_pylist()),
+        rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
+        schema=pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"])),
+        corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
+    )
+
+
+def unit_from_row(row: dict[str, object]) -> WorkUnit:
+    """A unit from one row of the plan, as it travels through Ray Data."""
+    span = {k: v for k, v in row.items() if k not in ("unit", "first_id")}
+    return WorkUnit(unit=int(row["unit"]), first_id=int(row["first_id"]), span=Span(**span))  # type: ignore[call-overload, arg-type]
+
+
+def unit_to_row(unit: WorkUnit) -> dict[str, object]:
+    """The inverse of `unit_from_row`."""
+    return {"unit": unit.unit, "first_id": unit.first_id, **asdict(unit.span)}
+
+
+def _number(spans: Sequence[Span]) -> tuple[WorkUnit, ...]:
+    units, first_id = [], 0
+    for number, span in enumerate(spans):
+        units.append(WorkUnit(unit=number, first_id=first_id, span=span))
+        first_id += span.num_rows
+    return tuple(units)

@@ -1,0 +1,116 @@
+"""What a run shows while it runs: a live line on a terminal, plain lines elsewhere.
+
+It adds up what it is told and draws it; it reads no files.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.speculation import SpeculationStats
+
+_PLAIN_LINE_EVERY_S = 10.0
+
+
+@dataclass
+class Tally:
+    """Committed work so far, of the whole run and of this attempt.
+
+    Args:
+        num_rows_planned: rows of the corpus.
+        price: of the engines' hardware.
+    """
+
+    num_rows_planned: int
+    price: Price
+    num_rows: int = 0
+    num_failed_rows: int = 0
+    num_output_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+    usd: float = 0.0
+    tokens_per_s: float = 0.0
+    seconds_left: float | None = None
+    _rows_before: int = 0
+
+    def add(self, usage: UnitUsage, *, before: bool = False) -> None:
+        """Count a committed unit; `before` if an earlier attempt committed it."""
+        self.num_rows += usage.num_rows
+        self.num_failed_rows += usage.num_failed_rows
+        self.num_output_tokens += usage.num_output_tokens
+        self.speculation += usage.speculation
+        if before:
+            self._rows_before += usage.num_rows + usage.num_failed_rows
+
+    def observe(self, sessions: Iterable[EngineSession], started_at: float) -> None:
+        """Take dollars and speed from the engines' heartbeats; `started_at` is when this attempt began."""
+        sessions = list(sessions)
+        seconds = sum((s.last_seen_at - s.started_at) * s.num_devices for s in sessions)
+        self.usd = seconds * self.price.usd_per_device_s
+        current = [s for s in sessions if s.started_at >= started_at]
+        busy_s = max((s.busy_s + s.idle_s for s in current), default=0.0)
+        self.tokens_per_s = sum(s.num_output_tokens for s in current) / busy_s if busy_s else 0.0
+        done = self.num_rows + self.num_failed_rows
+        fresh = done - self._rows_before
+        self.seconds_left = (self.num_rows_planned - done) * busy_s / fresh if fresh and busy_s else None
+
+    def line(self) -> str:
+        """The state in one line."""
+        done = self.num_rows + self.num_failed_rows
+        parts = [f"{done}/{self.num_rows_planned} rows"]
+        if self.num_failed_rows:
+            parts.append(f"{self.num_failed_rows} failed")
+        if self.tokens_per_s:
+            parts.append(f"{self.tokens_per_s:.1f} output tokens/s")
+        elif done == self._rows_before:
+            parts.append("engines starting")
+        if self.speculation.acceptance_length is not None:
+            parts.append(f"acceptance length {self.speculation.acceptance_length:.2f}")
+        parts.append(f"${self.usd:.4f}")
+        if self.seconds_left is not None:
+            parts.append(f"{_duration(self.seconds_left)} left")
+        return "  ".join(parts)
+
+
+class Progress:
+    """Draws a `Tally`: in place on a terminal, as a line now and then when not."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._last_line_at = 0.0
+
+    def say(self, text: str) -> None:
+        """Print one line of its own."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, tally: Tally, *, final: bool = False) -> None:
+        """Draw the present state."""
+        if self._console.is_terminal:
+            self._live = self._live or _started(Live(console=self._console, refresh_per_second=4))
+            self._live.update(Text(tally.line()))
+        elif final or time.monotonic() - self._last_line_at >= _PLAIN_LINE_EVERY_S:
+            self._last_line_at = time.monotonic()
+            self.say(tally.line())
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _started(live: Live) -> Live:
+    live.start()
+    return live
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

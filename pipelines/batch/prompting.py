@@ -1,0 +1,194 @@
+"""From a row's columns to the token ids of its prompt, or the reason why there are none.
+
+It knows templates and a tokenizer; it does not know files, units or engines. One bad row never raises: it comes back
+as a `RowError`, which becomes its dead letter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.sandbox
+
+from peagle.errors import ConfigError, InputError, did_you_mean
+from pipelines.batch.config import GenerateConfig
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Messages to text or token ids."""
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Text to token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """Why a row cannot be done: a machine-readable reason, and a message for people."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec:
+    """Where a row's prompt comes from. Exactly one of the three sources is set."""
+
+    column: str | None = None
+    template: str | None = None
+    messages_column: str | None = None
+    system_prompt: str | None = None
+    chat: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as the fingerprint carries it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def resolve_prompts(config: GenerateConfig, columns: list[str], has_chat_template: bool) -> PromptSpec:
+    """Decide, before an engine starts, where prompts come from.
+
+    Raises:
+        InputError: the column that is named, or any that would do, is not in the corpus.
+        ConfigError: the template does not compile, or chat is asked of a model without a chat template.
+    """
+    messages_column = config.messages_column
+    column = config.prompt_column
+    if config.prompt_template is not None:
+        _check_template(config.prompt_template, columns)
+    elif messages_column is None and column is None:
+        column, messages_column = _default_source(columns)
+    for name in (column, messages_column):
+        if name is not None and name not in columns:
+            raise InputError(f"the corpus has no column {name!r}", hint=did_you_mean(name, columns))
+    chat = has_chat_template if config.chat is None else config.chat
+    if not has_chat_template and (chat or messages_column is not None):
+        raise ConfigError("the model has no chat template", hint="give plain prompts, and chat: false")
+    if config.system_prompt is not None and not chat:
+        raise ConfigError("system_prompt needs a chat template", hint="put it into prompt_template instead")
+    return PromptSpec(
+        column=column,
+        template=config.prompt_template,
+        messages_column=messages_column,
+        system_prompt=config.system_prompt,
+        chat=chat or messages_column is not None,
+    )
+
+
+class PromptBuilder:
+    """Turns rows into token ids under one `PromptSpec`.
+
+    Args:
+        spec: where the prompt comes from.
+        tokenizer: the target's.
+        max_model_len: context of the engine in tokens; a prompt must leave room for one token at least.
+    """
+
+    def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._template = None if spec.template is None else _environment().from_string(spec.template)
+
+    def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
+        """Token ids of the row's prompt, or why there are none."""
+        content = self._content(columns)
+        if isinstance(content, RowError):
+            return content
+        try:
+            token_ids = self._encode(content)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+        ) as error:  # a chat template may refuse a role order
+            return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
+        if not token_ids:
+            return RowError(reason="empty_prompt", message="the prompt has no token")
+        if len(token_ids) >= self._max_model_len:
+            message = (
+                f"the prompt has {len(token_ids)} tokens; the context holds {self._max_model_len} with the response"
+            )
+            return RowError(reason="prompt_too_long", message=message)
+        return token_ids
+
+    def _content(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]] | RowError:
+        spec = self._spec
+        if spec.messages_column is not None:
+            return _messages(columns.get(spec.messages_column), spec.messages_column)
+        if self._template is not None:
+            try:
+                return self._template.render(columns)
+            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+                return RowError(reason="template_error", message=f"prompt_template: {error}")
+        value = columns.get(spec.column or "")
+        if not isinstance(value, str):
+            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {_kind(value)}, not text")
+        return value
+
+    def _encode(self, content: str | list[dict[str, Any]]) -> list[int]:
+        if not self._spec.chat:
+            return list(self._tokenizer.encode(content))  # type: ignore[arg-type]
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        if self._spec.system_prompt is not None:
+            messages = [{"role": "system", "content": self._spec.system_prompt}, *messages]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # The template writes its own special tokens; the tokenizer must not add them a second time.
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _default_source(columns: list[str]) -> tuple[str | None, str | None]:
+    if "messages" in columns:
+        return None, "messages"
+    if "prompt" in columns:
+        return "prompt", None
+    raise InputError(
+        f"the corpus has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}",
+        hint="name one with --prompt-column or --messages-column, or build prompts with --prompt-template",
+    )
+
+
+def _environment() -> jinja2.Environment:
+    # Templates are configuration, but rows are untrusted: the sandbox keeps attributes of values out of reach.
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+
+
+def _check_template(template: str, columns: list[str]) -> None:
+    from jinja2 import meta
+
+    try:
+        used = meta.find_undeclared_variables(_environment().parse(template))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
+    for name in sorted(used - set(columns)):
+        raise InputError(f"prompt_template uses {name!r}, which is no column", hint=did_you_mean(name, columns))
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]] | RowError:
+    if not isinstance(value, list) or not value:
+        return RowError(
+            reason="invalid_messages",
+            message=f"column {column!r} holds {_kind(value)}, not a list of messages",
+        )
+    messages = []
+    for index, message in enumerate(value):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            return RowError(
+                reason="invalid_messages",
+                message=f"column {column!r}, message {index}: it needs a role and a content, both text",
+            )
+        # Columnar files give every struct every key; a key that is null was not there.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return "an empty list" if value == [] else f"a {type(value).__name__}"

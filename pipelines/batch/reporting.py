@@ -1,0 +1,40 @@
+"""The account of a run directory: read its ledger, write its report.
+
+It knows the directory and the economics; it knows neither Ray nor a running engine, so it works on any run, of any
+machine, at any time.
+"""
+
+import time
+from typing import Any
+
+from peagle.economics.cost import account
+from peagle.economics.prices import Price
+from peagle.economics.report import render_html, report_dict
+from peagle.files import write_atomic, write_json
+from pipelines.batch.rundir import RunDirectory
+
+
+def make_report(run: RunDirectory) -> dict[str, Any]:
+    """Account for a run as it stands, and write `report.json` and `report.html` beside it.
+
+    Raises:
+        ConfigError: there is no run.
+        PeagleError: one of its files is damaged.
+    """
+    manifest = run.manifest()
+    usages = list(run.usages())
+    sessions = run.sessions()
+    plan = run.plan()
+    finished = max([s.last_seen_at for s in sessions], default=time.time())
+    information = {
+        **manifest["run"],
+        "path": str(run),
+        "num_input_rows": plan.num_rows,
+        "started_at": manifest["created_at"],
+        "finished_at": finished,
+        "complete": len(usages) == len(plan.units),
+    }
+    report = report_dict(account(usages, sessions, Price.from_dict(manifest["price"])), information)
+    write_json(run.root / "report.json", report)
+    write_atomic(run.root / "report.html", render_html(report).encode())
+    return report

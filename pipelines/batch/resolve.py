@@ -1,0 +1,189 @@
+"""From what a user asked for to what will run: model, drafter, K, precision, price, placement.
+
+Everything that can be refused is refused here, before an engine starts. It starts nothing itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peagle.catalog.resolve import (
+    ResolvedDrafter,
+    ResolvedModel,
+    context_tokens,
+    resolve_drafter,
+    resolve_model,
+)
+from peagle.economics.prices import Price, PriceTable, default_instance
+from peagle.engine.memory import check_capacity
+from peagle.engine.precision import Precision, resolve_precision
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from pipelines.batch.cluster import Placement, place
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.prompting import PromptSpec, resolve_prompts
+from pipelines.batch.worker import load_tokenizer
+
+DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
+# Rows and reports must never name a model that did not answer.
+_FAKE_MODEL = ResolvedModel(
+    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """Everything that a run is, decided.
+
+    Attributes:
+        spec: the engine, its models by names that any node can resolve.
+        precision: what the engine computes in on this hardware.
+        tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
+        placement: what each engine takes of the cluster.
+    """
+
+    config: GenerateConfig
+    hardware: Hardware
+    spec: EngineSpec
+    precision: Precision
+    model: ResolvedModel
+    drafter: ResolvedDrafter
+    tokenizer: str | None
+    prompts: PromptSpec
+    price: Price
+    placement: Placement
+
+    @property
+    def max_model_len(self) -> int:
+        """Context in tokens."""
+        assert self.spec.max_model_len is not None, "resolve() sets it"
+        return self.spec.max_model_len
+
+    def fingerprint(self, corpus: str) -> dict[str, Any]:
+        """What must be equal for another attempt to continue this run."""
+        drafter = self.spec.drafter
+        return {
+            "model": {"name": self.model.name, "weights": self.model.fingerprint},
+            "drafter": {
+                "name": self.drafter.name,
+                "weights": self.drafter.fingerprint,
+                "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
+            },
+            "precision": self.precision.describe(),
+            "max_model_len": self.max_model_len,
+            "sampling": self.config.sampling(),
+            "prompts": self.prompts.to_dict(),
+            "corpus": {"content": corpus, "limit": self.config.limit},
+        }
+
+
+def resolve(
+    config: GenerateConfig,
+    hardware: Hardware,
+    columns: list[str],
+    *,
+    num_nodes: int = 1,
+    announce: Callable[[str], None],
+) -> ResolvedRun:
+    """Decide everything.
+
+    Args:
+        columns: of the corpus.
+        announce: told what takes long, such as converting a model.
+
+    Raises:
+        ConfigError: of the kind that fits (model, drafter, precision, price, prompts).
+        CapacityError: the hardware cannot hold the engines.
+    """
+    placement = place(
+        hardware,
+        num_engines=config.engines,
+        accelerators_per_engine=config.tensor_parallel_size,
+        num_nodes=num_nodes,
+    )
+    price = resolve_price(config, hardware)
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform]
+    if config.engine == "fake":
+        model, drafter = _FAKE_MODEL, _fake_drafter(config)
+    else:
+        model = resolve_model(config.model, announce=announce)
+        drafter = resolve_drafter(
+            config.drafter,
+            model,
+            max_num_seqs,
+            num_speculative_tokens=config.num_speculative_tokens,
+            platform=hardware.platform,
+        )
+    spec = _spec(config, model, drafter, max_num_seqs)
+    if config.engine == "vllm":
+        check_capacity(spec, hardware, num_engines_on_node=placement.num_engines_on_node)
+    reference = _reference(config, model)
+    tokenizer = None if config.engine == "fake" else reference
+    return ResolvedRun(
+        config=config,
+        hardware=hardware,
+        spec=replace(spec, model=reference),
+        precision=resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization),
+        model=model,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        prompts=resolve_prompts(config, columns, bool(load_tokenizer(tokenizer).chat_template)),
+        price=price,
+        placement=placement,
+    )
+
+
+def resolve_price(config: GenerateConfig, hardware: Hardware) -> Price:
+    """The price of the hardware.
+
+    Raises:
+        PriceError: there is none; it is never taken to be zero.
+    """
+    if config.usd_per_hour is not None:
+        on_gpu = hardware.platform == "cuda"
+        return Price.fixed(
+            usd_per_hour=config.usd_per_hour,
+            device="accelerator" if on_gpu else "vcpu",
+            num_devices=hardware.num_accelerators if on_gpu else hardware.num_cpus,
+        )
+    table = PriceTable.load(config.prices)
+    instance = config.instance_type or default_instance(hardware.accelerator, table)
+    return table.price(instance, market=config.market, provider=config.provider, region=config.region)
+
+
+def _spec(config: GenerateConfig, model: ResolvedModel, drafter: ResolvedDrafter, max_num_seqs: int) -> EngineSpec:
+    max_model_len = config.max_model_len or context_tokens(model)
+    if max_model_len > context_tokens(model):
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; the context of {model.name} has {context_tokens(model)} tokens"
+        )
+    return EngineSpec(
+        model=model.path,
+        drafter=drafter.spec,
+        precision=config.precision,
+        native_quantization=model.native_quantization,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=config.enforce_eager,
+        kv_cache_gib=config.kv_cache_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+
+
+def _reference(config: GenerateConfig, model: ResolvedModel) -> str:
+    """What any node can resolve: a packaged model's name (each node converts its own), else its folder or hub id."""
+    is_packaged = model.card is not None and model.card.source.kind == "package"
+    return config.model if is_packaged else model.path
+
+
+def _fake_drafter(config: GenerateConfig) -> ResolvedDrafter:
+    if config.drafter not in ("auto", "none"):
+        raise ConfigError(
+            "engine: fake loads no drafter", hint="leave drafter out, and give num_speculative_tokens alone"
+        )
+    k = config.num_speculative_tokens
+    spec = DrafterSpec(method="peagle", model="fake", num_speculative_tokens=k) if k else None
+    note = "engine: fake; no model answers, and its speed means nothing"
+    return ResolvedDrafter(spec=spec, name="fake" if k else None, note=note, fingerprint="fake" if k else None)

@@ -1,0 +1,138 @@
+"""The columns of a run: what a prepared row looks like on its way to an engine, and a finished one in its file.
+
+Pure tables. It knows neither where rows come from nor which engine answers them.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from peagle.engine.generation import Generation
+from pipelines.batch.corpus import RawRow, to_table
+from pipelines.batch.plan import WorkUnit, unit_from_row, unit_to_row
+from pipelines.batch.prompting import PromptBuilder, RowError
+
+OUTPUT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("response", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_cached_tokens", pa.int32()),
+        ("num_output_tokens", pa.int32()),
+        ("num_drafts", pa.int32()),
+        ("num_draft_tokens", pa.int32()),
+        ("num_accepted_tokens", pa.int32()),
+        ("ttft_s", pa.float64()),
+        ("latency_s", pa.float64()),
+        ("model", pa.string()),
+        ("drafter", pa.string()),
+    ]
+)
+# Columns that a prepared unit carries beside the input's own, on its way from a CPU task to an engine.
+_UNIT, _PROMPT, _ERROR = "__peagle_unit", "__peagle_prompt_token_ids", "__peagle_error"
+
+
+def output_names(columns: Sequence[str]) -> dict[str, str]:
+    """Names of the input's columns in the output: their own, but `input_NAME` where the output has such a column.
+
+    >>> output_names(["task", "id"])
+    {'task': 'task', 'id': 'input_id'}
+    """
+    taken = set(OUTPUT_SCHEMA.names)
+    names: dict[str, str] = {}
+    for column in columns:
+        name = column
+        while name in taken:
+            name = f"input_{name}"
+        taken.add(name)
+        names[column] = name
+    return names
+
+
+def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: PromptBuilder) -> pa.Table:
+    """A unit ready for an engine: the input's columns, and for each row its prompt's token ids or its dead letter."""
+    prompts: list[list[int] | None] = []
+    errors: list[str | None] = []
+    for row in rows:
+        outcome = _prompt(row, builder)
+        prompts.append(None if isinstance(outcome, RowError) else outcome)
+        errors.append(json.dumps(_letter(outcome, row), default=str) if isinstance(outcome, RowError) else None)
+    table = to_table(rows, schema)
+    table = table.rename_columns(list(output_names(table.column_names).values())).replace_schema_metadata(None)
+    table = table.append_column(_UNIT, pa.array([json.dumps(unit_to_row(unit))] * len(rows), pa.string()))
+    table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
+    return table.append_column(_ERROR, pa.array(errors, pa.string()))
+
+
+class PreparedUnit:
+    """A prepared unit, read back on the engine's side.
+
+    Attributes:
+        unit: the unit.
+        prompts: token ids by row; None where the row has a dead letter already.
+        dead_letters: by row index.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.unit = unit_from_row(json.loads(table.column(_UNIT)[0].as_py()))
+        self.prompts: list[list[int] | None] = table.column(_PROMPT).to_pylist()
+        self.dead_letters = {
+            index: json.loads(text) for index, text in enumerate(table.column(_ERROR).to_pylist()) if text is not None
+        }
+        self._input = table.drop_columns([_UNIT, _PROMPT, _ERROR])
+
+    def refuse(self, index: int, error: RowError) -> None:
+        """Set row `index` aside."""
+        row = RawRow(self._input.slice(index, 1).to_pylist()[0])
+        self.dead_letters[index] = _letter(error, row)
+
+    def letters(self) -> list[dict[str, Any]]:
+        """The dead letters, each with its row's id and unit."""
+        return [
+            {"id": self.unit.row_id(index), "unit": self.unit.unit, **letter}
+            for index, letter in sorted(self.dead_letters.items())
+        ]
+
+    def output(self, generations: dict[int, Generation], model: str, drafter: str | None) -> pa.Table:
+        """The rows to commit: input columns, then the output's, for every row that was generated."""
+        indices = sorted(generations)
+        rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
+        table = self._input.take(pa.array(indices, pa.int64()))
+        for column in OUTPUT_SCHEMA:
+            table = table.append_column(column, pa.array([row[column.name] for row in rows], column.type))
+        return table
+
+    def _output_row(self, index: int, generation: Generation, model: str, drafter: str | None) -> dict[str, Any]:
+        drafts = generation.speculation
+        return {
+            "id": self.unit.row_id(index),
+            "response": generation.text,
+            "finish_reason": generation.finish_reason,
+            "num_prompt_tokens": generation.num_prompt_tokens,
+            "num_cached_tokens": generation.num_cached_tokens,
+            "num_output_tokens": generation.num_output_tokens,
+            "num_drafts": drafts.num_drafts if drafts else None,
+            "num_draft_tokens": drafts.num_draft_tokens if drafts else None,
+            "num_accepted_tokens": drafts.num_accepted_tokens if drafts else None,
+            "ttft_s": generation.ttft_s,
+            "latency_s": generation.latency_s,
+            "model": model,
+            "drafter": drafter,
+        }
+
+
+def _prompt(row: RawRow, builder: PromptBuilder) -> list[int] | RowError:
+    if row.error is not None:
+        return RowError(reason="invalid_row", message=row.error)
+    return builder.build(row.columns)
+
+
+def _letter(error: RowError, row: RawRow) -> dict[str, Any]:
+    return {
+        "reason": error.reason,
+        "message": error.message,
+        "row": row.columns if row.raw is None else row.raw,
+    }

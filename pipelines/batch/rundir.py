@@ -1,0 +1,198 @@
+"""The run directory: what is where, and how a unit becomes committed.
+
+    run.json                      what the run is (configuration, fingerprint, versions); written once
+    plan.parquet                  the units; written once
+    data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it
+    ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
+    report.json  report.html      the account
+    logs/                         what Ray and the engines print
+
+A unit is committed when its file exists. The file appears whole, by one exclusive link, so of two attempts at a unit
+the first wins and the other leaves nothing valid. It knows files and records; it does not know engines or Ray.
+"""
+
+import io
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table, sessions_to_table
+from peagle.errors import ConfigError, PeagleError
+from peagle.files import remove_temporaries, write_atomic, write_json, write_once
+from pipelines.batch.plan import Plan, plan_from_bytes, plan_to_bytes
+
+_USAGE = b"peagle.usage"
+_FAILED = b"peagle.failed"
+
+
+class RunDirectory:
+    """A run directory on a local or shared file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+        self.data = self.root / "data"
+        self.failed = self.root / "failed"
+        self.ledger = self.root / "ledger"
+        self.logs = self.root / "logs"
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    # --- the whole
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return (self.root / "run.json").exists()
+
+    def create(self, manifest: dict[str, Any], plan: Plan) -> None:
+        """Lay the directory out. `run.json` comes last: with it, the run exists.
+
+        Raises:
+            ConfigError: the folder holds something else, or cannot be written.
+        """
+        foreign = [p.name for p in self.root.glob("*")] if self.root.is_dir() else []
+        if set(foreign) - {"data", "failed", "ledger", "logs", "plan.parquet"}:
+            raise ConfigError(f"output {self}: the folder holds other files ({foreign[0]}, ...)", hint="name a new one")
+        try:
+            self._make_folders()
+            write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
+            write_json(self.root / "run.json", manifest)
+        except OSError as error:
+            raise ConfigError(f"output {self}: cannot be written: {error}") from error
+
+    def open(self) -> None:
+        """Make the directory ready for another attempt: clear what killed writers left.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            self._make_folders()
+            for folder in (self.root, self.data, self.failed, self.ledger):
+                remove_temporaries(folder)
+        except OSError as error:
+            raise ConfigError(f"output {self}: cannot be written: {error}") from error
+
+    def manifest(self) -> dict[str, Any]:
+        """`run.json`.
+
+        Raises:
+            ConfigError: there is no run here, or its manifest is damaged.
+        """
+        try:
+            manifest: dict[str, Any] = json.loads((self.root / "run.json").read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self} is no run directory: it has no run.json") from error
+        except ValueError as error:
+            raise ConfigError(f"{self}/run.json is damaged: {error}", hint="start a new run directory") from error
+        return manifest
+
+    def plan(self) -> Plan:
+        """`plan.parquet`.
+
+        Raises:
+            ConfigError: missing or damaged.
+        """
+        try:
+            return plan_from_bytes((self.root / "plan.parquet").read_bytes())
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise ConfigError(f"{self}/plan.parquet is damaged: {error}", hint="start a new run directory") from error
+
+    # --- units
+
+    def committed(self) -> set[int]:
+        """Numbers of the committed units, from a listing."""
+        return {int(path.stem.removeprefix("unit-")) for path in self.data.glob("unit-*.parquet")}
+
+    def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
+        """Commit a unit; False when another attempt at it came first, and this one counts for nothing.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written. The unit is then not committed.
+        """
+        failed_name = ""
+        if dead_letters:
+            # A name of this attempt's own: a slower attempt cannot replace the letters of the one that won.
+            failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
+            lines = "".join(json.dumps(letter, ensure_ascii=False, default=str) + "\n" for letter in dead_letters)
+            write_atomic(self.failed / failed_name, lines.encode())
+        metadata = {**(table.schema.metadata or {}), _USAGE: usage.to_json(), _FAILED: failed_name.encode()}
+        sink = io.BytesIO()
+        pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+        won = write_once(self.unit_path(unit), sink.getvalue())
+        if not won and failed_name:
+            (self.failed / failed_name).unlink(missing_ok=True)
+        return won
+
+    def unit_path(self, unit: int) -> Path:
+        """The file that commits a unit."""
+        return self.data / f"unit-{unit:08d}.parquet"
+
+    def usages(self) -> Iterator[UnitUsage]:
+        """Usage of every committed unit, in order, from the files' footers.
+
+        Raises:
+            PeagleError: a file is damaged.
+        """
+        for unit in sorted(self.committed()):
+            yield self.usage(unit)
+
+    def usage(self, unit: int) -> UnitUsage:
+        """Usage of one committed unit.
+
+        Raises:
+            PeagleError: the file is damaged.
+        """
+        return UnitUsage.from_json(self._unit_metadata(unit)[_USAGE])
+
+    def dead_letters(self) -> Iterator[dict[str, Any]]:
+        """Every valid dead letter: those that a committed unit names."""
+        for unit in sorted(self.committed()):
+            if name := self._unit_metadata(unit)[_FAILED].decode():
+                with (self.failed / name).open(encoding="utf-8") as lines:
+                    yield from (json.loads(line) for line in lines)
+
+    def remove_orphans(self) -> int:
+        """Delete dead letters that no committed unit names, when nobody writes any more; the number deleted."""
+        valid = {self._unit_metadata(unit)[_FAILED].decode() for unit in self.committed()}
+        orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
+        for orphan in orphans:
+            orphan.unlink(missing_ok=True)
+        return len(orphans)
+
+    def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
+        path = self.unit_path(unit)
+        try:
+            metadata: dict[bytes, bytes] = pq.read_schema(path).metadata or {}
+        except (OSError, pa.ArrowException) as error:
+            raise PeagleError(
+                f"{path} is damaged: {error}",
+                hint="delete that file and run again: its rows are then done anew",
+            ) from error
+        if _USAGE not in metadata or _FAILED not in metadata:
+            raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
+        return metadata
+
+    # --- the ledger
+
+    def write_session(self, session: EngineSession) -> None:
+        """Replace the heartbeat of one engine process."""
+        sink = io.BytesIO()
+        pq.write_table(sessions_to_table([session]), sink)
+        write_atomic(self.ledger / f"session-{session.session_id}.parquet", sink.getvalue())
+
+    def sessions(self) -> list[EngineSession]:
+        """The last heartbeat of every engine process that this run ever had."""
+        paths = sorted(self.ledger.glob("session-*.parquet"))
+        return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+
+    def _make_folders(self) -> None:
+        for folder in (self.data, self.failed, self.ledger, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)

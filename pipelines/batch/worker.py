@@ -1,0 +1,217 @@
+"""The two stages that Ray Data runs: prepare a unit on a CPU, and generate and commit it on an engine.
+
+Both work on whole units (one unit is one block). What they need travels in one picklable job record, and names of
+models are resolved on the node that uses them. They know nothing of the driver.
+"""
+
+import asyncio
+import atexit
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.engine.generation import Engine, Generation, RequestRefused
+from peagle.engine.spec import EngineSpec
+from peagle.speculation import SpeculationStats
+from pipelines.batch.corpus import read
+from pipelines.batch.meter import EngineMeter
+from pipelines.batch.node import claim_slot, localize
+from pipelines.batch.plan import unit_from_row
+from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
+from pipelines.batch.rows import PreparedUnit, prepare
+from pipelines.batch.rundir import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareJob:
+    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the prompts, the schema."""
+
+    model: str | None
+    prompts: PromptSpec
+    max_model_len: int
+    schema: pa.Schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """What an engine actor needs. `model` and `drafter` are labels; `spec` names them as the user did."""
+
+    run_dir: str
+    run_id: str
+    spec: EngineSpec
+    model: str
+    drafter: str | None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    backend: str = "vllm"
+    num_devices: int = 1
+    device: Device = "vcpu"
+    num_engines_on_node: int = 1
+    heartbeat_s: float = 5.0
+
+
+def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
+    """Read, template and tokenise one unit; `batch` is its one row of the plan."""
+    (row,) = batch.to_pylist()
+    unit = unit_from_row(row)
+    builder = PromptBuilder(job.prompts, load_tokenizer(job.model), job.max_model_len)
+    return prepare(unit, list(read(unit.span)), job.schema, builder)
+
+
+@functools.lru_cache(maxsize=2)
+def load_tokenizer(model: str | None) -> Tokenizer:
+    """The target's tokenizer, once a process; bytes where the fake engine has no model."""
+    if model is None:
+        from peagle.engine.fake_engine import ByteTokenizer
+
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(localize(model))
+    return tokenizer
+
+
+class EngineWorker:
+    """One engine. Ray Data gives it units, several at a time; it commits them and answers with receipts.
+
+    Rows of all its units run in one continuous batch. A few more requests than the engine runs at once are in it
+    at any moment, so that a finished one is replaced in the next step.
+    """
+
+    def __init__(self, job: EngineJob) -> None:
+        self._job = job
+        self._run = RunDirectory(Path(job.run_dir))
+        self._meter = EngineMeter()
+        self._started_at = time.time()
+        self._session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self._log = self._redirect_output()
+        self._slot = claim_slot(job.run_id)
+        self._heartbeat()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+        self._engine, compile_s = self._start_engine()
+        self._meter.ready(compile_s)
+        self._heartbeat()
+        in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)
+        self._slots = asyncio.Semaphore(in_flight)
+        atexit.register(self._close)
+
+    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
+        """Generate and commit one prepared unit."""
+        prepared = PreparedUnit(batch)
+        started_at = time.time()
+        indices = [index for index in range(batch.num_rows) if index not in prepared.dead_letters]
+        outcomes = await asyncio.gather(*(self._generate(prepared, index) for index in indices))
+        generations = {i: outcome for i, outcome in zip(indices, outcomes, strict=True) if outcome is not None}
+        usage = self._usage(prepared, list(generations.values()), started_at)
+        table = prepared.output(generations, self._job.model, self._job.drafter)
+        committed = await asyncio.to_thread(self._run.commit, prepared.unit.unit, table, usage, prepared.letters())
+        yield pa.table({"unit": [prepared.unit.unit], "committed": [committed], "usage": [usage.to_json()]})
+
+    async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
+        unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
+        prompt = prepared.prompts[index]
+        assert prompt is not None, "a row without a prompt has a dead letter"
+        async with self._slots:
+            self._meter.start(unit)
+            num_tokens = 0
+            try:
+                # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
+                request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
+                generation = await self._engine.generate(request_id, prompt, self._sampling(row_id))
+                num_tokens = generation.num_output_tokens
+            except RequestRefused as error:
+                prepared.refuse(index, RowError(reason="refused", message=str(error)))
+                return None
+            finally:
+                self._meter.finish(unit, num_tokens)
+        return generation
+
+    def _sampling(self, row_id: str) -> dict[str, Any]:
+        """The run's sampling parameters; a seed varies by row, else equal prompts would get equal answers."""
+        sampling = dict(self._job.sampling)
+        if sampling.get("seed") is not None:
+            sampling["seed"] = (sampling["seed"] + int(row_id)) % 2**31
+        return sampling
+
+    def _usage(self, prepared: PreparedUnit, generations: list[Generation], started_at: float) -> UnitUsage:
+        drafts = [g.speculation for g in generations if g.speculation is not None]
+        return UnitUsage(
+            session_id=self._session_id,
+            num_rows=len(generations),
+            num_failed_rows=len(prepared.dead_letters),
+            num_prompt_tokens=sum(g.num_prompt_tokens for g in generations),
+            num_cached_tokens=sum(g.num_cached_tokens or 0 for g in generations),
+            num_output_tokens=sum(g.num_output_tokens for g in generations),
+            busy_s=self._meter.take(prepared.unit.unit),
+            speculation=sum(drafts, start=SpeculationStats.empty()),
+            started_at=started_at,
+            finished_at=time.time(),
+        )
+
+    # --- start and end
+
+    def _start_engine(self) -> tuple[Engine, float]:
+        job = self._job
+        if job.backend == "fake":
+            from peagle.engine.fake_engine import FakeEngine
+
+            drafter = job.spec.drafter
+            return FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0), 0.0
+        from pipelines.batch.node import start_vllm
+
+        engine = start_vllm(job.spec, engine_index=self._slot, num_engines_on_node=job.num_engines_on_node)
+        from peagle.engine.vllm_engine import compile_seconds
+
+        return engine, compile_seconds(self._log.read_text(errors="replace"))
+
+    def _redirect_output(self) -> Path:
+        """Send what this process and its children print to a file of the run, not to Ray's driver."""
+        log = self._run.logs / f"engine-{self._session_id}.log"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        return log
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._job.heartbeat_s):
+            self._heartbeat()
+
+    def _heartbeat(self, *, ended: bool = False) -> None:
+        meter = self._meter.snapshot()
+        self._run.write_session(
+            EngineSession(
+                session_id=self._session_id,
+                engine_index=self._slot,
+                hostname=socket.gethostname(),
+                num_devices=self._job.num_devices,
+                device=self._job.device,
+                started_at=self._started_at,
+                last_seen_at=self._started_at + meter.elapsed_s,
+                load_s=meter.load_s,
+                compile_s=meter.compile_s,
+                busy_s=meter.busy_s,
+                idle_s=meter.idle_s,
+                num_output_tokens=meter.num_output_tokens,
+                ended=ended,
+            )
+        )
+
+    def _close(self) -> None:
+        self._stopped.set()
+        self._heartbeat(ended=True)
+        self._engine.shutdown()

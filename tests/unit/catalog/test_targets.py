@@ -1,0 +1,150 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.catalog import targets
+from peagle.catalog.targets import context_tokens, folder_fingerprint, is_hub_id, local_path, resolve_model
+from peagle.errors import CatalogError, ConfigError
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+}
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 1024)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has every model."""
+    monkeypatch.setattr(targets, "hub_config", lambda model_id, revision=None: CONFIG)
+    monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision=None: "abc123")
+
+
+def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "converted")
+    monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: folder)
+    model = resolve_model("smollm2-135m")
+    assert (model.name, model.path) == ("smollm2-135m", str(folder))
+    assert model.card is not None
+    assert context_tokens(model) == 8192
+    assert local_path("smollm2-135m") == str(folder)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b"])
+def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> None:
+    model = resolve_model(name)
+    assert (model.name, model.path, model.fingerprint) == (
+        "gpt-oss-20b",
+        "openai/gpt-oss-20b",
+        "openai/gpt-oss-20b@abc123",
+    )
+    assert model.native_quantization == "mxfp4"
+    assert local_path(name) == "openai/gpt-oss-20b"
+
+
+def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub: None) -> None:
+    model = resolve_model("org/model")
+    assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
+    assert model.native_quantization is None
+    assert local_path("org/model") == "org/model"
+
+
+def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "mine", quantization_config={"quant_method": "compressed-tensors"})
+    monkeypatch.chdir(tmp_path)
+    for name in (str(folder), "mine", "./mine"):
+        model = resolve_model(name)
+        assert (model.name, model.path, model.card) == ("mine", str(folder), None)
+        assert model.native_quantization == "compressed-tensors"
+        assert local_path(name) == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("smollm2-153m", "no model 'smollm2-153m'", "did you mean smollm2-135m"),
+        ("./missing", "no such model folder", "ORG/NAME"),
+        ("/missing/folder/deep", "no such model folder", "ORG/NAME"),
+    ],
+)
+def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
+    with pytest.raises(CatalogError, match=message) as caught:
+        resolve_model(name)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "not valid JSON"),
+        ('{"hidden_size": 4}', "lacks num_hidden_layers, vocab_size"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CatalogError, match=message):
+        resolve_model(str(tmp_path))
+
+
+def test_a_shipped_head_is_found_in_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = tmp_path / "here" / "heads"
+    (heads / "m-peagle").mkdir(parents=True)
+    monkeypatch.setattr(targets, "HEADS_FOLDER", heads)
+    assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
+
+
+def test_what_this_node_does_not_have_is_named() -> None:
+    with pytest.raises(CatalogError, match="does not exist on this node") as caught:
+        local_path("/elsewhere/model")
+    assert "every node" in caught.value.hint
+
+
+def test_a_model_without_a_context_needs_one_stated(tmp_path: Path) -> None:
+    model = resolve_model(str(make_model(tmp_path / "m", max_position_embeddings=None)))
+    with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
+        context_tokens(model)
+    assert "max_model_len" in caught.value.hint
+
+
+def test_a_multimodal_model_s_context_is_its_text_part_s(tmp_path: Path) -> None:
+    model = resolve_model(str(make_model(tmp_path / "m", text_config=CONFIG | {"max_position_embeddings": 99})))
+    assert context_tokens(model) == 99
+
+
+def test_a_fingerprint_follows_content_and_not_place(tmp_path: Path) -> None:
+    original = make_model(tmp_path / "a")
+    copy = Path(shutil.copytree(original, tmp_path / "b"))
+    assert folder_fingerprint(copy) == folder_fingerprint(original)
+    (copy / ".cache").write_text("hidden files do not count")
+    assert folder_fingerprint(copy) == folder_fingerprint(original)
+
+
+@pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first", "early", "last"])
+def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path: Path, offset: int) -> None:
+    folder = make_model(tmp_path / "a")
+    before = folder_fingerprint(folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[offset] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert folder_fingerprint(folder) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("org/m", True), ("m", False), ("./m", False), ("~/m", False), ("/m", False), ("a/b/c", False)],
+)
+def test_the_form_of_a_hub_id(name: str, expected: bool) -> None:
+    assert is_hub_id(name) is expected

@@ -1,0 +1,54 @@
+import pytest
+
+from peagle.economics.report import text_comparison, text_summary
+from peagle.errors import PeagleError
+
+
+def test_the_summary_of_a_run_with_a_drafter(with_drafter):
+    assert text_summary(with_drafter).splitlines() == [
+        "smollm2-135m with peagle K=3 · bf16 · concurrency 1",
+        "  rows          40 of 40 committed, 0 failed",
+        "  output        6,000 tokens, for 8,000 prompt tokens, 1,000 of them cached",
+        "  speed         60.0 output tokens/s of a busy engine, 46.2 with loading and idling",
+        "  acceptance    1.60 tokens a step, over 1,000 steps",
+        "  by position   48% 10% 2% of the drafts",
+        "  engines up    2 min 10 s, 1 engine start",
+        "  price         $0.2 per hour for 2 vCPUs (custom, fixed)",
+        "  price source  stated by the user, undated",
+        "  cost          $0.00722",
+        "  spent on      load 15% · compile 8% · busy 77% · idle 0% · lost 0%",
+        "  value         830,769 output tokens per dollar, $1.20 per million",
+    ]
+
+
+def test_without_drafts_nothing_is_said_of_acceptance(without_drafter):
+    summary = text_summary(without_drafter)
+    assert "acceptance" not in summary
+    assert "by position" not in summary
+
+
+def test_notes_follow_in_lines_of_readable_length(make_report):
+    summary = text_summary(make_report(lost_s=50.0, idle_s=50.0))
+    notes = summary.split("per million\n")[1]
+    assert notes.count("  ! ") == 2
+    assert max(len(line) for line in notes.splitlines()) <= 100
+
+
+def test_a_run_without_output_says_so(make_report):
+    summary = text_summary(make_report(tokens=0))
+    assert "no output yet" in summary
+
+
+def test_a_comparison_shows_ratios_beside_all_but_the_baseline(with_drafter, without_drafter):
+    lines = text_comparison([without_drafter, with_drafter]).splitlines()
+    assert lines[:2] == ["[1] no drafter (baseline)", "[2] peagle K=3"]
+    speed = next(line for line in lines if "of a busy engine" in line)
+    assert speed.split()[-3:] == ["40.0", "60.0", "x1.50"]
+    length = next(line for line in lines if "acceptance length" in line)
+    assert length.split()[-2:] == ["-", "1.60"]
+    assert speed.index("60.0") == length.index("1.60")
+
+
+def test_what_is_no_report_is_refused():
+    with pytest.raises(PeagleError, match="schema 1"):
+        text_summary({"schema": 9})

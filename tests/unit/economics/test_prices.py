@@ -1,0 +1,234 @@
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle.economics.offers import COLUMNS, Offer, packaged_offers, read_offers
+from peagle.economics.prices import DEFAULT_CPU_INSTANCE, Price, PriceTable, default_instance
+from peagle.errors import PriceError
+
+
+@pytest.fixture(scope="module")
+def table() -> PriceTable:
+    return PriceTable.load()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_table(text: str) -> Path:
+        path = tmp_path / "own.csv"
+        path.write_text(text)
+        return path
+
+    return write_table
+
+
+def test_every_packaged_row_names_its_source_and_date():
+    offers = packaged_offers()
+    assert len(offers) == 86
+    assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
+    assert all("@" in offer.source and offer.as_of == "2026" for offer in offers)
+
+
+def test_a_cpu_instance_is_priced_by_vcpu(table):
+    price = table.price(DEFAULT_CPU_INSTANCE)
+    assert (price.device, price.num_devices, price.accelerator) == ("vcpu", 2, None)
+    assert price.usd_per_hour == 0.10264
+    assert price.usd_per_device_s == pytest.approx(0.10264 / 2 / 3600)
+
+
+def test_an_accelerator_instance_is_priced_by_accelerator(table):
+    price = table.price("p5.48xlarge")
+    assert (price.device, price.num_devices, price.accelerator) == ("accelerator", 8, "H100")
+    assert price.usd_per_device_s == pytest.approx(55.04 / 8 / 3600)
+
+
+def test_regions_that_agree_give_one_price(table):
+    assert table.price("c7a.large").region == "us-east-1"
+    assert table.price("p4d.24xlarge").usd_per_hour == pytest.approx(21.9576, abs=1e-4)
+
+
+def test_regions_that_differ_are_the_users_choice(table):
+    with pytest.raises(PriceError) as error:
+        table.price("p5.48xlarge", market="spot")
+    assert "aws us-east-1 $18.7089" in error.value.message
+    assert "aws us-west-2" in error.value.message
+    assert "region" in error.value.hint
+    assert table.price("p5.48xlarge", market="spot", region="us-east-2").usd_per_hour == 14.0818
+
+
+def test_an_unknown_type_suggests_the_nearest_and_the_override(table):
+    with pytest.raises(PriceError) as error:
+        table.price("p5.48xlrage")
+    assert "p5.48xlarge" in error.value.hint
+    assert "--usd-per-hour" in error.value.hint
+    assert "--prices" in error.value.hint
+
+
+def test_an_unknown_market_or_place_names_the_known_ones(table):
+    with pytest.raises(PriceError, match="did you mean on_demand"):
+        table.price("c7a.large", market="on-demand")
+    with pytest.raises(PriceError, match="at aws mars-1; known are: aws us-east-1 on-demand"):
+        table.price("c7a.large", provider="aws", region="mars-1")
+
+
+def test_p5e_is_sold_as_spot_only(table):
+    with pytest.raises(PriceError, match=r"no on-demand price .* aws us-east-2 spot \$14\.8034"):
+        table.price("p5e.48xlarge")
+
+
+def test_a_spot_price_equal_to_on_demand_is_none(table):
+    assert table.price("8x_H100_SECURE").usd_per_hour == 23.12
+    with pytest.raises(PriceError, match=r"no spot price .* runpod US on-demand \$23\.12\n"):
+        table.price("8x_H100_SECURE", market="spot")
+
+
+def test_a_doubtful_price_says_so_in_its_own_market_only(table):
+    assert "doubtful" in table.price("a4-highgpu-8g").doubt
+    assert table.price("a4-highgpu-8g", market="spot").doubt == ""
+    assert table.price("p5.48xlarge").doubt == ""
+
+
+def test_an_override_row_replaces_its_region_only(write):
+    own = PriceTable.load(
+        write("provider,region,instance_type,vcpus,usd_per_hour_on_demand\naws,us-east-2,c7a.large,2,0.05\n")
+    )
+    assert own.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
+    assert own.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
+    with pytest.raises(PriceError, match="depends on the place"):
+        own.price("c7a.large")
+
+
+def test_an_override_row_without_a_place_replaces_the_type_everywhere(write):
+    own = PriceTable.load(
+        write("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
+    )
+    price = own.price("p5.48xlarge")
+    assert (price.usd_per_hour, price.provider, price.as_of) == (40, "", "undated")
+    assert price.source == "own.csv"
+    assert own.price("p5.4xlarge").usd_per_hour == 6.88
+
+
+def test_an_override_extends_the_table(write):
+    own = PriceTable.load(write("instance_type,vcpus,usd_per_hour_spot\nrack-7,64,1.5\n"))
+    assert own.price("rack-7", market="spot").usd_per_device_s == pytest.approx(1.5 / 64 / 3600)
+    with pytest.raises(PriceError, match="rack-7; known are: spot"):
+        own.price("rack-7")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "needs the column instance_type"),
+        ("instance_type,vcpus\nx,1\n", "needs the column"),
+        ("instance_type,vcpu,usd_per_hour_spot\nx,1,1\n", r"(?s)unknown column 'vcpu'.*vcpus"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1\n", "line 2: the row has not as many fields"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1,1\n", "line 2: the row has not as many fields"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,cheap\n", "line 2: could not convert"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,0\n", "line 2: usd_per_hour_spot must be a positive"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,nan\n", "line 2: usd_per_hour_spot must be a positive"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,\n", "must hold a price"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,,1\n", "how many devices"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,-2,1\n", "how many devices"),
+        ("instance_type,vcpus,usd_per_hour_spot\n,2,1\n", "instance_type is empty"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x is priced twice for everywhere"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_place(write, text, reason):
+    path = write(text)
+    with pytest.raises(PriceError, match=reason) as error:
+        PriceTable.load(path)
+    assert str(path) in error.value.message
+
+
+def test_a_table_that_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(PriceError, match="cannot read the price table"):
+        PriceTable.load(tmp_path / "nowhere.csv")
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PriceError, match="cannot read the price table"):
+        PriceTable.load(binary)
+
+
+def test_the_documented_columns_are_the_packaged_ones(write):
+    path = write("")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerow(["aws", "mars", "x", "H100", 4, 8, 16, 8.0, 4.0, "2026-05", "me", "a rumour"])
+    assert read_offers(path) == [
+        Offer(
+            provider="aws",
+            region="mars",
+            instance_type="x",
+            accelerator="H100",
+            num_accelerators=4,
+            num_vcpus=8,
+            memory_gib=16,
+            usd_per_hour_on_demand=8.0,
+            usd_per_hour_spot=4.0,
+            as_of="2026-05",
+            source="me",
+            doubt_on_demand="a rumour",
+        )
+    ]
+
+
+def test_a_stated_price_needs_no_table():
+    price = Price.fixed(usd_per_hour=7.2, device="accelerator", num_devices=2)
+    assert price.usd_per_device_s == pytest.approx(0.001)
+    assert price.market == "fixed"
+
+
+@pytest.mark.parametrize("usd", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_price_is_never_zero(usd):
+    with pytest.raises(PriceError, match="must be positive"):
+        Price.fixed(usd_per_hour=usd, device="vcpu", num_devices=2)
+
+
+def test_a_price_needs_devices_and_known_words():
+    with pytest.raises(PriceError, match="one device or more"):
+        Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=0)
+    with pytest.raises(PriceError, match="accelerator, vcpu"):
+        Price.fixed(usd_per_hour=1.0, device="gpu", num_devices=1)
+
+
+def test_a_recorded_price_comes_back(table):
+    price = table.price("a4-highgpu-8g")
+    assert Price.from_dict(json.loads(json.dumps(price.to_dict()))) == price
+    with pytest.raises(PriceError, match="exactly the keys"):
+        Price.from_dict({**price.to_dict(), "discount": 0.5})
+    with pytest.raises(PriceError, match="not a price"):
+        Price.from_dict({**price.to_dict(), "usd_per_hour": "much"})
+
+
+def test_the_default_on_cpu_is_the_measured_machine():
+    assert default_instance(None) == "c7a.large"
+
+
+def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
+    assert default_instance("NVIDIA B300", table) == "p6-b300.48xlarge"
+
+
+@pytest.mark.parametrize(
+    ("device_name", "listed", "not_listed"),
+    [
+        ("NVIDIA H100 80GB HBM3", "p5.48xlarge", "p5en.48xlarge"),
+        ("NVIDIA L4", "g6.xlarge", "g6e.xlarge"),
+        ("NVIDIA L40S", "g6e.xlarge", "g6.xlarge"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "g7e.2xlarge", "g6"),
+    ],
+)
+def test_an_accelerator_with_several_lists_them(table, device_name, listed, not_listed):
+    with pytest.raises(PriceError) as error:
+        default_instance(device_name, table)
+    listing = error.value.message.split("these have it: ")[1].split(", ")
+    assert listed in listing
+    assert not_listed not in listing
+    assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
+
+
+def test_an_accelerator_nobody_sells_is_an_error(table):
+    with pytest.raises(PriceError, match="no instance type in the table has it"):
+        default_instance("NVIDIA GeForce RTX 4090", table)

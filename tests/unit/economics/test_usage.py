@@ -1,0 +1,142 @@
+import dataclasses
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.economics.usage import (
+    SESSION_KEY,
+    UNIT_KEY,
+    EngineSession,
+    UnitUsage,
+    sessions_from_table,
+    sessions_to_table,
+)
+from peagle.errors import PeagleError
+from peagle.speculation import SpeculationStats
+
+UNIT = UnitUsage(
+    session_id="a1",
+    num_rows=16,
+    num_failed_rows=1,
+    num_prompt_tokens=3000,
+    num_cached_tokens=500,
+    num_output_tokens=2048,
+    busy_s=43.25,
+    speculation=SpeculationStats(num_drafts=1280, num_draft_tokens=6400, accepted_per_position=(614, 128, 26)),
+    started_at=1_780_000_000.123456,
+    finished_at=1_780_000_050.5,
+)
+SESSION = EngineSession(
+    session_id="a1",
+    engine_index=0,
+    hostname="node-1",
+    num_devices=2,
+    device="vcpu",
+    started_at=1_780_000_000.25,
+    last_seen_at=1_780_000_100.25,
+    load_s=20.0,
+    compile_s=10.0,
+    busy_s=60.0,
+    idle_s=10.0,
+    num_output_tokens=2500,
+    ended=True,
+)
+
+
+def test_a_unit_travels_in_the_metadata_of_its_parquet_file(tmp_path):
+    table = pa.table({"id": ["x"]}).replace_schema_metadata({UNIT_KEY: UNIT.to_json()})
+    pq.write_table(table, tmp_path / "unit.parquet")
+    metadata = pq.read_metadata(tmp_path / "unit.parquet").metadata
+    assert UnitUsage.from_json(metadata[UNIT_KEY]) == UNIT
+
+
+def test_sessions_come_back_from_a_file_and_concatenated(tmp_path):
+    other = dataclasses.replace(SESSION, session_id="b2", device="accelerator", ended=False)
+    for session in (SESSION, other):
+        pq.write_table(sessions_to_table([session]), tmp_path / f"session-{session.session_id}.parquet")
+    tables = [pq.read_table(path) for path in sorted(tmp_path.iterdir())]
+    assert sessions_from_table(tables[0]) == [SESSION]
+    assert sessions_from_table(pa.concat_tables(tables)) == [SESSION, other]
+
+
+def test_no_sessions_are_an_empty_table():
+    assert sessions_from_table(sessions_to_table([])) == []
+
+
+def edited(**changes: object) -> str:
+    record = json.loads(UNIT.to_json())
+    for name, value in changes.items():
+        if value is None:
+            del record[name]
+        else:
+            record[name] = value
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "usage record"),
+        ("[1]", "version is None"),
+        (edited(version=2), "version is 2, and this peagle reads version 1"),
+        (edited(version=None), "version is None"),
+        (edited(colour="red"), "unknown fields colour"),
+        (edited(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
+        (edited(num_rows=1.5), "num_rows must be of type int"),
+        (edited(num_rows=True), "num_rows must be of type int"),
+        (edited(num_rows=-1), "num_rows cannot be negative"),
+        (edited(session_id=7), "session_id must be of type str"),
+        (edited(busy_s="long"), "busy_s must be of type float"),
+        (edited(busy_s=float("nan")), "busy_s must be a number of seconds"),
+        (edited(busy_s=-0.1), "busy_s must be a number of seconds"),
+        (edited(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
+        (edited(finished_at=1.0), "finished before it started"),
+        (edited(speculation=[]), "speculation counts must have"),
+        (edited(speculation={"num_drafts": 1}), "speculation counts must have"),
+    ],
+)
+def test_a_malformed_unit_record_is_refused(data, reason):
+    with pytest.raises(PeagleError, match=reason) as error:
+        UnitUsage.from_json(data)
+    assert error.value.message.startswith("not the usage record of a unit")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"idle_s": 10.1}, "sum to 100.1 s of a life of 100.0 s"),
+        ({"busy_s": -60.0}, "busy_s must be"),
+        ({"device": "gpu"}, "not one of accelerator, vcpu"),
+        ({"num_devices": 0}, "one device or more"),
+        ({"ended": 1}, "ended must be of type bool"),
+        ({"num_output_tokens": -1}, "cannot be negative"),
+    ],
+)
+def test_a_session_that_contradicts_itself_is_refused(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        dataclasses.replace(SESSION, **changes)
+
+
+def test_a_session_may_be_off_by_rounding_only():
+    assert dataclasses.replace(SESSION, idle_s=10.0 + 5e-7).idle_s != SESSION.idle_s
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda table: table.replace_schema_metadata(None), "version is ''"),
+        (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version is '2'"),
+        (lambda table: table.drop_columns(["idle_s"]), "its columns are"),
+        (lambda table: table.append_column("colour", [["red"]]), "its columns are"),
+        (lambda table: table.set_column(0, "session_id", [[7]]), "its columns are"),
+        (lambda table: table.set_column(10, "idle_s", [[11.0]]), "sum to"),
+        (lambda table: table.set_column(10, "idle_s", [pa.array([None], pa.float64())]), "idle_s must be"),
+    ],
+)
+def test_a_malformed_session_table_is_refused(spoil, reason):
+    with pytest.raises(PeagleError, match=reason) as error:
+        sessions_from_table(spoil(sessions_to_table([SESSION])))
+    assert error.value.message.startswith("not a record of engine sessions")

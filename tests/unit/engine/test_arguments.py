@@ -1,0 +1,198 @@
+import ast
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peagle.engine import DrafterSpec, EngineSpec, engine_args, max_num_batched_tokens, speculative_config
+from peagle.engine.spec import DraftMethod
+from peagle.errors import ConfigError, PrecisionError
+from peagle.hardware import Hardware
+
+CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset({"avx512f"}))
+GPU = Hardware(
+    platform="cuda",
+    accelerator="H100",
+    num_accelerators=8,
+    compute_capability=(9, 0),
+    memory_gib=80,
+    free_memory_gib=80,
+    num_cpus=16,
+)
+
+
+def head(method: DraftMethod = "peagle", k: int = 7) -> DrafterSpec:
+    return DrafterSpec(method=method, model="head", num_speculative_tokens=k)
+
+
+def test_p_eagle_is_eagle3_with_parallel_drafting() -> None:
+    assert speculative_config(head("peagle", 5)) == {
+        "method": "eagle3",
+        "model": "head",
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+
+
+def test_eagle3_drafts_one_after_another() -> None:
+    assert speculative_config(head("eagle3", 3)) == {
+        "method": "eagle3",
+        "model": "head",
+        "num_speculative_tokens": 3,
+    }
+
+
+def test_without_a_drafter_vllm_hears_nothing_of_speculation() -> None:
+    arguments = engine_args(EngineSpec(model="org/m"), CPU)
+    assert speculative_config(None) is None
+    assert "speculative_config" not in arguments
+    assert "per_request_spec_decode_metrics" not in arguments  # vLLM refuses it without speculation
+
+
+def test_with_a_drafter_acceptance_is_asked_for_per_request_unless_vllm_is_too_old() -> None:
+    spec = EngineSpec(model="org/m", drafter=head())
+    assert engine_args(spec, CPU)["per_request_spec_decode_metrics"] == "summary"
+    assert "per_request_spec_decode_metrics" not in engine_args(spec, CPU, request_metrics=False)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "hardware", "max_num_seqs", "expected"),
+    [
+        (None, CPU, 256, 2048 + 256),
+        (head("eagle3", 7), CPU, 256, 2048 + 256 * 8),
+        (head("peagle", 7), CPU, 256, 2048 + 256 * 14),
+        (head("peagle", 1), CPU, 1, 2048 + 2),
+        (head("peagle", 7), GPU, 64, 8192 + 64 * 14),
+    ],
+)
+def test_slots_leave_the_prefill_budget_beside_a_full_house(
+    drafter: DrafterSpec | None, hardware: Hardware, max_num_seqs: int, expected: int
+) -> None:
+    spec = EngineSpec(model="org/m", drafter=drafter, max_num_seqs=max_num_seqs)
+    assert max_num_batched_tokens(spec, hardware) == expected
+    assert engine_args(spec, hardware)["max_num_batched_tokens"] == expected
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_a_step_that_spends_as_vllm_s_scheduler_does_admits_all_and_keeps_prefill(
+    method: DraftMethod,
+) -> None:
+    """The loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with every request decoding."""
+    k, max_num_seqs = 7, 300
+    spec = EngineSpec(model="org/m", drafter=head(method, k), max_num_seqs=max_num_seqs)
+    budget = max_num_batched_tokens(spec, CPU)
+    draft_slots = k - 1 if method == "peagle" else 0
+    admitted = 0
+    while admitted < max_num_seqs and budget - draft_slots >= 1 + k:
+        budget -= 1 + k + draft_slots
+        admitted += 1
+    assert (admitted, budget) == (max_num_seqs, 2048)
+
+
+def test_a_stated_number_of_slots_wins() -> None:
+    spec = EngineSpec(model="org/m", drafter=head(), max_num_batched_tokens=999)
+    assert engine_args(spec, CPU)["max_num_batched_tokens"] == 999
+
+
+def test_fp8_reaches_weights_and_cache_on_a_gpu_and_the_cache_alone_on_cpu() -> None:
+    spec = EngineSpec(model="org/m", precision="fp8")
+    on_gpu, on_cpu = engine_args(spec, GPU), engine_args(spec, CPU)
+    assert (on_gpu["dtype"], on_gpu["quantization"], on_gpu["kv_cache_dtype"]) == ("bfloat16", "fp8", "fp8")
+    assert (on_cpu["dtype"], on_cpu["kv_cache_dtype"]) == ("bfloat16", "fp8")
+    assert "quantization" not in on_cpu
+
+
+def test_mxfp4_weights_are_left_as_published() -> None:
+    spec = EngineSpec(model="openai/gpt-oss-20b", native_quantization="mxfp4")
+    assert "quantization" not in engine_args(spec, GPU)
+
+
+def test_float32_is_float32_throughout() -> None:
+    arguments = engine_args(EngineSpec(model="org/m", precision="float32"), CPU)
+    assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("float32", "auto")
+
+
+def test_a_precision_beyond_the_hardware_is_refused() -> None:
+    with pytest.raises(PrecisionError):
+        engine_args(EngineSpec(model="org/m", precision="fp8"), replace(CPU, cpu_flags=frozenset()))
+
+
+def test_the_kv_cache_is_sized_on_cpu_and_left_to_vllm_on_a_gpu() -> None:
+    spec = EngineSpec(model="org/m")
+    assert engine_args(spec, CPU)["kv_cache_memory_bytes"] == 5 * 1024**3  # a quarter of 20 GiB
+    assert engine_args(spec, CPU, num_engines_on_node=2)["kv_cache_memory_bytes"] == int(2.5 * 1024**3)
+    assert "kv_cache_memory_bytes" not in engine_args(spec, GPU)
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+def test_a_stated_kv_cache_wins(hardware: Hardware) -> None:
+    spec = EngineSpec(model="org/m", kv_cache_gib=0.5)
+    assert engine_args(spec, hardware)["kv_cache_memory_bytes"] == 512 * 1024**2
+
+
+def test_sizes_and_flags_pass_through() -> None:
+    spec = EngineSpec(
+        model="org/m",
+        max_num_seqs=3,
+        max_model_len=512,
+        tensor_parallel_size=4,
+        pipeline_parallel_size=2,
+        enforce_eager=True,
+        gpu_memory_utilization=0.7,
+        seed=11,
+        load_format="dummy",
+        enable_prefix_caching=False,
+        extra={"block_size": 32},
+    )
+    expected = {
+        "model": "org/m",
+        "max_num_seqs": 3,
+        "max_model_len": 512,
+        "tensor_parallel_size": 4,
+        "pipeline_parallel_size": 2,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.7,
+        "seed": 11,
+        "load_format": "dummy",
+        "enable_prefix_caching": False,
+        "block_size": 32,
+    }
+    assert expected.items() <= engine_args(spec, GPU).items()
+
+
+def test_an_unset_length_is_left_to_vllm() -> None:
+    assert "max_model_len" not in engine_args(EngineSpec(model="org/m"), GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("dtype", "precision"), ("speculative_config", "drafter"), ("max_num_seqs", "max_num_seqs")],
+)
+def test_an_extra_argument_cannot_override_what_the_spec_manages(name: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        engine_args(EngineSpec(model="org/m", extra={name: "x"}), CPU)
+    assert repr(field) in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_speculative_tokens_per_batch_size": [[1, 4, 7]]},
+        {"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 4, 7]]}},
+    ],
+)
+def test_vllm_s_dynamic_k_is_refused_with_the_reason(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="parallel drafting"):
+        engine_args(EngineSpec(model="org/m", drafter=head(), extra=extra), CPU)
+
+
+def test_every_argument_is_one_of_the_installed_vllm_s() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = ast.parse((Path(found.origin).parent / "engine/arg_utils.py").read_text())
+    engine = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
+    names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)
+    assert engine_args(spec, GPU).keys() <= names

@@ -1,0 +1,112 @@
+import importlib
+from pathlib import Path
+
+import pytest
+
+from peagle.engine import DrafterSpec, EngineSpec, environment, find_preload_libraries
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+SPEC = EngineSpec(model="org/m")
+
+
+def cpu(*cores: int, quota: int | None = None) -> Hardware:
+    return Hardware(
+        platform="cpu",
+        memory_gib=24,
+        free_memory_gib=20,
+        num_cpus=quota or len(cores),
+        core_ids=cores,
+        is_cpu_quota=quota is not None,
+    )
+
+
+GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, compute_capability=(9, 0))
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Both libraries, wherever this test runs."""
+    found = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
+    module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
+    monkeypatch.setattr(module, "find_preload_libraries", lambda: found)
+    return found
+
+
+def test_nothing_is_reported_to_anyone() -> None:
+    variables = environment(SPEC, GPU, inherited={})
+    assert (variables["VLLM_NO_USAGE_STATS"], variables["DO_NOT_TRACK"]) == ("1", "1")
+
+
+def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
+    assert environment(SPEC, GPU, inherited={}).keys() == {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"}
+
+
+def test_local_models_stay_off_the_network(tmp_path: Path) -> None:
+    local, hub = EngineSpec(model=str(tmp_path)), EngineSpec(model="org/m")
+    head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
+    mixed = EngineSpec(model=str(tmp_path), drafter=head)
+    offline = ["HF_HUB_OFFLINE" in environment(spec, GPU, inherited={}) for spec in (local, hub, mixed)]
+    assert offline == [True, False, False]
+
+
+def test_a_lone_engine_gets_every_core() -> None:
+    assert environment(SPEC, cpu(0, 1), inherited={})["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+def test_engines_of_a_node_share_no_core_and_leave_none() -> None:
+    bindings = [
+        environment(SPEC, cpu(0, 1, 2, 3, 4), engine_index=i, num_engines_on_node=2, inherited={}) for i in range(2)
+    ]
+    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "2,3,4"]
+
+
+def test_the_ranks_of_an_engine_are_bound_one_by_one() -> None:
+    spec = EngineSpec(model="org/m", tensor_parallel_size=2)
+    variables = environment(spec, cpu(*range(8)), engine_index=1, num_engines_on_node=2, inherited={})
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+
+
+def test_more_engines_than_cores_are_refused() -> None:
+    with pytest.raises(CapacityError, match="need 3 cores"):
+        environment(SPEC, cpu(0, 1), num_engines_on_node=3, inherited={})
+
+
+def test_under_a_quota_threads_are_counted_and_not_pinned() -> None:
+    variables = environment(SPEC, cpu(*range(64), quota=4), num_engines_on_node=2, inherited={})
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert variables["OMP_NUM_THREADS"] == "2"
+
+
+def test_both_libraries_are_preloaded() -> None:
+    preload = environment(SPEC, cpu(0), inherited={})["LD_PRELOAD"]
+    assert preload == "/lib/libtcmalloc_minimal.so.4:/env/libiomp5.so"
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [
+        ("/x/liba.so", "/x/liba.so:/lib/libtcmalloc_minimal.so.4:/env/libiomp5.so"),
+        ("/x/libgomp.so.1", "/x/libgomp.so.1:/lib/libtcmalloc_minimal.so.4"),
+        ("/x/libtcmalloc.so.4 /x/libiomp5.so", "/x/libtcmalloc.so.4:/x/libiomp5.so"),
+    ],
+    ids=["kept", "no-second-openmp", "already-there"],
+)
+def test_what_is_preloaded_already_stays(inherited: str, expected: str) -> None:
+    assert environment(SPEC, cpu(0), inherited={"LD_PRELOAD": inherited})["LD_PRELOAD"] == expected
+
+
+def test_without_the_libraries_nothing_is_preloaded(libraries: dict[str, Path]) -> None:
+    libraries.clear()
+    assert "LD_PRELOAD" not in environment(SPEC, cpu(0), inherited={})
+
+
+def test_libraries_are_found_in_the_environment_s_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libiomp5.so").touch()
+    (tmp_path / "lib/libtcmalloc_minimal.so.4").touch()
+    assert find_preload_libraries() == {
+        "libiomp5": tmp_path / "lib/libiomp5.so",
+        "libtcmalloc": tmp_path / "lib/libtcmalloc_minimal.so.4",
+    }

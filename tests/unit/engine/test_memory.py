@@ -1,0 +1,157 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.engine import EngineSpec, check_capacity, default_kv_cache_gib
+from peagle.engine.memory import footprint_from_config, read_footprint
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+GIB = 1024**3
+# 30 layers x 2 x 3 KV heads x 64 = 11,520 cached elements a token, 23,040 bytes in bf16.
+SMALL_LLAMA: dict[str, Any] = {
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+
+
+def make_model(folder: Path, *, weights_gib: float = 0.25, **changes: Any) -> str:
+    """A model folder with a sparse weight file of any size."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA | changes))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(int(weights_gib * GIB))
+    return str(folder)
+
+
+def cpu(free_gib: float = 20, *flags: str) -> Hardware:
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=free_gib, num_cpus=2, cpu_flags=frozenset(flags))
+
+
+def gpu(memory_gib: float = 80, num: int = 1, capability: tuple[int, int] = (9, 0)) -> Hardware:
+    return Hardware(
+        platform="cuda",
+        accelerator="H100",
+        num_accelerators=num,
+        compute_capability=capability,
+        memory_gib=memory_gib,
+        free_memory_gib=memory_gib,
+        num_cpus=16,
+    )
+
+
+def test_the_cache_of_a_token_is_counted_from_the_configuration(tmp_path: Path) -> None:
+    footprint = read_footprint(make_model(tmp_path / "m"))
+    assert footprint is not None
+    assert footprint.weights_bytes == GIB // 4
+    assert footprint.kv_cache_bytes(1, dtype_bytes=2) == 23_040
+    assert footprint.kv_cache_bytes(8192, dtype_bytes=1) == 8192 * 11_520
+
+
+def test_sliding_layers_stop_at_their_window() -> None:
+    config = SMALL_LLAMA | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 128,
+    }
+    footprint = footprint_from_config(config, 0)
+    assert footprint is not None
+    assert footprint.kv_cache_bytes(1000, dtype_bytes=1) == (2 * 1000 + 2 * 128) * 384
+
+
+def test_a_multimodal_configuration_is_read_by_its_text_part() -> None:
+    footprint = footprint_from_config({"text_config": SMALL_LLAMA}, 0)
+    assert footprint is not None
+    assert footprint.context_tokens == 8192
+
+
+@pytest.mark.parametrize("config", [{"hidden_size": 8}, SMALL_LLAMA | {"kv_lora_rank": 512}])
+def test_a_cache_that_the_configuration_does_not_describe_is_unknown(config: dict[str, Any]) -> None:
+    assert footprint_from_config(config, 0) is None
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_folder_without_a_readable_configuration_is_unknown(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert read_footprint(str(tmp_path)) is None
+
+
+def test_the_default_cache_is_what_the_requests_can_use(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1)
+    assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 23_040 / GIB, abs=0.01)
+
+
+def test_the_default_cache_stops_at_a_quarter_of_the_free_memory(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=500)
+    assert default_kv_cache_gib(spec, cpu(free_gib=20)) == 5.0
+    assert default_kv_cache_gib(spec, cpu(free_gib=20), num_engines_on_node=2) == 2.5
+
+
+def test_an_unknown_model_gets_the_quarter() -> None:
+    assert default_kv_cache_gib(EngineSpec(model="org/m"), cpu(free_gib=8)) == 2.0
+
+
+def test_what_fits_passes(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m"))
+    check_capacity(spec, cpu())
+    check_capacity(spec, gpu())
+
+
+def test_a_model_that_is_not_here_cannot_be_judged() -> None:
+    check_capacity(EngineSpec(model="org/m"), cpu(free_gib=0.1))
+
+
+def test_too_little_memory_on_cpu_names_every_part(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30), kv_cache_gib=1)
+    with pytest.raises(CapacityError, match=r"weights 30\.0, KV cache 1\.0.*20\.0 GiB") as caught:
+        check_capacity(spec, cpu(free_gib=20))
+    assert "kv_cache_gib" in caught.value.hint
+
+
+def test_engines_share_the_memory_of_a_cpu_node(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=6), kv_cache_gib=1)
+    check_capacity(spec, cpu(free_gib=20), num_engines_on_node=2)
+    with pytest.raises(CapacityError, match="3 engine"):
+        check_capacity(spec, cpu(free_gib=20), num_engines_on_node=3)
+
+
+def test_fp8_halves_the_weights_and_parallelism_divides_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", weights_gib=100)
+    check_capacity(EngineSpec(model=model, precision="fp8"), gpu())
+    check_capacity(EngineSpec(model=model, precision="bf16", tensor_parallel_size=2), gpu(num=2))
+    with pytest.raises(CapacityError, match=r"weights 100\.0"):
+        check_capacity(EngineSpec(model=model, precision="bf16"), gpu())
+
+
+def test_float32_doubles_bf16_weights(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=50), precision="float32")
+    with pytest.raises(CapacityError, match=r"weights 100\.0"):
+        check_capacity(spec, gpu())
+
+
+def test_native_weights_count_as_they_are(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", weights_gib=65)
+    check_capacity(EngineSpec(model=model, native_quantization="mxfp4"), gpu())
+
+
+def test_a_cache_below_one_request_is_refused(tmp_path: Path) -> None:
+    spec = EngineSpec(model=make_model(tmp_path / "m"), kv_cache_gib=0.1)
+    with pytest.raises(CapacityError, match=r"8,192 tokens, which needs 0\.18 GiB") as caught:
+        check_capacity(spec, cpu())
+    assert "max_model_len" in caught.value.hint
+    check_capacity(EngineSpec(model=spec.model, kv_cache_gib=0.1, max_model_len=1024), cpu())
+
+
+def test_more_accelerators_than_the_node_has_are_refused() -> None:
+    spec = EngineSpec(model="org/m", tensor_parallel_size=4)
+    check_capacity(spec, gpu(num=8), num_engines_on_node=2)
+    with pytest.raises(CapacityError, match="need 12; this node has 8"):
+        check_capacity(spec, gpu(num=8), num_engines_on_node=3)

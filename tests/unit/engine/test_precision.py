@@ -1,0 +1,100 @@
+import pytest
+
+from peagle.engine import PRECISIONS, Precision, resolve_precision
+from peagle.errors import PrecisionError
+from peagle.hardware import Hardware
+
+
+def gpu(capability: tuple[int, int]) -> Hardware:
+    return Hardware(
+        platform="cuda",
+        accelerator="GPU",
+        num_accelerators=1,
+        memory_gib=80,
+        free_memory_gib=80,
+        num_cpus=8,
+        compute_capability=capability,
+    )
+
+
+def cpu(*flags: str) -> Hardware:
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
+
+
+HOPPER, AMPERE, TURING = gpu((9, 0)), gpu((8, 6)), gpu((7, 5))
+AVX512, AVX2 = cpu("avx512f", "avx2"), cpu("avx2")
+BF16 = Precision(dtype="bfloat16")
+FP8 = Precision(dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
+FP8_CACHE = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
+FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("requested", "hardware", "expected"),
+    [
+        ("auto", HOPPER, FP8),
+        ("auto", gpu((8, 9)), FP8),
+        ("auto", AMPERE, BF16),
+        ("auto", TURING, FLOAT16),
+        ("auto", AVX512, BF16),
+        ("auto", AVX2, BF16),
+        ("fp8", HOPPER, FP8),
+        ("fp8", AVX512, FP8_CACHE),
+        ("bf16", HOPPER, BF16),
+        ("bf16", AMPERE, BF16),
+        ("bf16", AVX2, BF16),
+        ("float32", HOPPER, FLOAT32),
+        ("float32", TURING, FLOAT32),
+        ("float32", AVX2, FLOAT32),
+        ("float16", TURING, FLOAT16),
+        ("float16", AVX2, FLOAT16),
+    ],
+)
+def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
+    assert resolve_precision(requested, hardware) == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "hardware", "reason", "way_out"),
+    [
+        ("fp8", AMPERE, "compute capability 8.9", "--precision bf16"),
+        ("fp8", TURING, "compute capability 8.9", "--precision float16"),
+        ("fp8", AVX2, "AVX-512", "--precision bf16"),
+        ("bf16", TURING, "compute capability 8.0", "--precision float16"),
+    ],
+)
+def test_what_the_hardware_cannot_do_is_refused_with_a_way_out(
+    requested: str, hardware: Hardware, reason: str, way_out: str
+) -> None:
+    with pytest.raises(PrecisionError) as caught:
+        resolve_precision(requested, hardware)
+    assert reason in caught.value.message
+    assert hardware.describe() in caught.value.message
+    assert way_out in caught.value.hint
+
+
+def test_an_unknown_precision_suggests_the_nearest() -> None:
+    with pytest.raises(PrecisionError, match="bf61") as caught:
+        resolve_precision("bf61", HOPPER)
+    assert "bf16" in caught.value.hint
+
+
+@pytest.mark.parametrize("requested", PRECISIONS)
+def test_native_weights_are_never_quantised_again(requested: str) -> None:
+    if requested == "float32":
+        with pytest.raises(PrecisionError, match="mxfp4"):
+            resolve_precision(requested, HOPPER, native_quantization="mxfp4")
+        return
+    precision = resolve_precision(requested, HOPPER, native_quantization="mxfp4")
+    assert precision.quantization is None
+    assert precision.weights == "mxfp4"
+
+
+def test_auto_leaves_a_native_checkpoint_s_cache_alone_and_fp8_does_not() -> None:
+    assert resolve_precision("auto", HOPPER, native_quantization="mxfp4").kv_cache == "bf16"
+    assert resolve_precision("fp8", HOPPER, native_quantization="mxfp4").kv_cache == "fp8"
+
+
+def test_a_precision_describes_weights_and_cache() -> None:
+    assert FP8.describe() == "fp8 weights, fp8 KV cache"
+    assert FLOAT32.describe() == "float32 weights, float32 KV cache"

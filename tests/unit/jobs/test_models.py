@@ -1,0 +1,58 @@
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import models
+from peagle.catalog import load_catalog
+from peagle.errors import CatalogError
+
+
+@pytest.fixture(autouse=True)
+def peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+
+
+def run(*argv: str) -> tuple[int, dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    models.add_arguments(parser)
+    return models.run(parser.parse_args(argv))
+
+
+def test_the_list_names_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run()
+    names = load_catalog().names()
+    assert code == 0
+    assert [model["name"] for model in result["models"]] == names
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+
+
+def test_a_card_prints_every_fact_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run("gpt-oss-120b")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert code == 0
+    assert result["architecture"]["num_layers"] == 36
+    assert "amazon/gpt-oss-120b-p-eagle" in printed
+    assert "pull 32887" in printed
+
+
+def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    run("gemma-4-31b-it")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not published" in printed
+    assert "licence not confirmed" in printed
+    assert "not measured" in printed
+
+
+@pytest.mark.parametrize("name", load_catalog().names())
+def test_every_row_but_notes_and_names_has_a_source(name: str) -> None:
+    rows = models.card_rows(load_catalog().get(name))
+    without = {label for label, _, source in rows if not source}
+    assert without <= {"target", "", "speculation"}
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(CatalogError, match="gpt-6"):
+        run("gpt-6")

@@ -1,0 +1,142 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.errors import InputError
+from pipelines.batch.corpus import discover, read, scan, to_table
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    return path
+
+
+def rows_of(spans):
+    return [row for span in spans for row in read(span)]
+
+
+@pytest.mark.parametrize("rows_per_span", [1, 2, 3, 100])
+def test_jsonl_spans_cover_every_row_once_in_order(tmp_path, rows_per_span):
+    file = write_lines(tmp_path / "a.jsonl", [{"n": n, "text": "é\u2028" * n} for n in range(7)])
+    spans, schema, _ = scan([file], rows_per_span, None)
+    assert [row.columns["n"] for row in rows_of(spans)] == list(range(7))
+    assert all(span.num_rows <= rows_per_span for span in spans)
+    assert schema.names == ["n", "text"]
+
+
+def test_the_last_line_needs_no_newline_and_blank_lines_are_no_rows(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\n{"n": 1}\r\n\n  \n{"n": 2}')
+    spans, _, _ = scan([file], 1, None)
+    assert [row.columns["n"] for row in rows_of(spans)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"n": 1\n', "not valid JSON"),
+        (b'{"n": "\xff"}\n', "not valid JSON"),
+        (b"[1, 2]\n", "a JSON list"),
+        (b'"text"\n', "a JSON str"),
+        (b"[" * 100_000 + b"\n", "not valid JSON"),
+    ],
+)
+def test_a_bad_line_is_a_row_with_an_error(tmp_path, line, why):
+    file = write_lines(tmp_path / "a.jsonl", [{"n": 1}, line, {"n": 3}])
+    good, bad, last = rows_of(scan([file], 2, None)[0])
+    assert (good.columns, last.columns) == ({"n": 1}, {"n": 3})
+    assert why in bad.error
+    assert bad.raw == line.decode(errors="replace").rstrip("\n")
+
+
+def test_columns_are_the_union_and_numbers_widen(tmp_path):
+    rows = [{"a": 1}, {"a": 2.5, "b": "x"}, {"c": None}]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    spans, schema, _ = scan([file], 10, None)
+    assert dict(zip(schema.names, schema.types, strict=True)) == {
+        "a": pa.float64(),
+        "b": pa.string(),
+        "c": pa.string(),
+    }
+    table = to_table(rows_of(spans), schema)
+    assert table.to_pylist() == [
+        {"a": 1.0, "b": None, "c": None},
+        {"a": 2.5, "b": "x", "c": None},
+        {"a": None, "b": None, "c": None},
+    ]
+
+
+def test_a_column_without_a_common_type_is_carried_as_json(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"a": 1}, {"a": "x"}, {"a": [1, "y"]}, {}])
+    spans, schema, _ = scan([file], 10, None)
+    assert to_table(rows_of(spans), schema).column("a").to_pylist() == ["1", '"x"', '[1, "y"]', None]
+
+
+def test_types_that_meet_only_late_still_widen(tmp_path):
+    rows = [{"a": 1}] * 5000 + [{"a": "late"}]
+    spans, schema, _ = scan([write_lines(tmp_path / "a.jsonl", rows)], 10_000, None)
+    values = to_table(rows_of(spans), schema).column("a").to_pylist()
+    assert (values[0], values[-1]) == ("1", '"late"')
+
+
+def test_parquet_spans_cross_row_groups_and_keep_types(tmp_path):
+    table = pa.table({"n": list(range(10)), "when": pa.array([10**9] * 10, pa.timestamp("us")), "l": [[1]] * 10})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    spans, schema, _ = scan([tmp_path / "a.parquet"], 4, None)
+    assert [span.num_rows for span in spans] == [4, 4, 2]
+    assert to_table(rows_of(spans), schema).equals(table)
+
+
+def test_limit_stops_in_the_middle_of_a_file(tmp_path):
+    files = [write_lines(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(4)]) for name in "ab"]
+    spans, _, _ = scan(files, 3, 6)
+    assert [row.columns["n"] for row in rows_of(spans)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_name(tmp_path):
+    one = write_lines(tmp_path / "a.jsonl", [{"n": 1}])
+    same = write_lines(tmp_path / "b.jsonl", [{"n": 1}])
+    other = write_lines(tmp_path / "c.jsonl", [{"n": 2}])
+    prints = [scan([file], 10, None)[2] for file in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_file_that_shrank_after_planning_is_an_error(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
+    spans, _, _ = scan([file], 10, None)
+    write_lines(file, [{"n": 1}])
+    with pytest.raises(InputError, match="changed after planning"):
+        rows_of(spans)
+
+
+def test_discover_takes_a_file_a_folder_or_a_glob(tmp_path):
+    a, b = write_lines(tmp_path / "a.jsonl", [{}]), write_lines(tmp_path / "b.ndjson", [{}])
+    (tmp_path / "notes.txt").write_text("x")
+    assert discover(str(tmp_path)) == [a, b]
+    assert discover(str(a)) == [a]
+    assert discover(str(tmp_path / "*json*")) == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "no such file"),
+        ("a.txt", b"x", "unknown format"),
+        ("empty.jsonl", b"", "file is empty"),
+        ("blank.jsonl", b"\n\n", "no row"),
+        ("numbers.jsonl", b"1\n2\n", "no row in it is a JSON object"),
+        ("bad.parquet", b"not parquet at all", "not readable as Parquet"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_says_why(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        scan(discover(str(tmp_path / name)), 10, None)
+
+
+def test_a_remote_corpus_is_refused_by_name():
+    with pytest.raises(InputError, match="only local files"):
+        discover("gs://bucket/prompts.jsonl")

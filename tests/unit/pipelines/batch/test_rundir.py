@@ -1,0 +1,135 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import ConfigError, PeagleError
+from peagle.speculation import SpeculationStats
+from pipelines.batch.corpus import Span
+from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.rundir import RunDirectory
+
+
+def usage(**changes):
+    values = {
+        "session_id": "s",
+        "num_rows": 2,
+        "num_failed_rows": 0,
+        "num_prompt_tokens": 10,
+        "num_cached_tokens": 0,
+        "num_output_tokens": 20,
+        "busy_s": 1.0,
+        "speculation": SpeculationStats.empty(),
+        "started_at": 1.0,
+        "finished_at": 2.0,
+    }
+    return UnitUsage(**{**values, **changes})
+
+
+@pytest.fixture
+def run(tmp_path):
+    span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
+    plan = Plan(
+        units=(WorkUnit(unit=0, first_id=0, span=span),),
+        rows_per_unit=2,
+        schema=pa.schema([("prompt", pa.string())]),
+        corpus_fingerprint="c",
+    )
+    run = RunDirectory(tmp_path / "run")
+    run.create({"schema": 1}, plan)
+    return run
+
+
+TABLE = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
+
+
+def test_a_unit_is_committed_when_its_file_exists(run):
+    assert run.committed() == set()
+    assert run.commit(0, TABLE, usage(), [])
+    assert run.committed() == {0}
+    assert pq.read_table(run.unit_path(0)).to_pylist() == TABLE.to_pylist()
+    assert list(run.usages()) == [usage()]
+
+
+def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
+    first = [{"id": "1", "reason": "first"}]
+    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), first)
+    assert not run.commit(0, TABLE, usage(num_rows=2), [{"id": "1", "reason": "second"}])
+    assert pq.read_table(run.unit_path(0)).num_rows == 1
+    assert list(run.dead_letters()) == first
+    assert len(list(run.failed.iterdir())) == 1
+
+
+def test_letters_without_a_commit_are_not_valid_and_are_cleared(run):
+    (run.failed / "unit-00000000.deadbeef.jsonl").write_text('{"id": "0", "reason": "orphan"}\n')
+    run.commit(0, TABLE, usage(), [])
+    assert list(run.dead_letters()) == []
+    assert run.remove_orphans() == 1
+    assert list(run.failed.iterdir()) == []
+
+
+def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
+    letters = [{"id": str(n), "reason": "x"} for n in range(2)]
+    assert run.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=2), letters)
+    assert pq.read_table(run.unit_path(0)).schema.names == ["id", "response"]
+    assert list(run.dead_letters()) == letters
+
+
+def test_sessions_are_replaced_by_their_next_heartbeat(run):
+    def session(busy_s):
+        return EngineSession(
+            session_id="s",
+            engine_index=0,
+            hostname="h",
+            num_devices=2,
+            device="vcpu",
+            started_at=10.0,
+            last_seen_at=15.0 + busy_s,
+            load_s=5.0,
+            compile_s=0.0,
+            busy_s=busy_s,
+            idle_s=0.0,
+            num_output_tokens=3,
+            ended=False,
+        )
+
+    run.write_session(session(1.0))
+    run.write_session(session(2.0))
+    assert run.sessions() == [session(2.0)]
+
+
+def test_opening_clears_what_killed_writers_left(run):
+    leftover = run.data / ".unit-00000000.parquet.0123.tmp"
+    leftover.touch()
+    run.open()
+    assert not leftover.exists()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path, run):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        RunDirectory(tmp_path).create({}, run.plan())
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, run):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(tmp_path / "file" / "run").create({}, run.plan())
+
+
+def test_what_is_no_run_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="no run directory"):
+        RunDirectory(tmp_path).manifest()
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
+def test_a_damaged_unit_is_named_with_the_way_out(run, content):
+    run.unit_path(0).write_bytes(content)
+    with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete that file"):
+        list(run.usages())
+
+
+def test_a_foreign_parquet_file_is_named(run):
+    pq.write_table(TABLE, run.unit_path(0))
+    with pytest.raises(PeagleError, match="not written by peagle"):
+        list(run.usages())

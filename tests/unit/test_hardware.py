@@ -1,0 +1,155 @@
+from pathlib import Path
+
+import pytest
+
+from peagle import hardware
+from peagle.hardware import Hardware, detect
+
+CPUINFO = """processor : 0
+model name : Testium 9000
+flags : fpu sse avx2 avx512f avx512_bf16 rdrand
+
+processor : 1
+model name : Testium 9000
+flags : fpu
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 4 logical CPUs (2 cores of 2 threads, one a NUMA node), 8 GiB, no GPU."""
+    write(tmp_path, "proc/cpuinfo", CPUINFO)
+    write(tmp_path, "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n")
+    for cpu, (siblings, node) in enumerate([("0,2", 1), ("1,3", 0), ("0,2", 1), ("1,3", 0)]):
+        write(tmp_path, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/node{node}").mkdir()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(hardware, "_nvidia_smi", list)
+    return tmp_path
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_cpu_node_is_described_by_the_operating_system(root: Path) -> None:
+    found = detect(root=root)
+    assert (found.platform, found.cpu_name, found.num_cpus) == ("cpu", "Testium 9000", 4)
+    assert found.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
+    assert (found.memory_gib, found.free_memory_gib) == (8.0, 6.0)
+    assert not found.is_cpu_quota
+
+
+def test_one_thread_of_each_core_is_listed_by_numa_node(root: Path) -> None:
+    assert detect(root=root).core_ids == (3, 2)
+
+
+def test_the_affinity_mask_bounds_the_cores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1})
+    found = detect(root=root)
+    assert (found.num_cpus, found.core_ids) == (1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("files", "num_cpus"),
+    [
+        ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "max 100000"}, 4),
+        ({"sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
+        (
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, 4),
+        ({"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": "100000 100000"}, 1),
+    ],
+    ids=["v2", "v2-unlimited", "v2-less-than-one", "v1", "v1-unlimited", "v2-own-group"],
+)
+def test_a_cgroup_quota_bounds_the_cpus(root: Path, files: dict[str, str], num_cpus: int) -> None:
+    for name, text in files.items():
+        write(root, name, text)
+    found = detect(root=root)
+    assert found.num_cpus == num_cpus
+    assert found.is_cpu_quota == (num_cpus < 4)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"sys/fs/cgroup/memory.max": str(2 * 1024**3), "sys/fs/cgroup/memory.current": str(1024**3)},
+        {
+            "proc/self/cgroup": "4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(2 * 1024**3),
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(1024**3),
+        },
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_cgroup_limit_bounds_the_memory(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        write(root, name, text)
+    found = detect(root=root)
+    assert (found.memory_gib, found.free_memory_gib) == (2.0, 1.0)
+
+
+def test_an_unlimited_cgroup_leaves_the_machine_memory(root: Path) -> None:
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(2**63 - 4096))
+    assert detect(root=root).memory_gib == 8.0
+
+
+TWO_GPUS = "NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, GPU-aa\nNVIDIA L4, 23034, 22000, 8.9, GPU-bb\n"
+
+
+def test_gpus_are_counted_and_the_least_of_them_describes_the_node(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(TWO_GPUS, None))
+    found = detect(root=root)
+    assert (found.platform, found.num_accelerators, found.accelerator) == ("cuda", 2, "L4")
+    assert found.compute_capability == (8, 9)
+    assert found.memory_gib == pytest.approx(22.49, abs=0.01)
+    assert found.num_cpus == 4
+    assert "2 x L4" in found.describe()
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["H100 80GB HBM3", "L4"]),
+        ("1", ["L4"]),
+        ("GPU-aa", ["H100 80GB HBM3"]),
+        ("", []),
+        ("1,0", ["L4", "H100 80GB HBM3"]),
+    ],
+)
+def test_cuda_visible_devices_selects(visible: str | None, names: list[str]) -> None:
+    assert [gpu[0] for gpu in hardware._parse_nvidia_smi(TWO_GPUS, visible)] == names
+
+
+def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert hardware._nvidia_smi() == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp8"), [((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)]
+)
+def test_formats_follow_the_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool) -> None:
+    gpu = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=8, compute_capability=capability)
+    assert (gpu.supports_bf16, gpu.supports_fp8_weights, gpu.supports_fp8_kv_cache) == (bf16, fp8, fp8)
+
+
+def test_a_cpu_caches_in_fp8_with_avx512_alone() -> None:
+    plain = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2)
+    wide = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({"avx512f"}))
+    assert (plain.supports_fp8_kv_cache, wide.supports_fp8_kv_cache) == (False, True)
+    assert not wide.supports_fp8_weights
+
+
+def test_this_machine_can_be_detected_and_written_as_json() -> None:
+    import json
+
+    found = detect()
+    assert found.num_cpus >= 1
+    assert found.memory_gib >= found.free_memory_gib > 0
+    assert json.loads(json.dumps(found.to_dict()))["num_cpus"] == found.num_cpus
