@@ -3,8 +3,8 @@
 It knows Parquet and JSON lines on a local disk. It does not know prompts, units' commits or engines.
 
 JSON lines have no schema, so planning reads the whole corpus once: columns are the union of all keys, numbers widen
-(int to float), and a column whose values have no common Arrow type is carried as JSON text. A line that is not a JSON
-object is a row like any other: it gets an id and, later, a dead letter.
+(int to float), and a column whose values have no common Arrow type is carried as text: strings as they are, other
+values as JSON. A line that is not a JSON object is a row like any other: it gets an id and, later, a dead letter.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from peagle.errors import InputError
 
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as JSON text
+JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
 _ROWS_PER_INFERENCE = 4096
 
 
@@ -125,7 +125,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     for column in schema:
         values = [row.columns.get(column.name) for row in rows]
         if column.metadata and column.metadata.get(b"peagle") == b"json":
-            values = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
+            values = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
         arrays.append(pa.array(values, type=column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 

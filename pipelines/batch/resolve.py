@@ -102,6 +102,7 @@ def resolve(
         accelerators_per_engine=config.tensor_parallel_size,
         num_nodes=num_nodes,
     )
+    _check_seed(config, hardware)
     price = resolve_price(config, hardware)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform]
     if config.engine == "fake":
@@ -170,6 +171,15 @@ def _spec(config: GenerateConfig, model: ResolvedModel, drafter: ResolvedDrafter
         kv_cache_gib=config.kv_cache_gib,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
+
+
+def _check_seed(config: GenerateConfig, hardware: Hardware) -> None:
+    """vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot, and it dies."""
+    if config.seed is not None and config.temperature > 0 and hardware.platform == "cpu" and config.engine == "vllm":
+        raise ConfigError(
+            "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset')",
+            hint="leave --seed out, or use --temperature 0, which is exactly repeatable",
+        )
 
 
 def _reference(config: GenerateConfig, model: ResolvedModel) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle import hardware
+from peagle import errors, hardware
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly
 from pipelines.batch import cluster, manifest
@@ -31,6 +32,7 @@ from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
 
 _POLL_S = 1.0
+_LOGS = "the run's logs/ folder says more; the same command continues it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,14 +274,21 @@ class _Receipts:
 
 
 def _explain(error: BaseException) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short."""
+    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
+
+    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeagleError):
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
+    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
+    if named:
+        kind, message = named[-1]
+        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
     last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-    return EngineError(f"the run broke off: {last}", hint="its logs/ folder says more; the same command continues it")
+    return EngineError(f"the run broke off: {last}", hint=_LOGS)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,140 @@
+"""Bulk runs on a real Ray cluster with the engine's stand-in: every row once, whatever happens."""
+
+import json
+
+import pyarrow.dataset as ds
+import pytest
+
+from jobs import cli
+from pipelines.batch.rows import OUTPUT_SCHEMA
+from pipelines.batch.rundir import RunDirectory
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def generate(corpus, output, *flags):
+    return cli.run(["generate", "--engine", "fake", "--input", str(corpus), "--output", str(output), *flags])
+
+
+def rows_of(output):
+    return ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
+
+
+def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
+    rows = [{"prompt": f"say {n}", "id": n, "tags": ["a"]} for n in range(20)]
+    corpus = write_jsonl([*rows, "{not json", {"prompt": 7}, {"prompt": "x " * 5000}])
+    output, result = tmp_path / "run", tmp_path / "result.json"
+    assert generate(corpus, output, "--num-speculative-tokens", "3", "--json", str(result)) == 0
+
+    done = rows_of(output)
+    assert [row["id"] for row in done] == [f"{n:09d}" for n in range(20)]
+    assert [(row["prompt"], row["input_id"], row["tags"]) for row in done] == [
+        (row["prompt"], row["id"], row["tags"]) for row in rows
+    ]
+    assert set(OUTPUT_SCHEMA.names) <= set(done[0])
+    assert {row["model"] for row in done} == {"fake"}
+    assert all(row["num_accepted_tokens"] == row["num_drafts"] for row in done)
+    assert all(row["finish_reason"] in ("stop", "length") and row["response"] for row in done)
+
+    letters = sorted(RunDirectory(output).dead_letters(), key=lambda letter: letter["id"])
+    assert [(letter["id"], letter["reason"]) for letter in letters] == [
+        ("000000020", "invalid_row"),
+        ("000000021", "invalid_prompt"),
+        ("000000022", "prompt_too_long"),
+    ]
+    assert letters[0]["row"] == "{not json"
+    assert letters[1]["row"]["prompt"] == 7
+
+    report = json.loads(result.read_text())
+    assert report == json.loads((output / "report.json").read_text())
+    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in done)
+    assert report["account"]["num_failed_rows"] == 3
+    assert report["run"]["complete"] is True
+    assert "<svg" in (output / "report.html").read_text()
+    assert "acceptance" in capsys.readouterr().out
+
+
+def test_a_finished_run_does_nothing_and_says_so(write_jsonl, tmp_path, capsys):
+    corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
+    assert generate(corpus, output) == 0
+    before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
+    sessions = len(RunDirectory(output).sessions())
+    assert generate(corpus, output) == 0
+    assert "is finished: nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()} == before
+    assert len(RunDirectory(output).sessions()) == sessions
+
+
+def test_a_resume_does_only_what_is_missing(write_jsonl, tmp_path):
+    corpus, output = write_jsonl([{"prompt": str(n)} for n in range(12)]), tmp_path / "run"
+    assert generate(corpus, output, "--rows-per-unit", "2") == 0
+    expected = rows_of(output)
+    run = RunDirectory(output)
+    kept = run.unit_path(0).stat().st_mtime_ns
+    for unit in (2, 5):
+        run.unit_path(unit).unlink()
+    (run.data / ".unit-00000002.parquet.0123.tmp").write_bytes(b"cut off")
+    assert generate(corpus, output) == 0
+    stable = [name for name in expected[0] if not name.endswith("_s")]
+    assert [[row[n] for n in stable] for row in rows_of(output)] == [[row[n] for n in stable] for row in expected]
+    assert run.unit_path(0).stat().st_mtime_ns == kept
+    assert not list(run.data.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--temperature", "0.7"], "sampling.temperature: it was 0.0, now it is 0.7"),
+        (["--limit", "1"], "corpus.limit"),
+        (["--num-speculative-tokens", "2"], "drafter"),
+        (["--prompt-template", "{{ prompt }}!"], "prompts.template"),
+    ],
+)
+def test_another_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, named):
+    corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
+    assert generate(corpus, output) == 0
+    assert generate(corpus, output, *flags) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_changed_corpus_is_another_fingerprint(write_jsonl, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert generate(write_jsonl([{"prompt": "a"}]), output) == 0
+    assert generate(write_jsonl([{"prompt": "b"}]), output) == 2
+    assert "corpus.content" in capsys.readouterr().err
+
+
+def test_several_engines_share_the_units(write_jsonl, tmp_path):
+    corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
+    assert generate(corpus, output, "--engines", "2", "--rows-per-unit", "1", "--max-num-seqs", "1") == 0
+    run = RunDirectory(output)
+    assert len(rows_of(output)) == 60
+    sessions = {session.session_id for session in run.sessions()}
+    assert len(sessions) == 2
+    assert {session.num_devices for session in run.sessions()} == {1}
+    assert {usage.session_id for usage in run.usages()} <= sessions
+
+
+def test_a_yaml_key_does_what_its_flag_does_and_the_flag_wins(write_jsonl, tmp_path):
+    corpus, config = write_jsonl([{"prompt": "a"}]), tmp_path / "job.yaml"
+    config.write_text(f"engine: fake\ninput: {corpus}\nmax_tokens: 1\ntemperature: 0.5\n")
+    output = tmp_path / "run"
+    assert cli.run(["generate", "--config", str(config), "--output", str(output), "--temperature", "0.25"]) == 0
+    sampling = RunDirectory(output).manifest()["fingerprint"]["sampling"]
+    assert (sampling["max_tokens"], sampling["temperature"]) == (1, 0.25)
+    assert rows_of(output)[0]["num_output_tokens"] == 1
+
+
+def test_a_cluster_that_can_never_hold_the_engines_is_refused(write_jsonl, tmp_path, capsys):
+    corpus = write_jsonl([{"prompt": "a"}])
+    assert generate(corpus, tmp_path / "run", "--engines", "64") in (1, 2)
+    assert "--engines" in capsys.readouterr().err
+
+
+def test_several_runs_compare_side_by_side(write_jsonl, tmp_path, capsys):
+    corpus, a, b = write_jsonl([{"prompt": "a"}]), tmp_path / "a", tmp_path / "b"
+    assert generate(corpus, a) == 0
+    assert generate(corpus, b, "--num-speculative-tokens", "4") == 0
+    page = tmp_path / "both.html"
+    assert cli.run(["report", str(a), str(b), "--html", str(page)]) == 0
+    assert page.read_text().count("fake") >= 2
