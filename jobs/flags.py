@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from peagle.errors import ConfigError, did_you_mean
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
-_ABSENT = object()
 
 
 def add_flags(
@@ -28,7 +27,7 @@ def add_flags(
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     headings = {name: parser.add_argument_group(heading) for heading, names in groups.items() for name in names}
     for name, field in model.model_fields.items():
-        options: dict[str, Any] = {"dest": name, "default": _ABSENT, "help": _help(field)}
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
         kind = _plain(field.annotation)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -50,7 +49,7 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
     known = model.model_fields
     values = _from_yaml(args.config, known) if args.config else {}
     values |= {name: os.environ[key] for name in known if (key := f"PEAGLE_{name.upper()}") in os.environ}
-    values |= {name: given for name in known if (given := getattr(args, name)) is not _ABSENT}
+    values |= {name: getattr(args, name) for name in known if hasattr(args, name)}
     try:
         return model(**values)
     except pydantic.ValidationError as error:

@@ -1,0 +1,56 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jobs import cli
+
+HEAVY = ("torch", "vllm", "ray", "transformers", "matplotlib", "pyarrow")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.cost, peagle.speculation",
+        "from jobs import cli; cli._parser(None).format_help()",
+        "from jobs import cli; cli._parser('generate').format_help()",
+    ],
+)
+def test_help_and_import_load_nothing_heavy(code):
+    check = f"import sys; {code}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_command_has_help_and_json(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run([command, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json FILE" in text
+    assert "exit codes" in text
+
+
+def test_an_unknown_command_or_flag_is_bad_usage(capsys):
+    for argv in (["generat"], ["generate", "--temprature", "1"], []):
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(argv)
+        assert stopped.value.code == 2
+    assert "usage: peagle" in capsys.readouterr().err
+
+
+def test_an_error_is_told_on_stderr_and_in_json(tmp_path, capsys):
+    result = tmp_path / "sub" / "result.json"
+    assert (
+        cli.run(["generate", "--input", "nothing.jsonl", "--output", str(tmp_path / "r"), "--json", str(result)]) == 2
+    )
+    assert "nothing.jsonl" in capsys.readouterr().err
+    assert json.loads(result.read_text())["error"] == "InputError"
+    assert not (tmp_path / "r").exists()
+
+
+def test_report_of_what_is_no_run(tmp_path, capsys):
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "no run.json" in capsys.readouterr().err

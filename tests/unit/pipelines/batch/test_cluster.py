@@ -1,0 +1,38 @@
+import pytest
+
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+from pipelines.batch.cluster import PREPARE_CPUS, place
+
+
+def cpu_node(num_cpus):
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=num_cpus)
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "engines", "nodes", "logical", "devices"),
+    [(2, 1, 1, 1.0, 2), (2, 2, 1, 0.5, 1), (8, 2, 1, 3.0, 4), (8, 4, 2, 3.0, 4), (1, 1, 1, 0.5, 1)],
+)
+def test_cpu_engines_share_a_node_and_leave_room_for_what_feeds_them(num_cpus, engines, nodes, logical, devices):
+    placement = place(cpu_node(num_cpus), num_engines=engines, accelerators_per_engine=1, num_nodes=nodes)
+    assert (placement.num_cpus, placement.num_devices, placement.device) == (logical, devices, "vcpu")
+    assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
+
+
+def test_more_engines_than_cores_are_refused():
+    with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
+        place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
+
+
+def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
+    node = Hardware(
+        platform="cuda",
+        accelerator="H100",
+        num_accelerators=8,
+        compute_capability=(9, 0),
+        memory_gib=80,
+        free_memory_gib=80,
+        num_cpus=192,
+    )
+    placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
+    assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")

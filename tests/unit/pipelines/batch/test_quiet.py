@@ -1,0 +1,16 @@
+import os
+import subprocess
+import sys
+
+from pipelines.batch.quiet import QuietStderr
+
+
+def test_what_children_and_c_code_print_goes_to_the_log(tmp_path, capfd):
+    log = tmp_path / "driver.log"
+    with QuietStderr() as quiet:
+        os.write(2, b"before\n")
+        quiet.move_to(log)
+        subprocess.run([sys.executable, "-c", "import sys; print('child', file=sys.stderr)"], check=True)
+    os.write(2, b"after\n")
+    assert log.read_bytes() == b"before\nchild\n"
+    assert capfd.readouterr().err == "after\n"

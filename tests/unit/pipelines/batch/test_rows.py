@@ -1,0 +1,68 @@
+import pyarrow as pa
+import pytest
+
+from peagle.engine.fake_engine import ByteTokenizer
+from peagle.engine.generation import Generation
+from peagle.speculation import SpeculationStats
+from pipelines.batch.corpus import RawRow, Span
+from pipelines.batch.plan import WorkUnit
+from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError
+from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, prepare
+
+UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
+SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
+
+
+@pytest.fixture
+def prepared():
+    builder = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    rows = [RawRow({"prompt": "ab", "id": 7}), RawRow(raw="{bad", error="not valid JSON"), RawRow({"prompt": "c"})]
+    return PreparedUnit(prepare(UNIT, rows, SCHEMA, builder))
+
+
+def generation(**changes):
+    values = {
+        "text": "x",
+        "finish_reason": "stop",
+        "num_prompt_tokens": 2,
+        "num_cached_tokens": None,
+        "num_output_tokens": 5,
+        "speculation": None,
+        "ttft_s": None,
+        "latency_s": 1.0,
+    }
+    return Generation(**{**values, **changes})
+
+
+def test_a_prepared_unit_survives_the_way_to_an_engine(prepared):
+    assert prepared.unit == UNIT
+    assert prepared.prompts == [[97, 98], None, [99]]
+    assert list(prepared.dead_letters) == [1]
+
+
+def test_output_holds_the_inputs_columns_and_the_outputs_in_order(prepared):
+    drafts = SpeculationStats.from_histogram([1, 2], 3)
+    table = prepared.output({2: generation(), 0: generation(speculation=drafts)}, "m", "d")
+    assert table.schema.names == ["prompt", "input_id", *OUTPUT_SCHEMA.names]
+    first, second = table.to_pylist()
+    assert (first["id"], first["input_id"], first["prompt"]) == ("000000040", 7, "ab")
+    assert (first["num_drafts"], first["num_draft_tokens"], first["num_accepted_tokens"]) == (3, 3, 2)
+    assert (second["id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
+
+
+def test_a_unit_without_any_response_keeps_its_columns(prepared):
+    table = prepared.output({}, "m", None)
+    assert table.num_rows == 0
+    assert table.schema.field("num_drafts").type == pa.int32()
+
+
+def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
+    prepared.refuse(0, RowError(reason="refused", message="no"))
+    assert prepared.letters() == [
+        {"id": "000000040", "unit": 3, "reason": "refused", "message": "no", "row": {"prompt": "ab", "input_id": 7}},
+        {"id": "000000041", "unit": 3, "reason": "invalid_row", "message": "not valid JSON", "row": "{bad"},
+    ]
+
+
+def test_names_that_the_output_needs_are_renamed_until_they_are_free():
+    assert output_names(["id", "input_id", "a"]) == {"id": "input_id", "input_id": "input_input_id", "a": "a"}
