@@ -25,7 +25,8 @@ def add_flags(
 ) -> None:
     """A flag for each field of `model`, under the headings of `groups`, and `--config`."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
-    headings = {name: parser.add_argument_group(heading) for heading, names in groups.items() for name in names}
+    sections = {heading: parser.add_argument_group(heading) for heading in groups}
+    headings = {name: sections[heading] for heading, names in groups.items() for name in names}
     for name, field in model.model_fields.items():
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
         kind = _plain(field.annotation)

@@ -3,21 +3,24 @@
 It knows Ray's public API; it does not know units or models.
 """
 
+import atexit
 import contextlib
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from peagle import hardware
 from peagle.economics.prices import Device
-from peagle.errors import CapacityError
+from peagle.errors import CapacityError, StoppedEarly
 from peagle.hardware import Hardware
 
 PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
 _POLL_S = 5.0
+_abandoned = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,25 @@ def ray_cluster() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        if not _abandoned:
+            ray.shutdown()
+
+
+def abandon() -> None:
+    """Leave Ray as it is until this process ends, and end it hard then.
+
+    For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
+    aborts the process. Ray's own processes on this machine go with ours.
+    """
+    global _abandoned
+    _abandoned = True
+    atexit.register(_exit_hard)
+
+
+def _exit_hard() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(StoppedEarly.exit_code)
 
 
 def inspect(*, on_accelerators: bool | None = None) -> Hardware:

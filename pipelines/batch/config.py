@@ -78,10 +78,12 @@ class GenerateConfig(BaseModel):
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
+    fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
     )
+    grace_s: float = Field(20, ge=0, description="after Ctrl-C or SIGTERM, time for units under way to be committed")
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
 
     instance_type: str | None = Field(None, description="what the engines run on, as in the price table")

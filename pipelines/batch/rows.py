@@ -67,6 +67,16 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
     return table.append_column(_ERROR, pa.array(errors, pa.string()))
 
 
+def given_back(unit: WorkUnit) -> pa.Table:
+    """What stands for a unit that is not prepared because the run is being stopped."""
+    return pa.table({_UNIT: [json.dumps(unit_to_row(unit))]})
+
+
+def is_given_back(table: pa.Table) -> bool:
+    """Whether a table came from `given_back`."""
+    return bool(_PROMPT not in table.column_names)
+
+
 class PreparedUnit:
     """A prepared unit, read back on the engine's side.
 

@@ -1,38 +1,28 @@
 """A bulk run, from its configuration to its report.
 
-    config -> hardware -> resolved run -> plan -> Ray Data -> committed units -> report
+    config -> hardware -> resolved run -> plan -> units through Ray Data -> report
 
-This is the driver. It decides, streams and reports; it touches no row, so its memory grows with units and not with
-rows. What happens to rows is in `worker.py`.
+It decides and reports; `streaming.py` moves the units, and what happens to rows is in `worker.py`.
 """
 
 import contextlib
-import math
 import os
-import queue
-import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle import errors, hardware
-from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, StoppedEarly
+from peagle import hardware
 from pipelines.batch import cluster, manifest
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import Plan, WorkUnit, make_plan, unit_to_row
-from pipelines.batch.progress import Progress, Tally
+from pipelines.batch.plan import Plan, make_plan
+from pipelines.batch.progress import Progress
 from pipelines.batch.quiet import QuietStderr
 from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
-
-_POLL_S = 1.0
-_LOGS = "the run's logs/ folder says more; the same command continues it"
+from pipelines.batch.stopping import stop_on_signal
+from pipelines.batch.streaming import stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +51,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         StoppedEarly: interrupted; the same command continues.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_signal())
+        stop = stack.enter_context(stop_on_signal())
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         plan = run.plan() if run.exists else make_plan(config)
@@ -88,7 +78,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         cluster.require_capacity(
             resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
         )
-        _stream(run, plan, units, resolved, progress, stop)
+        stream(run, plan, units, resolved, progress, stop)
     run.remove_orphans()
     return Outcome(report=make_report(run))
 
@@ -141,166 +131,3 @@ def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict
             "versions": manifest.versions(),
         },
     }
-
-
-# --- streaming units through Ray Data
-
-
-def _stream(
-    run: RunDirectory,
-    plan: Plan,
-    units: Sequence[WorkUnit],
-    resolved: ResolvedRun,
-    progress: Progress,
-    stop: threading.Event,
-) -> None:
-    """Generate and commit `units`; returns when all are committed."""
-    tally = Tally(num_rows_planned=plan.num_rows, price=resolved.price)
-    for earlier in run.usages():
-        tally.add(earlier, before=True)
-    started_at = time.time()
-    receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
-    try:
-        for usage in receipts.until(stop):
-            if usage is not None:
-                tally.add(usage)
-            tally.observe(run.sessions(), started_at)
-            progress.show(tally)
-        progress.show(tally, final=True)
-    finally:
-        progress.close()
-    if stop.is_set():
-        done = len(run.committed())
-        raise StoppedEarly(
-            f"stopped with {done} of {len(plan.units)} units committed",
-            hint="the same command continues the run",
-        )
-
-
-def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
-    """units -> prepared units -> receipts; one unit is one block throughout."""
-    import ray
-    from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
-
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.target_max_block_size = None  # a unit must stay one block, however long its rows are
-    context.execution_options = ExecutionOptions(preserve_order=False)
-    rows_per_unit = units[0].span.num_rows
-    calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
-    prepare_job, engine_job = _jobs(run, plan, resolved)
-    return (
-        ray.data.from_items([unit_to_row(unit) for unit in units], override_num_blocks=len(units))
-        .map_batches(
-            prepare_unit,
-            batch_size=None,
-            batch_format="pyarrow",
-            num_cpus=cluster.PREPARE_CPUS,
-            fn_kwargs={"job": prepare_job},
-        )
-        .map_batches(
-            EngineWorker,
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ActorPoolStrategy(
-                size=resolved.config.engines,
-                max_concurrent_calls_per_actor=calls,
-                max_tasks_in_flight_per_actor=calls + 1,
-            ),
-            num_cpus=resolved.placement.num_cpus,
-            num_gpus=resolved.placement.num_gpus or None,
-            fn_constructor_args=(engine_job,),
-        )
-    )
-
-
-def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[PrepareJob, EngineJob]:
-    config, placement = resolved.config, resolved.placement
-    prepare_job = PrepareJob(
-        model=resolved.tokenizer,
-        prompts=resolved.prompts,
-        max_model_len=resolved.max_model_len,
-        schema=plan.schema,
-    )
-    sampling = {**config.sampling(), "stop": list(config.stop) or None}
-    engine_job = EngineJob(
-        run_dir=str(run),
-        run_id=run.manifest()["run_id"],
-        spec=resolved.spec,
-        model=resolved.model.name,
-        drafter=resolved.drafter.name,
-        sampling=sampling,
-        backend=config.engine,
-        num_devices=placement.num_devices,
-        device=placement.device,
-        num_engines_on_node=placement.num_engines_on_node,
-        heartbeat_s=config.heartbeat_s,
-    )
-    return prepare_job, engine_job
-
-
-class _Receipts:
-    """Runs a dataset in a thread, so that the driver can draw, be interrupted and give up at any moment."""
-
-    def __init__(self, dataset: Callable[[], Any]) -> None:
-        self._queue: queue.Queue[UnitUsage | BaseException | None] = queue.Queue()
-        self._dataset = dataset
-        threading.Thread(target=self._consume, daemon=True).start()
-
-    def until(self, stop: threading.Event) -> Iterator[UnitUsage | None]:
-        """Usages as units commit, and None once in a while; ends with the dataset or at `stop`."""
-        while not stop.is_set():
-            try:
-                item = self._queue.get(timeout=_POLL_S)
-            except queue.Empty:
-                yield None
-                continue
-            if item is None:
-                return
-            if isinstance(item, UnitUsage):
-                yield item
-            else:
-                raise _explain(item) from item
-
-    def _consume(self) -> None:
-        try:
-            for row in self._dataset().iter_rows():
-                if row["committed"]:
-                    self._queue.put(UnitUsage.from_json(row["usage"]))
-            self._queue.put(None)
-        except BaseException as error:  # it belongs to the driver's thread
-            self._queue.put(error)
-
-
-def _explain(error: BaseException) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
-
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
-    if named:
-        kind, message = named[-1]
-        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
-    last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-    return EngineError(f"the run broke off: {last}", hint=_LOGS)
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask for a stop; elsewhere than in the main thread they are left as they are."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@
     ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
     report.json  report.html      the account
     logs/                         what Ray and the engines print
+    .stop.json                    only while a run is being stopped: the driver's word to the workers
 
 A unit is committed when its file exists. The file appears whole, by one exclusive link, so of two attempts at a unit
 the first wins and the other leaves nothing valid. It knows files and records; it does not know engines or Ray.
@@ -14,6 +15,7 @@ the first wins and the other leaves nothing valid. It knows files and records; i
 
 import io
 import json
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,6 +77,7 @@ class RunDirectory:
         """
         try:
             self._make_folders()
+            self.clear_stop()
             for folder in (self.root, self.data, self.failed, self.ledger):
                 remove_temporaries(folder)
         except OSError as error:
@@ -179,6 +182,27 @@ class RunDirectory:
         if _USAGE not in metadata or _FAILED not in metadata:
             raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
         return metadata
+
+    # --- stopping
+
+    def request_stop(self, grace_s: float) -> None:
+        """Tell every worker: start nothing new, and give up what is not committed in `grace_s` seconds."""
+        write_json(self._stop_path, {"deadline": time.time() + grace_s})
+
+    def stop_deadline(self) -> float | None:
+        """When work that is under way will be given up, in Unix seconds; None while the run goes on."""
+        try:
+            return float(json.loads(self._stop_path.read_bytes())["deadline"])
+        except FileNotFoundError:
+            return None
+
+    def clear_stop(self) -> None:
+        """The run goes on."""
+        self._stop_path.unlink(missing_ok=True)
+
+    @property
+    def _stop_path(self) -> Path:
+        return self.root / ".stop.json"
 
     # --- the ledger
 

@@ -30,7 +30,7 @@ from pipelines.batch.meter import EngineMeter
 from pipelines.batch.node import claim_slot, localize
 from pipelines.batch.plan import unit_from_row
 from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
-from pipelines.batch.rows import PreparedUnit, prepare
+from pipelines.batch.rows import PreparedUnit, given_back, is_given_back, prepare
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -38,6 +38,7 @@ from pipelines.batch.rundir import RunDirectory
 class PrepareJob:
     """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the prompts, the schema."""
 
+    run_dir: str
     model: str | None
     prompts: PromptSpec
     max_model_len: int
@@ -55,16 +56,22 @@ class EngineJob:
     drafter: str | None
     sampling: dict[str, Any] = field(default_factory=dict)
     backend: str = "vllm"
+    fake_token_s: float = 0.0
     num_devices: int = 1
     device: Device = "vcpu"
     num_engines_on_node: int = 1
     heartbeat_s: float = 5.0
 
 
+_STOP_POLL_S = 1.0
+
+
 def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
     """Read, template and tokenise one unit; `batch` is its one row of the plan."""
     (row,) = batch.to_pylist()
     unit = unit_from_row(row)
+    if RunDirectory(Path(job.run_dir)).stop_deadline() is not None:
+        return given_back(unit)
     builder = PromptBuilder(job.prompts, load_tokenizer(job.model), job.max_model_len)
     return prepare(unit, list(read(unit.span)), job.schema, builder)
 
@@ -108,16 +115,31 @@ class EngineWorker:
         atexit.register(self._close)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """Generate and commit one prepared unit."""
+        """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
+        if is_given_back(batch) or self._run.stop_deadline() is not None:
+            yield _receipt(None)
+            return
         prepared = PreparedUnit(batch)
         started_at = time.time()
         indices = [index for index in range(batch.num_rows) if index not in prepared.dead_letters]
-        outcomes = await asyncio.gather(*(self._generate(prepared, index) for index in indices))
-        generations = {i: outcome for i, outcome in zip(indices, outcomes, strict=True) if outcome is not None}
+        work = asyncio.gather(*(self._generate(prepared, index) for index in indices))
+        if not await self._finished_in_time(work):
+            yield _receipt(None)
+            return
+        generations = {i: outcome for i, outcome in zip(indices, work.result(), strict=True) if outcome is not None}
         usage = self._usage(prepared, list(generations.values()), started_at)
         table = prepared.output(generations, self._job.model, self._job.drafter)
         committed = await asyncio.to_thread(self._run.commit, prepared.unit.unit, table, usage, prepared.letters())
-        yield pa.table({"unit": [prepared.unit.unit], "committed": [committed], "usage": [usage.to_json()]})
+        yield _receipt(usage if committed else None)
+
+    async def _finished_in_time(self, work: "asyncio.Future[list[Generation | None]]") -> bool:
+        """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over."""
+        while not (await asyncio.wait([work], timeout=_STOP_POLL_S))[0]:
+            deadline = self._run.stop_deadline()
+            if deadline is not None and time.time() >= deadline:
+                work.cancel()
+                return False
+        return True
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
@@ -167,8 +189,8 @@ class EngineWorker:
         if job.backend == "fake":
             from peagle.engine.fake_engine import FakeEngine
 
-            drafter = job.spec.drafter
-            return FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0), 0.0
+            k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
+            return FakeEngine(num_speculative_tokens=k, token_s=job.fake_token_s), 0.0
         from pipelines.batch.node import start_vllm
 
         engine = start_vllm(job.spec, engine_index=self._slot, num_engines_on_node=job.num_engines_on_node)
@@ -215,3 +237,8 @@ class EngineWorker:
         self._stopped.set()
         self._heartbeat(ended=True)
         self._engine.shutdown()
+
+
+def _receipt(usage: UnitUsage | None) -> pa.Table:
+    """What the driver is told of a unit: its usage if this attempt committed it, else null."""
+    return pa.table({"usage": pa.array([usage and usage.to_json()], pa.binary())})

