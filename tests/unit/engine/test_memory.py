@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from peagle.engine import EngineSpec, check_capacity, default_kv_cache_gib
+from peagle.engine import DrafterSpec, EngineSpec, check_capacity, default_kv_cache_gib
 from peagle.engine.memory import footprint_from_config, read_footprint
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -86,7 +86,18 @@ def test_a_folder_without_a_readable_configuration_is_unknown(tmp_path: Path, co
 
 def test_the_default_cache_is_what_the_requests_can_use(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1)
-    assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 23_040 / GIB, abs=0.01)
+    assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 23_040 / GIB + 0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_default_cache_has_room_for_the_drafters_layers(tmp_path: Path, layers: int) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps({"transformer_layer_config": {"num_hidden_layers": layers}}))
+    drafter = DrafterSpec(method="peagle", model=str(head), num_speculative_tokens=3)
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
+    needed = 8192 * 23_040 * (30 + layers) / 30 / GIB
+    assert default_kv_cache_gib(spec, cpu()) == pytest.approx(needed + 0.1, abs=0.01)
 
 
 def test_the_default_cache_stops_at_a_quarter_of_the_free_memory(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""`peagle prompts`: the prompts that ship, for having a target write what its drafter is trained on."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peagle.drafter.prompts import SOURCES
+from peagle.errors import ConfigError
+
+HELP = """\
+Write code prompts made from the signatures and docstrings of the Python standard library.
+
+  peagle prompts --output prompts.jsonl --limit 4000
+
+Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem are left out and
+listed. The order depends on --seed and the interpreter alone; each function is asked for once before any is again.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle prompts`."""
+    parser.add_argument(
+        "--source", choices=SOURCES, default="stdlib", help="where prompts come from (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet to write")
+    parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: every function once")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order and the wordings (default: 0)")
+    parser.add_argument(
+        "--exclude", choices=("humaneval", "none"), default="humaneval", help="evaluation set to keep out"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Write the prompts, and print what was dropped."""
+    from peagle.drafter.decontamination import NgramIndex, decontaminate, humaneval_references
+    from peagle.drafter.prompts import generate_prompts, stdlib_snippets
+
+    if args.output.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    references = humaneval_references() if args.exclude == "humaneval" else []
+    checked = decontaminate(stdlib_snippets(), NgramIndex(references), text=lambda snippet: snippet.code)
+    limit = len(checked.kept) if args.limit is None else args.limit
+    prompts = [asdict(prompt) for prompt in generate_prompts(checked.kept, seed=args.seed, limit=limit)]
+    _write(prompts, args.output)
+    for drop in checked.dropped:
+        print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {args.exclude}")
+    print(f"{len(prompts):,} prompts of {len(checked.kept):,} functions: {args.output}")
+    dropped = [{"module": d.item.module, "name": d.item.name, "overlap": d.overlap} for d in checked.dropped]
+    return 0, {"output": str(args.output), "prompts": len(prompts), "dropped": dropped}
+
+
+def _write(prompts: list[dict[str, Any]], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(prompts), output)
+    else:
+        output.write_text(
+            "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
+        )

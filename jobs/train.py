@@ -1,0 +1,87 @@
+"""`peagle train`: a drafter head for a target, from the target's own responses."""
+
+import argparse
+import time
+from typing import Any
+
+from jobs import flags
+from peagle.drafter.config import TrainConfig
+
+HELP = """\
+Train a P-EAGLE head for a target on the target's own responses, and save it as vLLM takes it.
+
+  peagle prompts --output prompts.jsonl --limit 4000
+  peagle generate --input prompts.jsonl --output runs/responses --drafter none --max-tokens 224
+  peagle train --responses runs/responses --output heads/first
+
+The target's hidden states are computed once and kept in OUTPUT/features; the head ends in OUTPUT/head. Stop it
+whenever you like: the same command goes on from its last checkpoint, and the curve is the uninterrupted one.
+"""
+_GROUPS = {
+    "target and data": [
+        "target", "responses", "output", "verifier", "prompt_column", "max_document_tokens", "exclude", "held_out",
+    ],
+    "head": [
+        "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
+        "mask_token_id", "init", "train_lm_head",
+    ],
+    "recipe": [
+        "epochs", "batch_tokens", "cod_ratio", "depth_decay", "learning_rate", "final_learning_rate", "warmup_steps",
+        "weight_decay", "clip_norm", "precision", "seed",
+    ],
+    "run": ["device", "time_budget_s", "num_speculative_tokens"],
+}  # fmt: skip
+_REPORT_EVERY_S = 15.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle train`."""
+    flags.add_flags(parser, TrainConfig, _GROUPS)
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Train, and print what came out."""
+    config = flags.load(TrainConfig, args)
+    from peagle.drafter.pipeline import Listener, train_head
+    from peagle.speculation import SpeculationStats
+
+    result = train_head(config, Listener(say=_say, shard=_Every(_shard), step=_Every(_step)))
+    stats = SpeculationStats.from_dict(result["held_out_acceptance"])
+    if stats.acceptance_length is not None:
+        _say(
+            f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}"
+        )
+    _say(f"head: {result['head']}")
+    if not result["finished"]:
+        _say("the time budget ran out: the same command goes on")
+    return (0 if result["finished"] else 3), result
+
+
+class _Every:
+    """Let a report through every few seconds, and the first and last one always."""
+
+    def __init__(self, report: Any) -> None:
+        self._report, self._last = report, float("-inf")
+
+    def __call__(self, *news: Any) -> None:
+        done, total = (news[0].step, news[0].num_steps) if len(news) == 1 else news
+        if done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
+            self._last = time.monotonic()
+            self._report(*news)
+
+
+def _shard(done: int, total: int) -> None:
+    _say(f"features: {done} of {total} shards")
+
+
+def _step(progress: Any) -> None:
+    accuracy = " ".join("-" if a is None else f"{a:.2f}" for a in progress.accuracy)
+    left_s = (progress.num_steps - progress.step) * progress.train_s / progress.step
+    _say(
+        f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.3f}  accuracy by depth {accuracy}"
+        f"  {progress.tokens_per_s:,.0f} tokens/s  {left_s / 60:.0f} min left"
+    )
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

@@ -1,0 +1,1 @@
+"""Drafters: prompts, responses, features, training and saving of P-EAGLE heads. No Ray, no HTTP."""

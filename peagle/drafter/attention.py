@@ -1,0 +1,67 @@
+"""Attention of packed documents, each within itself: the mask is per document, so nothing is spent across them.
+
+Registered with transformers under a name of its own, so that the head's layers stay the library's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+DOCUMENT_ATTENTION = "peagle_documents"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMasks:
+    """For packed documents in their order: rows of each, and who may attend to whom within it ([S, S] bool)."""
+
+    masks: tuple[torch.Tensor, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all documents."""
+        return sum(len(mask) for mask in self.masks)
+
+
+def document_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: DocumentMasks,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each document's rows among themselves.
+
+    Args:
+        module: the layer; not read.
+        query: [1, heads, rows, head_dim].
+        key: [1, KV heads, rows, head_dim].
+        value: like `key`.
+        attention_mask: the documents.
+        scaling: of the scores.
+
+    Returns:
+        [1, rows, heads, head_dim], and no weights.
+    """
+    groups = query.shape[1] // key.shape[1]
+    outputs, start = [], 0
+    for mask in attention_mask.masks:
+        rows = slice(start, start + len(mask))
+        start += len(mask)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, rows],
+                key[:, :, rows].repeat_interleave(groups, dim=1),
+                value[:, :, rows].repeat_interleave(groups, dim=1),
+                attn_mask=mask,
+                scale=scaling,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(DOCUMENT_ATTENTION, document_attention)

@@ -1,0 +1,69 @@
+"""Training checkpoints: written whole or not at all, and refused when they belong to another training.
+
+A checkpoint holds the trained weights, the optimizer and the step; data order and sampling follow from the seed and
+the step, so nothing else is needed for the resumed curve to be the uninterrupted one.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.errors import ConfigError
+
+FILE = "checkpoint.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A training at a step.
+
+    Attributes:
+        step: optimizer steps done.
+        weights: trained parameters by name.
+        optimizer: its state dict.
+        fingerprint: what was trained how; a resume must be equal in all of it.
+        num_tokens: tokens seen.
+        train_s: seconds of training behind it, over all attempts.
+        metrics_bytes: length of the metrics file then.
+    """
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    fingerprint: dict[str, Any]
+    num_tokens: int
+    train_s: float
+    metrics_bytes: int
+
+
+def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write by rename, flushed to the disk first, so that a kill leaves the last one or this one."""
+    partial = folder / (FILE + ".partial")
+    with partial.open("wb") as stream:
+        torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(folder / FILE)
+
+
+def load_checkpoint(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint in `folder`, or None when there is none.
+
+    Raises:
+        ConfigError: it was trained on something else or otherwise; names what differs.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+    checkpoint = Checkpoint(**raw)
+    stored = checkpoint.fingerprint
+    changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
+    if changed:
+        raise ConfigError(
+            f"{folder}: holds a training with another {', '.join(changed)}",
+            hint="give the same options to go on with it, or another --output",
+        )
+    return checkpoint

@@ -1,0 +1,148 @@
+"""Prompts and responses to token ids with a loss mask: what a head is trained on.
+
+Reads a bulk run's directory or one JSONL or Parquet file, applies the target's chat template, and says by id
+and reason which rows give no sample. Knows tokenizers; knows nothing of hidden states or heads.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import InputError, did_you_mean
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One document: the templated prompt and the target's own response to it.
+
+    Attributes:
+        id: the row's id.
+        token_ids: prompt and response.
+        num_prompt_tokens: how many of them are the prompt; the loss is on the others.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_prompt_tokens < len(self.token_ids):
+            raise ValueError(f"sample {self.id}: needs prompt and response tokens")
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens under the loss."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True for each token of the response, its end-of-turn token included."""
+        return [False] * self.num_prompt_tokens + [True] * self.num_response_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A row that gives no sample."""
+
+    id: str
+    reason: str
+
+
+def read_responses(source: Path) -> Iterator[Row]:
+    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a `.parquet` or `.jsonl` file.
+
+    Raises:
+        InputError: nothing there, an unknown suffix, invalid JSON, or no `response` column.
+    """
+    rows = (row for file in _files(source) for row in _read_file(file))
+    for number, row in enumerate(rows):
+        if number == 0 and "response" not in row:
+            raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
+        yield row
+
+
+def build_samples(
+    rows: Iterable[Row], tokenizer: Any, *, prompt_column: str = "prompt", max_tokens: int = 4096
+) -> tuple[list[Sample], list[Rejected]]:
+    """Apply the target's chat template to every row.
+
+    Args:
+        rows: with `response`, and `messages` or `prompt_column`; `id` and `finish_reason` where known.
+        tokenizer: the target's, with its chat template.
+        prompt_column: the column that holds the user's message when there is no `messages`.
+        max_tokens: documents are cut there.
+
+    Returns:
+        The samples in the order of the rows, and the rows that gave none.
+    """
+    samples: list[Sample] = []
+    rejected: list[Rejected] = []
+    for number, row in enumerate(rows):
+        row_id = str(row.get("id", number))
+        outcome = _build_sample(row, row_id, tokenizer, prompt_column, max_tokens)
+        if isinstance(outcome, Sample):
+            samples.append(outcome)
+        else:
+            rejected.append(Rejected(id=row_id, reason=outcome))
+    return samples, rejected
+
+
+def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
+    """The sample of a row, or why there is none."""
+    if not row.get("response"):
+        return "no response"
+    messages = row.get("messages")
+    if not messages:
+        if not isinstance(row.get(prompt_column), str):
+            return f"neither 'messages' nor a text in {prompt_column!r}"
+        messages = [{"role": "user", "content": row[prompt_column]}]
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+    if row.get("finish_reason") == "stop":
+        response_ids = [*response_ids, tokenizer.eos_token_id]
+    token_ids = tuple([*prompt_ids, *response_ids][:max_tokens])
+    if len(token_ids) <= len(prompt_ids):
+        return f"the prompt alone has {len(prompt_ids)} tokens, the limit is {max_tokens}"
+    return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    units = sorted((source / "data").glob("unit-*.parquet"))
+    if not units:
+        raise InputError(
+            f"{source}: no responses there",
+            hint="give the directory of a bulk run, or a .jsonl or .parquet file",
+        )
+    return units
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        for batch in pq.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+    elif file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse(line, file, number)
+    else:
+        raise InputError(f"{file}: cannot read '{file.suffix}'", hint="give a .jsonl or .parquet file")
+
+
+def _parse(line: str, file: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}:{number}: invalid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{file}:{number}: expected an object, got {type(row).__name__}")
+    return row

@@ -1,0 +1,80 @@
+"""An acceptance length from stored features, without an engine.
+
+Walks each greedy response as an engine would: draft K tokens after the last known one, count how many agree with the
+response, go on behind the first that does not. The engine computes the same with other kernels; what is left between
+the two figures is rounding and the cut at the response's end.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from peagle.drafter.batch import make_batch
+from peagle.drafter.cod import sample_rows
+from peagle.drafter.forward import head_states
+from peagle.drafter.store import Document, FeatureStore
+from peagle.speculation import SpeculationStats
+
+
+@torch.no_grad()
+def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
+    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
+
+    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
+    """
+    k = num_speculative_tokens
+    # A chain ends with the document: repeat the last token so that the last rows draft all K as well.
+    padded = Document(
+        token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
+        loss_mask_T=torch.cat([document.loss_mask_T, document.loss_mask_T[-1:].expand(k)]),
+        aux_TAH=torch.cat([document.aux_TAH, document.aux_TAH[-1:].expand(k, -1)]),
+        last_TH=torch.cat([document.last_TH, document.last_TH[-1:].expand(k, -1)]),
+    )
+    batch = make_batch([padded], lambda mask: sample_rows(mask, num_depths=k, ratio=1.0))
+    device = head.fc.weight.device
+    states = head_states(head, batch.to(device))
+    draft_ids = (states.float() @ head.lm_head.weight.float().T).argmax(-1).cpu()
+    token_ids = draft_ids + head.d2t.cpu()[draft_ids] if head.d2t is not None else draft_ids
+    drafted = torch.full((len(padded.token_ids_T), k), -1)
+    drafted[batch.anchor_S[batch.row_R], batch.depth_S[batch.row_R]] = token_ids
+    return drafted[: len(document.token_ids_T) - 1]
+
+
+def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+    """Accepted drafts of each verification step of one response.
+
+    Example: the response (behind a prompt) is 5 6 7 8 and every draft is right, K=2: the first step drafts 6 7 after
+    5, accepts both and emits 8 itself; nothing is left. One step, [2].
+
+    Args:
+        token_ids: the document.
+        drafted: [T - 1, K] from `drafted_tokens`.
+        start: index of the response's first token, which prefill emits.
+    """
+    accepted = []
+    known = start
+    while known < len(token_ids) - 1:
+        coming = token_ids[known + 1 :]
+        agreed = 0
+        for draft, token in zip(drafted[known - 1].tolist(), coming, strict=False):
+            if draft != token:
+                break
+            agreed += 1
+        accepted.append(agreed)
+        known += agreed + 1
+    return accepted
+
+
+def estimate_acceptance(
+    head: Any, store: FeatureStore, documents: Sequence[int], *, num_speculative_tokens: int
+) -> SpeculationStats:
+    """Acceptance over documents, as a greedy engine would count it; exact only for greedy responses."""
+    histogram = [0] * (num_speculative_tokens + 1)
+    for index in documents:
+        document = store[index]
+        start = int(document.loss_mask_T.int().argmax())
+        drafted = drafted_tokens(head, document, num_speculative_tokens)
+        for accepted in walk(document.token_ids_T.tolist(), drafted, start):
+            histogram[accepted] += 1
+    return SpeculationStats.from_histogram(histogram, sum(histogram) * num_speculative_tokens)

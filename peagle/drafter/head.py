@@ -1,0 +1,201 @@
+"""A P-EAGLE head: built for a target, warm-started from its layers, saved as vLLM takes it, read back.
+
+The network is `speculators`' PEagleDraftModel; this file gives it its first weights and its last form on disk. What
+the target has already (embeddings, its own norm and lm_head) is never saved; with a draft vocabulary, the few rows of
+lm_head that it needs are, since vLLM cannot take them from the target.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.drafter.attention import DOCUMENT_ATTENTION
+from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.errors import ConfigError, DrafterError
+
+_OWNED_BY_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+INITS = ("warm", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The shape of a head.
+
+    Attributes:
+        aux_layers: the target's layers whose inputs the head reads.
+        num_layers: decoder layers of its own.
+        num_key_value_heads: of its attention; None for as many as the target has. A mask row knows its context only
+            through them, so a head may want more: the target's are then repeated at the start.
+        num_depths: K_train, the number of tokens it learns to draft at once.
+        mask_token_id: the token that stands at depths 1 and up.
+        init: "warm": layers from the target's last ones, `fc` passes the last aux state on; or "random".
+        train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
+    """
+
+    aux_layers: tuple[int, ...]
+    num_layers: int = 1
+    num_key_value_heads: int | None = None
+    num_depths: int = 8
+    mask_token_id: int = 0
+    init: str = "warm"
+    train_lm_head: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= 8:
+            raise ConfigError(f"num_layers must be from 1 to 8, got {self.num_layers}")
+        if self.num_depths < 1:
+            raise ConfigError(f"num_depths must be at least 1, got {self.num_depths}")
+        if self.init not in INITS:
+            raise ConfigError(f"init must be one of {', '.join(INITS)}, got {self.init!r}")
+
+
+def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
+    """A new float32 PEagleDraftModel for the target in the folder `target`."""
+    from speculators.models.peagle import PEagleDraftModel
+    from transformers import AutoConfig
+
+    _silence_library()
+    config = AutoConfig.from_pretrained(target)
+    if config.model_type != "llama":
+        raise ConfigError(f"{target}: heads are made for Llama-like targets, not {config.model_type!r}")
+    target_layers = config.num_hidden_layers
+    config.num_hidden_layers = spec.num_layers
+    if spec.num_key_value_heads is not None:
+        if config.num_attention_heads % spec.num_key_value_heads:
+            raise ConfigError(f"{spec.num_key_value_heads} KV heads do not divide {config.num_attention_heads} heads")
+        config.num_key_value_heads = spec.num_key_value_heads
+    torch.manual_seed(seed)
+    head = PEagleDraftModel.from_training_args(
+        config,
+        t2d=vocabulary.t2d(),
+        d2t=vocabulary.d2t(),
+        draft_vocab_size=vocabulary.size,
+        target_layer_ids=list(spec.aux_layers),
+        mask_token_id=spec.mask_token_id,
+        num_depths=spec.num_depths,
+        verifier_name_or_path=str(target),
+        draft_attn_impl=DOCUMENT_ATTENTION,
+    ).float()
+    if spec.init == "warm":
+        _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
+    head.embed_tokens.requires_grad_(False)
+    head.lm_head.requires_grad_(spec.train_lm_head)
+    return head
+
+
+@torch.no_grad()
+def set_mask_state(head: Any, mean_state_AH: torch.Tensor) -> None:
+    """Start the learnt state of depths 1 and up from the mean of real states, not from noise of another scale."""
+    head.mask_hidden.copy_(mean_state_AH.view_as(head.mask_hidden))
+
+
+@torch.no_grad()
+def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
+    """Copy the target's last layers and norm; the first layer's projections keep noise for the embeddings' half.
+
+    The first layer reads [embedding, state] side by side: the state's half takes the target's weights.
+    """
+    weights = _read_weights(target)
+    hidden = head.config.transformer_layer_config.hidden_size
+    head.fc.weight.zero_()
+    head.fc.weight[:, -hidden:] = torch.eye(hidden)
+    head.norm.weight.copy_(weights["model.norm.weight"])
+    for own, index in zip(head.layers, layers, strict=True):
+        prefix = f"model.layers.{index}."
+        for name, parameter in own.named_parameters():
+            if name == "hidden_norm.weight":
+                parameter.copy_(weights[f"{prefix}input_layernorm.weight"])
+            elif name != "input_layernorm.weight" or not hasattr(own, "hidden_norm"):
+                _copy_projection(parameter, weights[prefix + name], head.config.transformer_layer_config.head_dim)
+
+
+def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
+    """Copy the target's weight, its KV heads repeated to the head's number; what is left of a wider input is noise."""
+    if own.shape[0] != target.shape[0]:
+        heads = target.view(-1, head_dim, target.shape[1])
+        target = heads.repeat_interleave(own.shape[0] // target.shape[0], dim=0).flatten(0, 1)
+    if own.shape != target.shape:
+        own.normal_(std=0.02)
+        own = own[:, -target.shape[1] :]
+    own.copy_(target)
+
+
+def _read_weights(target: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens: int | None = None) -> None:
+    """Write `config.json` and `model.safetensors` (bf16) as vLLM loads them.
+
+    Args:
+        head: the trained head.
+        folder: created when missing.
+        verifier: the target's public name, which takes the place of the path it was trained with.
+        num_speculative_tokens: the default K of whoever serves the head without naming one.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = head.config.to_dict()
+    config["dtype"] = "bfloat16"
+    config["speculators_config"]["verifier"]["name_or_path"] = verifier
+    config["transformer_layer_config"]["_name_or_path"] = verifier
+    if num_speculative_tokens is not None:
+        for method in config["speculators_config"]["proposal_methods"]:
+            method["speculative_tokens"] = num_speculative_tokens
+    tensors = {name: _as_saved(tensor) for name, tensor in head.state_dict().items() if _is_saved(head, name)}
+    save_file(tensors, folder / "model.safetensors.partial", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors.partial").replace(folder / "model.safetensors")
+
+
+def load_head(folder: Path, target: Path) -> Any:
+    """Read a saved head back, with what it shares taken from the target's folder.
+
+    Raises:
+        DrafterError: not a P-EAGLE head in this format, or weights are missing.
+    """
+    from safetensors.torch import load_file
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+    _silence_library()
+    raw = json.loads((folder / "config.json").read_text())
+    if raw.get("speculators_model_type") != "peagle":
+        raise DrafterError(f"{folder}: not a P-EAGLE head in speculators' format")
+    config = PEagleSpeculatorConfig.from_pretrained(folder)
+    config.speculators_config.verifier.name_or_path = str(target)
+    config.transformer_layer_config._attn_implementation = DOCUMENT_ATTENTION
+    head = PEagleDraftModel(config=config)
+    tensors = load_file(folder / "model.safetensors")
+    if head.use_draft_vocab:
+        target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+    missing, _ = head.load_state_dict(tensors, strict=False)
+    lost = [name for name in missing if name not in _OWNED_BY_TARGET and name != "lm_head.weight"]
+    if lost:
+        raise DrafterError(f"{folder}: weights are missing: {', '.join(lost)}")
+    head.load_verifier_weights()
+    return head.float()
+
+
+def _silence_library() -> None:
+    """It logs every tensor of the target that it looks up."""
+    from loguru import logger
+
+    logger.disable("speculators")
+
+
+def _is_saved(head: Any, name: str) -> bool:
+    shared = name == "lm_head.weight" and not head.use_draft_vocab and not head.lm_head.weight.requires_grad
+    return name not in _OWNED_BY_TARGET and not shared
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()

@@ -1,0 +1,114 @@
+"""How far the head's distribution is from the target's, without ever holding all logits.
+
+The loss is KL(target || draft) over the draft vocabulary, as `speculators.losses.kl_div_loss`, fused with the
+projection: rows are taken in chunks, and the gradient of each chunk is formed while its logits are in the cache. A
+plain computation holds several [R, V] float32 tensors: 32 KiB a row each at V = 8,192.
+
+Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary.
+"""
+# ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The target's side of the loss.
+
+    Attributes:
+        state_PH: the target's states AFTER its final norm.
+        weight_VH: rows of the target's lm_head for the draft vocabulary.
+    """
+
+    state_PH: torch.Tensor
+    weight_VH: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowLosses:
+    """What came out of the rows, in their order.
+
+    Attributes:
+        loss: scalar, weighted sum of the rows' divergences; the only one with a gradient.
+        divergence_R: each row's divergence, unweighted.
+        correct_R: bool, whether the head's likeliest token is the target's.
+    """
+
+    loss: torch.Tensor
+    divergence_R: torch.Tensor
+    correct_R: torch.Tensor
+
+
+def linear_kl(
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets: Targets,
+    position_R: torch.Tensor,
+    row_weight_R: torch.Tensor,
+) -> RowLosses:
+    """Weighted sum over rows of KL(softmax(state @ W_target) || softmax(hidden @ W)).
+
+    Args:
+        hidden_RH: the head's states after its norm; receives a gradient. Its dtype is that of the products.
+        weight_VH: the head's lm_head; receives a gradient when it requires one.
+        targets: the target's side.
+        position_R: for each row the index in `targets.state_PH`; ascending order saves work.
+        row_weight_R: float32 weights.
+    """
+    outcome = _LinearKL.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, position_R, row_weight_R
+    )
+    return RowLosses(*outcome)
+
+
+class _LinearKL(torch.autograd.Function):
+    """Forward computes the gradients too; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        state_PH: torch.Tensor,
+        target_weight_VH: torch.Tensor,
+        position_R: torch.Tensor,
+        row_weight_R: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype = hidden_RH.dtype
+        weight, target_weight = weight_VH.to(dtype), target_weight_VH.to(dtype)
+        grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        divergence = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
+        correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
+        for start in range(0, len(hidden_RH), CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
+            target_logits = (state_PH[positions].to(dtype) @ target_weight.T).float()
+            target_log_p = target_logits.log_softmax(-1)
+            target_p = target_log_p.exp()
+            negative_entropy = (target_p * target_log_p).sum(-1)
+            logits = (hidden_RH[rows] @ weight.T).float()
+            correct[rows] = logits.argmax(-1) == target_logits.argmax(-1)[which]
+            log_q = logits.log_softmax(-1)
+            row_p = target_p[which]
+            divergence[rows] = negative_entropy[which] - (row_p * log_q).sum(-1)
+            if grad_hidden is not None:
+                grad_logits = log_q.exp_().sub_(row_p).mul_(row_weight_R[rows, None]).to(dtype)
+                grad_hidden[rows] = grad_logits @ weight
+                if grad_weight is not None:
+                    grad_weight += (grad_logits.T @ hidden_RH[rows]).float()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(divergence, correct)
+        return (divergence * row_weight_R).sum(), divergence, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
+        weight = None if grad_weight is None else grad_weight * grad_loss
+        return hidden, weight, None, None, None, None

@@ -1,0 +1,85 @@
+"""The README of a head: what it is for, how it was made, and how far it can be trusted. Text only."""
+# ruff: noqa: E501 - a Markdown table has its rows on one line
+
+from dataclasses import dataclass
+
+from peagle.drafter.config import TrainConfig
+from peagle.speculation import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """The figures of a training.
+
+    Attributes:
+        verifier: public name of the target.
+        licence: of the head, as of its target; None when unknown.
+        num_parameters: trained ones.
+        held_out: estimated acceptance on documents that were not trained on.
+    """
+
+    verifier: str
+    target_fingerprint: str
+    licence: str | None
+    config: TrainConfig
+    aux_layers: tuple[int, ...]
+    num_parameters: int
+    num_documents: int
+    num_response_tokens: int
+    num_tokens_seen: int
+    vocabulary_coverage: float
+    train_s: float
+    hardware: str
+    held_out: SpeculationStats
+
+
+def render_card(facts: CardFacts) -> str:
+    """The card as Markdown, with the front matter that model hubs read."""
+    config = facts.config
+    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
+    return f"""---
+library_name: vllm
+base_model: {facts.verifier}
+license: {(facts.licence or "unknown").lower()}
+tags: [speculative-decoding, p-eagle, speculators]
+---
+# P-EAGLE head for {facts.verifier}
+
+Drafts several tokens in one pass for `{facts.verifier}`. The folder is what vLLM takes as it is:
+
+```python
+speculative_config = {{
+    "method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}, "parallel_drafting": True
+}}
+```
+
+Embeddings are the target's and not in the file.
+
+| | |
+|---|---|
+| Architecture | P-EAGLE, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
+| Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
+| Draft vocabulary | {config.draft_vocab_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
+| Data | {facts.num_documents:,} responses of the target itself, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
+| Seen | {facts.num_tokens_seen:,} tokens in {config.epochs:g} passes |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, AdamW, peak learning rate {config.learning_rate:g}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
+| Target's fingerprint | `{facts.target_fingerprint[:16]}` |
+| Licence | {facts.licence or "as its target's"} |
+
+## Acceptance
+
+{_acceptance(facts.held_out, config.num_speculative_tokens)}
+"""
+
+
+def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:
+    if stats.acceptance_length is None:
+        return "No documents were held out, so none is known."
+    positions = " | ".join(f"{rate:.3f}" for rate in stats.acceptance_rates)
+    heading = " | ".join(str(position + 1) for position in range(len(stats.acceptance_rates)))
+    return (
+        f"Estimated without an engine on held-out documents, K={num_speculative_tokens}; by position, the share of drafts in"
+        f" which that token was accepted.\n\n| acceptance length | {heading} |\n|---|{'---|' * len(stats.acceptance_rates)}\n"
+        f"| **{stats.acceptance_length:.2f}** | {positions} |"
+    )

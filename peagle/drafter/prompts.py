@@ -1,0 +1,168 @@
+"""Code prompts from the Python standard library: signatures and docstrings put as chat requests.
+
+The standard library is on every machine, is documented, and overlaps with no evaluation set, so a head for
+the domain of code can be trained without downloading anything. Modules are parsed, never imported. This file
+knows how a request is worded; it knows nothing of models, tokens or evaluation sets (see decontamination.py).
+"""
+
+import ast
+import hashlib
+import random
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.errors import ConfigError
+
+SOURCES = ("stdlib",)
+MAX_DOCSTRING_CHARS = 1200
+MIN_DOCSTRING_CHARS = 24
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "config-3", "idlelib_test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snippet:
+    """One documented function: what a person would paste to have its body written."""
+
+    module: str
+    name: str
+    arguments: str
+    returns: str
+    docstring: str
+
+    @property
+    def code(self) -> str:
+        """Signature and docstring, laid out as in a source file."""
+        arrow = f" -> {self.returns}" if self.returns else ""
+        lines = self.docstring.split("\n")
+        body = '"""' + self.docstring + ('\n"""' if len(lines) > 1 else '"""')
+        return f"def {self.name}({self.arguments}){arrow}:\n{textwrap.indent(body, '    ')}\n"
+
+    @property
+    def summary(self) -> str:
+        """The docstring as running text, for requests without a signature."""
+        return " ".join(self.docstring.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One wording of a request, drawn in proportion to `weight`."""
+
+    text: str
+    weight: float
+
+    def put(self, snippet: Snippet) -> str:
+        """The request for `snippet` in this wording."""
+        return self.text.format(code=snippet.code, name=snippet.name, args=snippet.arguments, summary=snippet.summary)
+
+
+# Code generation is asked for in few ways; the first is the most common shape of an evaluation prompt.
+FORMS: tuple[Form, ...] = (
+    Form(
+        weight=10,
+        text="Complete the following Python function. Answer with the code only.\n\n```python\n{code}\n```",
+    ),
+    Form(weight=3, text="Complete this function:\n\n```python\n{code}```"),
+    Form(weight=2, text="Implement the following function in Python.\n\n{code}"),
+    Form(weight=2, text="Write the body of this Python function.\n\n```python\n{code}```\n"),
+    Form(weight=1, text="{code}"),
+    Form(
+        weight=2,
+        text="Write a Python function `{name}({args})` that does the following:\n{summary}\nReturn only the code.",
+    ),
+    Form(weight=1, text="Write a Python function named {name}. {summary}"),
+    Form(weight=1, text="Implement this function and explain briefly how it works.\n\n```python\n{code}```"),
+    Form(
+        weight=1,
+        text="Show how this Python function is used, with two short examples.\n\n```python\n{code}```",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One chat request and where it came from."""
+
+    id: str
+    prompt: str
+    module: str
+    name: str
+
+
+def stdlib_snippets(root: Path | None = None) -> list[Snippet]:
+    """Every distinct documented function below `root` (default: this interpreter's standard library).
+
+    Functions equal in name, arguments and docstring count once, whichever module has them first. The order is
+    that of the paths and lines, hence the same on every machine with the same interpreter.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    distinct: dict[tuple[str, str, str], Snippet] = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            continue
+        for snippet in _snippets_of(path, ".".join(relative.with_suffix("").parts)):
+            distinct.setdefault((snippet.name, snippet.arguments, snippet.docstring), snippet)
+    return list(distinct.values())
+
+
+def generate_prompts(snippets: Sequence[Snippet], *, seed: int = 0, limit: int | None = None) -> Iterator[Prompt]:
+    """Prompts in an order that depends on `seed` and the snippets alone.
+
+    Every snippet is asked for once before any is asked for again, each time in another wording, until
+    `limit` prompts are out or all wordings of all snippets are (which is where no limit ends).
+
+    Raises:
+        ConfigError: `limit` is more than there are wordings of snippets.
+    """
+    available = len(snippets) * len(FORMS)
+    if limit is not None and limit > available:
+        raise ConfigError(f"--limit {limit:,}: the source holds {available:,} prompts", hint="ask for fewer")
+    left = available if limit is None else limit
+    for round_index in range(len(FORMS)):
+        order = list(range(len(snippets)))
+        random.Random(f"{seed}/{round_index}").shuffle(order)
+        for index in order[:left]:
+            yield _prompt(snippets[index], seed, round_index)
+        left -= min(left, len(order))
+
+
+def _prompt(snippet: Snippet, seed: int, round_index: int) -> Prompt:
+    text = _forms_in_order(snippet, seed)[round_index].put(snippet)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Prompt(id=f"stdlib-{digest}", prompt=text, module=snippet.module, name=snippet.name)
+
+
+def _forms_in_order(snippet: Snippet, seed: int) -> list[Form]:
+    """All forms, weighted-shuffled per snippet (Efraimidis and Spirakis: sort by u ** (1 / weight))."""
+    rng = random.Random(f"{seed}/{snippet.module}/{snippet.name}/{snippet.docstring}")
+    return sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
+
+
+def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the library's own tests keep files that are wrong on purpose
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = (ast.get_docstring(node) or "").strip()
+            if MIN_DOCSTRING_CHARS <= len(docstring) <= MAX_DOCSTRING_CHARS and '"""' not in docstring:
+                yield Snippet(
+                    module=module,
+                    name=node.name,
+                    arguments=_arguments(node.args),
+                    returns=ast.unparse(node.returns) if node.returns else "",
+                    docstring=docstring,
+                )
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """The argument list without the receiver of a method: the request is for a plain function."""
+    for group in (arguments.posonlyargs, arguments.args):
+        if group and group[0].arg in {"self", "cls"}:
+            del group[0]
+            break
+    return ast.unparse(arguments)

@@ -1,0 +1,195 @@
+"""The feature store: a folder of safetensors shards and an index that says what they are states of.
+
+A shard is written whole and then named in the index with its checksum; readers map shards into memory, so the page
+cache decides what stays. It knows nothing of models.
+
+Shapes: T tokens of a shard or document, H hidden size, A aux layers.
+"""
+# ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.errors import ConfigError, InputError
+from peagle.files import write_json
+
+INDEX = "index.json"
+_BYTES_PER_STATE = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSpec:
+    """What the stored states are states of. Two stores are alike when their specs are equal.
+
+    Attributes:
+        target: fingerprint of the target's configuration and weights.
+        aux_layers: indices of the layers whose inputs are kept, ascending.
+        hidden_size: H.
+        samples: fingerprint of the documents.
+    """
+
+    target: str
+    aux_layers: tuple[int, ...]
+    hidden_size: int
+    samples: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size on disk of one token's states."""
+        return (len(self.aux_layers) + 1) * self.hidden_size * _BYTES_PER_STATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The states of one sample.
+
+    Attributes:
+        token_ids_T: int64.
+        loss_mask_T: bool, True for the response.
+        aux_TAH: [T, A * H], states entering the aux layers.
+        last_TH: [T, H], state entering the final norm.
+    """
+
+    token_ids_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    aux_TAH: torch.Tensor
+    last_TH: torch.Tensor
+
+
+class StoreWriter:
+    """An unfinished store.
+
+    Args:
+        folder: created when missing.
+        spec: of what will be written.
+        num_shards: how many make it whole.
+
+    Raises:
+        ConfigError: the folder holds the features of something else.
+    """
+
+    def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._index = _open_index(folder, spec, num_shards)
+
+    @property
+    def num_written(self) -> int:
+        """Shards that are there."""
+        return len(self._index["shards"])
+
+    def has(self, number: int) -> bool:
+        """Whether that shard is there."""
+        return _shard_name(number) in self._index["shards"]
+
+    def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a shard by rename, then name it in the index."""
+        from safetensors.torch import save_file
+
+        file = self._folder / _shard_name(number)
+        partial = file.with_suffix(".partial")
+        save_file(tensors, partial)
+        checksum = file_sha256(partial)
+        partial.replace(file)
+        self._index["shards"][file.name] = checksum
+        write_json(self._folder / INDEX, self._index)
+
+
+class FeatureStore:
+    """A finished store, read document by document through the page cache.
+
+    Args:
+        folder: what `extract_features` filled.
+        verify: check every shard against its checksum first.
+
+    Raises:
+        InputError: no store, an unfinished one, or a damaged shard.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = False) -> None:
+        if not (folder / INDEX).is_file():
+            raise InputError(f"{folder}: no features there", hint="extract them first")
+        index = json.loads((folder / INDEX).read_text())
+        if len(index["shards"]) != index["num_shards"]:
+            done = f"{len(index['shards'])} of {index['num_shards']} shards"
+            raise InputError(f"{folder}: extraction is not finished ({done})", hint="run it again to go on")
+        self.spec = _spec_from(index["spec"])
+        self._shards = []
+        for name in sorted(index["shards"]):
+            if verify and file_sha256(folder / name) != index["shards"][name]:
+                raise InputError(f"{folder / name}: does not match its checksum", hint="delete it and extract again")
+            self._shards.append(_load(folder / name))
+        self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
+        self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def num_tokens(self, index: int) -> int:
+        """Length of a document."""
+        shard, place = self._places[index]
+        return int(self._shards[shard]["lengths"][place])
+
+    def __getitem__(self, index: int) -> Document:
+        number, place = self._places[index]
+        shard, start = self._shards[number], int(self._starts[number][place])
+        tokens = slice(start, start + int(shard["lengths"][place]))
+        token_ids = shard["token_ids"][tokens].long()
+        return Document(
+            token_ids_T=token_ids,
+            loss_mask_T=torch.arange(len(token_ids)) >= shard["num_prompt_tokens"][place],
+            aux_TAH=shard["aux"][tokens],
+            last_TH=shard["last"][tokens],
+        )
+
+    def response_token_ids(self) -> Iterator[int]:
+        """Every token under the loss, for counting."""
+        for index in range(len(self)):
+            document = self[index]
+            yield from document.token_ids_T[document.loss_mask_T].tolist()
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, Any]:
+    file = store / INDEX
+    if not file.is_file():
+        return {
+            "spec": asdict(spec),
+            "bytes_per_token": spec.bytes_per_token,
+            "num_shards": num_shards,
+            "shards": {},
+        }
+    index: dict[str, Any] = json.loads(file.read_text())
+    stored = _spec_from(index["spec"])
+    if stored != spec:
+        other = [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]
+        raise ConfigError(
+            f"{store}: holds the features of something else: {', '.join(other)} differ",
+            hint="give another directory, or delete this one",
+        )
+    return index
+
+
+def _spec_from(raw: dict[str, Any]) -> FeatureSpec:
+    return FeatureSpec(**{**raw, "aux_layers": tuple(raw["aux_layers"])})
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(file))
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"

@@ -1,0 +1,77 @@
+"""The draft vocabulary: the target's most frequent response tokens, and the maps between the two.
+
+A head that scores 8,192 tokens instead of 49,152 trains several times faster and drafts nearly the same. A
+token outside is never drafted, and so never accepted: the coverage bounds the acceptance.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peagle.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftVocabulary:
+    """The token ids that the head can draft, in ascending order.
+
+    Attributes:
+        token_ids: target token ids; the draft id of a token is its index.
+        target_size: size of the target's vocabulary.
+        coverage: share of the counted tokens that are in it; 1.0 when nothing was counted.
+    """
+
+    token_ids: tuple[int, ...]
+    target_size: int
+    coverage: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or list(self.token_ids) != sorted(set(self.token_ids)):
+            raise ValueError("token ids must be distinct and ascending")
+        if self.token_ids[-1] >= self.target_size:
+            raise ValueError(f"token id {self.token_ids[-1]} is outside the target's {self.target_size}")
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that can be drafted."""
+        return len(self.token_ids)
+
+    def d2t(self) -> "torch.Tensor":
+        """[size] int64 offsets: target id = draft id + d2t[draft id], the convention of EAGLE-3 checkpoints.
+
+        Example: the tokens 1, 4, 5 give offsets 1, 3, 3.
+        """
+        import torch
+
+        return torch.tensor(self.token_ids) - torch.arange(self.size)
+
+    def t2d(self) -> "torch.Tensor":
+        """[target_size] bool: whether a target token can be drafted."""
+        import torch
+
+        mask = torch.zeros(self.target_size, dtype=torch.bool)
+        mask[list(self.token_ids)] = True
+        return mask
+
+
+def frequent_vocabulary(
+    token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
+) -> DraftVocabulary:
+    """The `size` most frequent tokens (ties: the smaller id), `always` included whatever their count.
+
+    Raises:
+        ConfigError: `size` is not within 1 and `target_size`.
+    """
+    if not 1 <= size <= target_size:
+        raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
+    counts = Counter(token_ids)
+    forced = dict.fromkeys(always)
+    ranked = sorted(range(target_size), key=lambda token: (token not in forced, -counts[token], token))
+    chosen = sorted(ranked[:size])
+    total = counts.total()
+    coverage = sum(counts[token] for token in chosen) / total if total else 1.0
+    return DraftVocabulary(token_ids=tuple(chosen), target_size=target_size, coverage=coverage)

@@ -1,0 +1,93 @@
+"""A tiny random target of the Llama architecture, its samples and its features."""
+
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peagle.drafter.data import Sample
+from peagle.drafter.features import (
+    HiddenStateReader,
+    extract_features,
+    samples_fingerprint,
+    target_fingerprint,
+)
+from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
+
+with warnings.catch_warnings():  # torch.jit, as accelerate imports it, warns once at import
+    warnings.simplefilter("ignore")
+    import speculators.models.peagle  # noqa: F401
+
+VOCABULARY = 96
+HIDDEN = 32
+AUX_LAYERS = (1, 2, 3)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(target: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    rng = random.Random(0)
+    lengths = [(3, 9), (5, 20), (2, 14), (7, 8), (1, 25), (4, 12), (6, 18), (2, 2)]
+    return [
+        Sample(
+            id=str(i),
+            token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt + response)),
+            num_prompt_tokens=prompt,
+        )
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="session")
+def spec(target: Path, samples: list[Sample]) -> FeatureSpec:
+    return FeatureSpec(
+        target=target_fingerprint(target),
+        aux_layers=AUX_LAYERS,
+        hidden_size=HIDDEN,
+        samples=samples_fingerprint(samples),
+    )
+
+
+@pytest.fixture(scope="session")
+def store(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: LlamaForCausalLM,
+    samples: list[Sample],
+    spec: FeatureSpec,
+) -> FeatureStore:
+    folder = tmp_path_factory.mktemp("features")
+    extract_features(samples, HiddenStateReader(model, AUX_LAYERS), spec, folder)
+    return FeatureStore(folder)
+
+
+@pytest.fixture(scope="session")
+def vocabulary(store: FeatureStore) -> DraftVocabulary:
+    return frequent_vocabulary(store.response_token_ids(), size=48, target_size=VOCABULARY)

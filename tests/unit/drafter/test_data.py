@@ -1,0 +1,103 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.drafter.data import Sample, build_samples, read_responses
+from peagle.errors import InputError
+
+
+class Tokenizer:
+    """One token a character; the template is plain."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"<{m['content']}>" for m in messages)
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(c) for c in text]}
+
+
+ROW = {"id": "a", "prompt": "hi", "response": "yo", "finish_reason": "stop"}
+
+
+def _one(**changes: Any) -> Sample | str:
+    samples, rejected = build_samples([{**ROW, **changes}], Tokenizer(), max_tokens=12)
+    return samples[0] if samples else rejected[0].reason
+
+
+def test_the_loss_is_on_the_response_and_its_end_of_turn() -> None:
+    sample = _one()
+    assert isinstance(sample, Sample)
+    assert sample.token_ids == (*map(ord, "<hi>yo"), 0)
+    assert sample.loss_mask == [False] * 4 + [True] * 3
+
+
+def test_a_response_cut_by_its_length_has_no_end_of_turn() -> None:
+    sample = _one(finish_reason="length")
+    assert isinstance(sample, Sample)
+    assert sample.token_ids == tuple(map(ord, "<hi>yo"))
+
+
+def test_messages_win_over_the_prompt() -> None:
+    sample = _one(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
+    assert isinstance(sample, Sample)
+    assert sample.num_prompt_tokens == len("<x><y>")
+
+
+def test_long_documents_are_cut() -> None:
+    sample = _one(response="y" * 50)
+    assert isinstance(sample, Sample)
+    assert len(sample.token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"response": ""}, "no response"),
+        ({"response": None}, "no response"),
+        ({"prompt": None}, "neither 'messages' nor a text in 'prompt'"),
+        ({"prompt": "x" * 10}, "the prompt alone has 12 tokens, the limit is 12"),
+    ],
+)
+def test_rows_without_a_sample_say_why(changes: dict[str, Any], reason: str) -> None:
+    assert _one(**changes) == reason
+
+
+def test_rejected_rows_are_named() -> None:
+    _, rejected = build_samples([ROW, {"prompt": "p", "response": ""}], Tokenizer())
+    assert [r.id for r in rejected] == ["1"]
+
+
+def test_reads_a_run_directory_and_files_alike(tmp_path: Path) -> None:
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "run" / "data" / "unit-00001.parquet")
+    pq.write_table(pa.Table.from_pylist([{**ROW, "id": "b"}]), tmp_path / "run" / "data" / "unit-00000.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n\n")
+    assert [row["id"] for row in read_responses(tmp_path / "run")] == ["b", "a"]
+    assert list(read_responses(tmp_path / "rows.jsonl")) == [ROW]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", '{"response": "x"}\n{broken', "rows.jsonl:2: invalid JSON"),
+        ("rows.jsonl", "[1]", "rows.jsonl:1: expected an object, got list"),
+        ("rows.jsonl", '{"respones": "x"}', "no column 'response'"),
+        ("rows.csv", "x", "cannot read '.csv'"),
+    ],
+)
+def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+        list(read_responses(tmp_path / name))
+
+
+def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no responses there"):
+        list(read_responses(tmp_path))

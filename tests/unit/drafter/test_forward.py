@@ -1,0 +1,92 @@
+"""The head's loss, held against `speculators`' own forward pass over the same rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.drafter.batch import make_batch
+from peagle.drafter.cod import Rows, sample_rows
+from peagle.drafter.forward import batch_loss
+from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.store import Document, FeatureSpec, FeatureStore
+from peagle.drafter.vocabulary import DraftVocabulary
+
+NUM_DEPTHS = 4
+
+
+@pytest.fixture(params=[1, 2], ids=["one layer", "two layers"])
+def head(request: pytest.FixtureRequest, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=request.param, num_depths=NUM_DEPTHS)
+    return build_head(target, shape, vocabulary)
+
+
+def _all_rows(mask: torch.Tensor) -> Rows:
+    return sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)
+
+
+def _library_loss(head: Any, document: Document, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The library's loss with its sampling replaced by the given rows and its attention by plain SDPA."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.models.peagle import core
+    from torch.nn.attention.flex_attention import create_mask
+
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
+    monkeypatch.setattr(head, "_create_mask_fn", create_mask)
+    monkeypatch.setattr(head.config.transformer_layer_config, "_attn_implementation", "sdpa")
+    length = len(document.token_ids_T)
+    shifted = shift_batch(
+        {
+            "input_ids": document.token_ids_T,
+            "hidden_states": document.aux_TAH.float(),
+            "verifier_last_hidden_states": document.last_TH.float(),
+            "loss_mask": document.loss_mask_T.long(),
+            "lengths": torch.tensor([length]),
+            "position_ids": torch.arange(length),
+        }
+    )
+    batch = {name: tensor[None] for name, tensor in shifted.items() if name != "lengths"}
+    _, loss, _ = head(
+        **batch,
+        document_ids=torch.zeros(1, length - 1, dtype=torch.long),
+        loss_config=resolve_loss_config("kl_div", "eager"),
+        num_depths=NUM_DEPTHS,
+    )
+    return loss
+
+
+def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = store[4]
+    ours = batch_loss(head, make_batch([document], _all_rows), num_depths=NUM_DEPTHS).loss
+    ours.backward()
+    gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad()
+
+    rows = _all_rows(document.loss_mask_T[1:])
+    theirs = _library_loss(head, document, rows, monkeypatch)
+    theirs.backward()
+
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert {"mask_hidden", "fc.weight", "layers.0.self_attn.k_proj.weight"} <= gradients.keys()
+    for name, parameter in head.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_packed_documents_do_not_see_each_other(head: Any, store: FeatureStore) -> None:
+    documents = [store[i] for i in (1, 4, 6)]
+    packed = batch_loss(head, make_batch(documents, _all_rows), num_depths=NUM_DEPTHS)
+    alone = [batch_loss(head, make_batch([d], _all_rows), num_depths=NUM_DEPTHS) for d in documents]
+    torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
+    torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
+
+
+def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: FeatureStore) -> None:
+    batch = make_batch([store[4]], _all_rows)
+    flat = batch_loss(head, batch, num_depths=NUM_DEPTHS)
+    steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, depth_decay=1e-6)
+    first = flat.divergence_D[0] / flat.rows_D[0]
+    assert steep.loss.item() == pytest.approx(first.item(), rel=1e-3)
+    assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)

@@ -1,0 +1,135 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peagle.drafter.batch import make_batch
+from peagle.drafter.cod import sample_rows
+from peagle.drafter.forward import head_states
+from peagle.drafter.head import HeadSpec, build_head, load_head, save_head, set_mask_state
+from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
+from peagle.errors import ConfigError, DrafterError
+
+NUM_DEPTHS = 3
+
+
+def _head(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, **changes: Any) -> Any:
+    shape: dict[str, Any] = {"aux_layers": spec.aux_layers, "num_depths": NUM_DEPTHS, "num_layers": 2, **changes}
+    return build_head(target, HeadSpec(**shape), vocabulary)
+
+
+def _logits(head: Any, store: FeatureStore) -> torch.Tensor:
+    batch = make_batch([store[1]], lambda mask: sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0))
+    with torch.no_grad():
+        logits: torch.Tensor = head.lm_head(head_states(head, batch))
+    return logits
+
+
+def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    head = _head(target, spec, vocabulary)
+    weights = load_file(target / "model.safetensors")
+    states = torch.randn(5, 3 * spec.hidden_size)
+    torch.testing.assert_close(head.fc(states), states[:, -spec.hidden_size :])
+    for own, index in enumerate((2, 3)):
+        torch.testing.assert_close(
+            head.layers[own].mlp.up_proj.weight, weights[f"model.layers.{index}.mlp.up_proj.weight"]
+        )
+    hidden_half = head.layers[0].self_attn.q_proj.weight[:, spec.hidden_size :]
+    torch.testing.assert_close(hidden_half, weights["model.layers.2.self_attn.q_proj.weight"])
+    torch.testing.assert_close(head.norm.weight, weights["model.norm.weight"])
+
+
+def test_more_kv_heads_start_as_copies_of_the_targets(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore
+) -> None:
+    few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
+    for head in (few, many):
+        with torch.no_grad():  # without the embeddings' half, which is noise of another draw
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
+        set_mask_state(head, torch.ones(3 * spec.hidden_size))
+    assert many.layers[1].self_attn.k_proj.weight.shape[0] == 2 * few.layers[1].self_attn.k_proj.weight.shape[0]
+    torch.testing.assert_close(_logits(many, store), _logits(few, store))
+
+
+def test_kv_heads_that_do_not_divide_the_heads_are_refused(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    with pytest.raises(ConfigError, match="3 KV heads do not divide 4 heads"):
+        _head(target, spec, vocabulary, num_key_value_heads=3)
+
+
+def test_only_the_heads_own_weights_are_trained(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
+    trained = {name for name, p in _head(target, spec, vocabulary).named_parameters() if p.requires_grad}
+    assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
+    assert not {name for name in trained if "embed" in name or "verifier" in name or "lm_head" in name}
+    opened = {n for n, p in _head(target, spec, vocabulary, train_lm_head=True).named_parameters() if p.requires_grad}
+    assert opened - trained == {"lm_head.weight"}
+
+
+def test_the_mask_state_starts_from_real_states(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
+    head = _head(target, spec, vocabulary)
+    mean = torch.randn(3 * spec.hidden_size)
+    set_mask_state(head, mean)
+    assert torch.equal(head.mask_hidden.flatten(), mean)
+
+
+def test_a_saved_head_comes_back_the_same(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore
+) -> None:
+    head = _head(target, spec, vocabulary)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if not name.startswith("embed_tokens"):  # never saved: the target's stay as they are
+                parameter.copy_(parameter.to(torch.bfloat16))
+    save_head(head, tmp_path, verifier="org/target", num_speculative_tokens=5)
+    torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store))
+
+
+def test_the_folder_holds_nothing_of_the_targets_and_no_path(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    save_head(_head(target, spec, vocabulary), tmp_path, verifier="org/target", num_speculative_tokens=5)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"d2t", "lm_head.weight", "mask_hidden", "fc.weight"} <= set(names)
+    assert not {name for name in names if "embed_tokens" in name or "verifier" in name}
+    text = (tmp_path / "config.json").read_text()
+    assert str(target) not in text
+    config = json.loads(text)
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_full_vocabulary_shares_the_targets_lm_head(
+    tmp_path: Path, target: Path, spec: FeatureSpec, store: FeatureStore
+) -> None:
+    head = _head(target, spec, frequent_vocabulary([], size=96, target_size=96))
+    save_head(head, tmp_path, verifier="org/target")
+    assert not {"lm_head.weight", "d2t"} & load_file(tmp_path / "model.safetensors").keys()
+    torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store), rtol=0.1, atol=0.1)
+
+
+def test_a_file_with_weights_missing_is_refused(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    from safetensors.torch import save_file
+
+    save_head(_head(target, spec, vocabulary), tmp_path, verifier="org/target")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"missing: fc\.weight"):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}])
+def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        HeadSpec(aux_layers=(1,), **changes)

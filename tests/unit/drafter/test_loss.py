@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from peagle.drafter.loss import CHUNK_ROWS, Targets, linear_kl
+
+
+@pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS, CHUNK_ROWS + 9])
+def test_equals_the_plain_computation_and_its_gradients(num_rows: int) -> None:
+    from speculators.losses.eager import kl_div_loss
+
+    torch.manual_seed(0)
+    hidden = torch.randn(num_rows, 16, requires_grad=True)
+    weight = torch.randn(40, 16, requires_grad=True)
+    targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
+    position = torch.randint(12, (num_rows,)).sort().values
+    row_weight = torch.rand(num_rows)
+
+    fused = linear_kl(hidden, weight, targets, position, row_weight)
+    fused.loss.backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    logits = hidden @ weight.T
+    target_logits = (targets.state_PH @ targets.weight_VH.T)[position]
+    divergence = kl_div_loss(logits[None], target_logits[None])[0]
+    (divergence * row_weight).sum().backward()
+
+    torch.testing.assert_close(fused.divergence_R, divergence.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[0], hidden.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[1], weight.grad, rtol=1e-4, atol=1e-4)
+    assert torch.equal(fused.correct_R, logits.argmax(-1) == target_logits.argmax(-1))
+
+
+def test_a_frozen_lm_head_gets_no_gradient() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    targets = Targets(torch.randn(3, 4), weight)
+    linear_kl(hidden, weight, targets, torch.arange(3), torch.ones(3)).loss.backward()
+    assert weight.grad is None
+    assert hidden.grad is not None

@@ -1,0 +1,134 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.training import Progress, TrainingConfig, TrainingOutcome, plan_batches, train
+from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.errors import ConfigError, PeagleError
+
+CONFIG = TrainingConfig(
+    num_steps=9, batch_tokens=40, num_depths=3, learning_rate=3e-3, warmup_steps=2, precision="fp32", seed=5
+)
+
+
+class KilledError(Exception):
+    """Stands for kill -9: nothing after it runs."""
+
+
+@pytest.fixture
+def head(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+    return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+
+
+def _train(
+    head: Any, store: FeatureStore, folder: Path, config: TrainingConfig = CONFIG, **more: Any
+) -> TrainingOutcome:
+    return train(head, store, range(len(store)), config, folder, fingerprint={"head": "x"}, **more)
+
+
+def _curve(folder: Path) -> list[tuple[int, float, list[float]]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
+
+
+def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+    config = TrainingConfig(
+        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
+    )
+    outcome = _train(head, store, tmp_path, config)
+    losses = [loss for _, loss, _ in _curve(tmp_path)]
+    assert outcome.finished
+    assert outcome.step == 60
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("killed_after", [1, 5])
+def test_a_killed_training_retraces_the_uninterrupted_curve(
+    head: Any,
+    target: Path,
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    store: FeatureStore,
+    tmp_path: Path,
+    killed_after: int,
+) -> None:
+    fresh = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+    resumed = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+    _train(head, store, tmp_path / "whole")
+    every_step = TrainingConfig(**{**_as_dict(CONFIG), "checkpoint_every_s": 1e-9})
+
+    def kill(progress: Progress) -> None:
+        if progress.step > killed_after:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        _train(fresh, store, tmp_path / "cut", every_step, progress=kill)
+    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step beyond the checkpoint, to be done again
+    _train(resumed, store, tmp_path / "cut", every_step)
+
+    assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, head.get_parameter(name)), name
+
+
+def test_a_time_budget_stops_and_the_same_call_goes_on(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+    first = _train(head, store, tmp_path, time_budget_s=1e-9)
+    assert (first.finished, first.step) == (False, 1)
+    second = _train(head, store, tmp_path)
+    assert (second.finished, second.step) == (True, CONFIG.num_steps)
+    assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
+
+
+def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+    _train(head, store, tmp_path, time_budget_s=1e-9)
+    other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
+    with pytest.raises(ConfigError, match="another learning_rate"):
+        _train(head, store, tmp_path, other)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
+    head: Any, store: FeatureStore, tmp_path: Path
+) -> None:
+    _train(head, store, tmp_path, time_budget_s=1e-9)
+    good = (tmp_path / "checkpoint.pt").read_bytes()
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    checkpoint["weights"]["norm.weight"].fill_(float("nan"))
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    poisoned = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(PeagleError, match=r"step 1: the loss is not finite; documents \[\d"):
+        _train(head, store, tmp_path)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == poisoned != good
+
+
+def test_batches_hold_every_document_once_and_are_full() -> None:
+    lengths = [5, 9, 3, 7, 8, 2, 6]
+    batches = plan_batches(lengths, batch_tokens=12, seed=0)
+    assert sorted(i for batch in batches for i in batch) == list(range(7))
+    assert all(sum(lengths[i] for i in batch) >= 12 for batch in batches[:-1])
+    assert batches == plan_batches(lengths, batch_tokens=12, seed=0)
+    assert batches != plan_batches(lengths, batch_tokens=12, seed=1)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    config = TrainingConfig(num_steps=110, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1)
+    assert config.learning_rate_at(0) == pytest.approx(0.1)
+    assert config.learning_rate_at(9) == config.learning_rate_at(10) == pytest.approx(1.0)
+    assert config.learning_rate_at(60) == pytest.approx(0.55)
+    assert config.learning_rate_at(110) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}])
+def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        TrainingConfig(**{"num_steps": 1, **changes})
+
+
+def _as_dict(config: TrainingConfig) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(config)
