@@ -30,11 +30,11 @@ $(VENV)/.installed-$(LOCK): requirements/$(LOCK).txt pyproject.toml
 	@rm -f $(VENV)/.installed-*; touch $(VENV)/.installing
 	@echo "Installing requirements/$(LOCK).txt into $(VENV) (several minutes the first time) ..."
 	@torch=$$(grep -o '^torch==[^ ;]*' requirements/$(LOCK).txt); \
-	$(BIN)/python -m pip install -q --no-deps "$$torch" 2>$(VENV)/.pip-log || { \
+	$(BIN)/python -m pip install -qq --no-deps "$$torch" 2>$(VENV)/.pip-log || { \
 		echo "$$torch is not on the configured indexes; trying $(TORCH_CPU_INDEX)"; \
-		$(BIN)/python -m pip install -q --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; }
-	@$(BIN)/python -m pip install -q --no-deps -r requirements/$(LOCK).txt
-	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+		$(BIN)/python -m pip install -qq --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; }
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/$(LOCK).txt
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installing $(VENV)/.pip-log; touch $@
 
 check:
@@ -49,7 +49,7 @@ UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded
 LOCK_TORCH ?= --extra-index-url $(TORCH_CPU_INDEX)
 
 lock: setup
-	$(BIN)/python -m pip install -q uv
+	$(BIN)/python -m pip install -qq uv
 	$(UV_COMPILE) --extra cpu $(LOCK_TORCH) --override requirements/cpu-overrides.txt \
 		--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec --output-file requirements/cpu.txt
 	$(UV_COMPILE) --extra cuda --output-file requirements/cuda.txt

@@ -51,7 +51,6 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         StoppedEarly: interrupted; the same command continues.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signal())
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         plan = run.plan() if run.exists else make_plan(config)
@@ -78,6 +77,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         cluster.require_capacity(
             resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
         )
+        stop = stack.enter_context(stop_on_signal())  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, progress, stop)
     run.remove_orphans()
     return Outcome(report=make_report(run))

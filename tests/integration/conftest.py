@@ -21,8 +21,10 @@ def peagle():
 
     yield start
     for process in started:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture

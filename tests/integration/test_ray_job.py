@@ -59,15 +59,22 @@ def job_server():
     head.communicate(timeout=60)
 
 
+def submit(address, config):
+    return subprocess.run(
+        [RAY, "job", "submit", "--address", address, "--",
+         sys.executable, "-m", "jobs.generate", "--config", str(config)],
+        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
-    done = subprocess.run(
-        [RAY, "job", "submit", "--address", job_server, "--", sys.executable, "-m", "jobs.generate",
-         "--config", str(config)],
-        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = submit(job_server, config)
+    while "No available agent" in done.stderr:  # the server answers before it can run anything
+        time.sleep(2)
+        done = submit(job_server, config)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"9 of 9 committed", done.stdout), done.stdout[-3000:]
     run = RunDirectory(output)
