@@ -127,7 +127,8 @@ def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict
             "concurrency": resolved.spec.max_num_seqs,
             "num_engines": resolved.config.engines,
             "sampling": resolved.config.sampling(),
-            "hardware": resolved.hardware.to_dict(),
+            # What is free at the moment is no property of the machine, and would tell equal machines apart.
+            "hardware": {k: v for k, v in resolved.hardware.to_dict().items() if k != "free_memory_gib"},
             "versions": manifest.versions(),
         },
     }
