@@ -19,11 +19,6 @@ class DocumentMasks:
 
     masks: tuple[torch.Tensor, ...]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all documents."""
-        return sum(len(mask) for mask in self.masks)
-
 
 def document_attention(
     module: Any,
@@ -44,6 +39,8 @@ def document_attention(
         attention_mask: the documents.
         scaling: of the scores.
 
+    Rows behind the last document are padding; nothing attends to them and they get zeros.
+
     Returns:
         [1, rows, heads, head_dim], and no weights.
     """
@@ -61,6 +58,7 @@ def document_attention(
                 scale=scaling,
             )
         )
+    outputs.append(torch.zeros_like(query[:, :, start:]))
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

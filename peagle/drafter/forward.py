@@ -33,7 +33,7 @@ class BatchLoss:
 
 
 def head_states(head: Any, batch: Batch) -> torch.Tensor:
-    """The head's states after its norm for the rows under the loss, [R, H].
+    """The head's states after its norm for the rows under the loss and their padding, [R, H].
 
     At depth 0 a row holds its token and the projected aux states; deeper, the mask token and the learnt state.
     """
@@ -57,6 +57,7 @@ def batch_loss(head: Any, batch: Batch, *, num_depths: int, depth_decay: float =
     dtype = torch.get_autocast_dtype(states.device.type) if _autocast_on(states) else states.dtype
     depth = batch.depth_S[batch.row_R]
     weight = depth_decay ** depth.float()
+    weight[batch.num_loss_rows :] = 0
     with torch.no_grad():
         target_states = head.verifier_norm(batch.last_PH.to(head.verifier_norm.weight.dtype))
     rows: RowLosses = linear_kl(
@@ -66,11 +67,12 @@ def batch_loss(head: Any, batch: Batch, *, num_depths: int, depth_decay: float =
         batch.target_R,
         weight / weight.sum(),
     )
+    real = slice(batch.num_loss_rows)
     return BatchLoss(
         loss=rows.loss,
-        correct_D=_sum_by_depth(rows.correct_R.float(), depth, num_depths),
-        rows_D=_sum_by_depth(torch.ones_like(rows.divergence_R), depth, num_depths),
-        divergence_D=_sum_by_depth(rows.divergence_R, depth, num_depths),
+        correct_D=_sum_by_depth(rows.correct_R[real].float(), depth[real], num_depths),
+        rows_D=_sum_by_depth(torch.ones_like(rows.divergence_R[real]), depth[real], num_depths),
+        divergence_D=_sum_by_depth(rows.divergence_R[real], depth[real], num_depths),
     )
 
 

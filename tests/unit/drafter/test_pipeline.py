@@ -1,0 +1,122 @@
+"""`train_head` from responses to a head, on a tiny target with a tokenizer of characters."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.decontamination import humaneval_references
+from peagle.drafter.head import load_head
+from peagle.drafter.pipeline import Listener, train_head
+from peagle.drafter.training import Progress
+from peagle.errors import ConfigError, InputError
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 126)))
+
+
+@pytest.fixture(scope="module")
+def speaking_target(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speaking") / "tiny"
+    shutil.copytree(target, folder)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)} | {"<end>": 95}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def responses(tmp_path: Path) -> Path:
+    rows = [
+        {"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2), "finish_reason": "stop"}
+        for i in range(12)
+    ]
+    rows.append({"id": "leak", "prompt": humaneval_references()[0], "response": "x"})
+    rows.append({"id": "mute", "prompt": "say nothing", "response": ""})
+    file = tmp_path / "responses.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _config(target: Path, responses: Path, output: Path, **changes: Any) -> TrainConfig:
+    values = {
+        "num_layers": 1,
+        "num_depths": 3,
+        "draft_vocab_size": 40,
+        "epochs": 3,
+        "batch_tokens": 64,
+        "held_out": 0.2,
+        "precision": "fp32",
+        "num_speculative_tokens": 3,
+    }
+    return TrainConfig(target=str(target), responses=[responses], output=output, **{**values, **changes})
+
+
+@dataclass
+class Heard:
+    said: list[str] = field(default_factory=list)
+    steps: list[Progress] = field(default_factory=list)
+
+    @property
+    def listener(self) -> Listener:
+        return Listener(say=self.said.append, step=self.steps.append)
+
+
+def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
+    heard = Heard()
+    result = train_head(_config(speaking_target, responses, tmp_path / "out"), heard.listener)
+
+    assert result["finished"]
+    assert (result["documents"], result["held_out_documents"]) == (10, 2)
+    assert [drop["id"] for drop in result["dropped"]] == ["leak"]
+    assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
+    assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
+
+    head = tmp_path / "out" / "head"
+    assert load_head(head, speaking_target).config.draft_vocab_size == 40
+    card = (head / "README.md").read_text()
+    assert "# P-EAGLE head for tiny" in card
+    assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
+    assert str(tmp_path) not in card + (head / "config.json").read_text()
+
+
+def test_a_stopped_training_goes_on_without_extracting_again(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    stopped = Heard()
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    assert not train_head(config, stopped.listener)["finished"]
+    shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
+    written_at = shard.stat().st_mtime_ns
+
+    resumed = Heard()
+    result = train_head(config.model_copy(update={"time_budget_s": None}), resumed.listener)
+    assert result["finished"]
+    assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
+    assert shard.stat().st_mtime_ns == written_at
+
+
+def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    twice = config.model_copy(update={"responses": [responses, responses]})
+    result = train_head(twice, Listener())
+    assert (result["documents"], result["held_out_documents"]) == (19, 5)
+
+
+def test_a_target_that_is_not_there_is_refused(responses: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        train_head(_config(tmp_path / "nowhere", responses, tmp_path / "out"), Listener())
+
+
+def test_responses_without_a_document_are_refused_with_the_first_reason(speaking_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
+    with pytest.raises(InputError, match="no row gives a document; the first: no response"):
+        train_head(_config(speaking_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())

@@ -1,0 +1,36 @@
+"""`peagle prompts` writes what training reads."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import run
+
+
+@pytest.fixture(autouse=True)
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One package in place of the whole standard library, which takes ten seconds to parse."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(Path(json.__file__).parent)})
+
+
+def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("prompts.jsonl", "prompts.parquet"):
+        assert run(["prompts", "--output", str(tmp_path / name), "--limit", "5"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert lines == pq.read_table(tmp_path / "prompts.parquet").to_pylist()
+    assert [sorted(line) for line in lines] == [["id", "module", "name", "prompt"]] * 5
+    assert "5 prompts of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "prompts.csv"], "must end in .jsonl or .parquet"),
+        (["--output", "p.jsonl", "--limit", "0"], "--limit must be at least 1"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prompts", *arguments]) == 2
+    assert message in capsys.readouterr().err
