@@ -3,8 +3,8 @@
 The head reads the state at token t beside the embedding of token t+1 (that is what an engine has when it drafts) and
 predicts the target's distribution after t+1, t+2, ... Documents are packed, not padded; each attends to itself alone.
 
-Row counts are rounded up, so that a CPU's matrix kernels, which are built for each shape, are built once and not at
-every step: 14 % faster on two cores, and several GiB less. What is added belongs to no document and bears no loss.
+Row counts are rounded up, so that a CPU's matrix kernels, which are built for each shape, can be used again at the
+next step. What is added belongs to no document and bears no loss.
 
 Shapes: T tokens of all documents after the shift, S rows, R rows under the loss, P positions under the loss, each
 with its padding.
@@ -95,7 +95,7 @@ def make_batch(documents: Sequence[Document], sample: Callable[[torch.Tensor], R
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros behind the last row, up to the next multiple of an eighth of the size's power of two (at most 14 %)."""
+    """Zeros behind the last row, so that few lengths occur: at most an eighth is added, or 7 rows."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

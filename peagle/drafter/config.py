@@ -33,7 +33,7 @@ class TrainConfig(BaseModel):
         0.03, ge=0, lt=0.5, description="share of documents to estimate the acceptance on, never trained"
     )
 
-    num_layers: int = Field(2, ge=1, le=8, description="decoder layers of the head")
+    num_layers: int = Field(1, ge=1, le=8, description="decoder layers of the head")
     num_key_value_heads: int | None = Field(None, ge=1, description="of its attention; default: as many as the target")
     num_depths: int = Field(8, ge=1, le=32, description="tokens it learns to draft at once (K_train)")
     aux_layers: list[int] | None = Field(None, description="target layers whose inputs it reads; default: 2, L/2, L-1")
@@ -42,8 +42,8 @@ class TrainConfig(BaseModel):
     init: Literal["warm", "random"] = Field("warm", description="first weights: the target's last layers, or random")
     train_lm_head: bool = Field(False, description="train lm_head as well, rather than keep the target's rows")
 
-    epochs: float = Field(4.0, gt=0, description="passes over the documents")
-    batch_tokens: int = Field(4096, ge=1, description="tokens of documents in a step")
+    epochs: float = Field(3.3, gt=0, description="passes over the documents")
+    batch_tokens: int = Field(2048, ge=1, description="tokens of documents in a step")
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
     learning_rate: float = Field(1e-3, gt=0, description="its peak")

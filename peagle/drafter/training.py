@@ -48,7 +48,7 @@ class TrainingConfig:
     """
 
     num_steps: int
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     num_depths: int = 8
     cod_ratio: float = 0.8
     depth_decay: float = 1.0
