@@ -28,7 +28,7 @@ from typing import Any
 import peagle
 from peagle.catalog.home import peagle_home
 from peagle.errors import CatalogError, ConfigError, PeagleError, did_you_mean
-from peagle.files import write_json
+from peagle.files import sha256, write_json
 
 CONVERTER_VERSION = 1  # raise it when `gguf.py` writes something else from the same file
 _MANIFEST = "peagle-manifest.json"
@@ -140,7 +140,7 @@ def _gguf_path(target: EmbeddedTarget) -> Path:
     module = find_spec(target.module)
     folders = list(module.submodule_search_locations or []) if module else []
     path = Path(folders[0]) / target.gguf_name if folders else Path(target.gguf_name)
-    if not path.is_file() or _sha256(path) != _recorded_sha256(target):
+    if not path.is_file() or sha256(path) != _recorded_sha256(target):
         raise CatalogError(
             f"{path} is missing or damaged",
             hint=f"pip install --force-reinstall --no-deps {target.distribution}",
@@ -190,7 +190,7 @@ def _write_manifest(folder: Path, target: EmbeddedTarget) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
-        files[path.name] = {"sha256": _sha256(path), "size_bytes": path.stat().st_size}
+        files[path.name] = {"sha256": sha256(path), "size_bytes": path.stat().st_size}
     manifest = {
         "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",
         "gguf_sha256": _recorded_sha256(target),
@@ -216,7 +216,7 @@ def _is_intact(folder: Path) -> bool:
         return False
     if _read_stamps(folder) == stamps:
         return True
-    if any(_sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
+    if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
         return False
     _write_stamps(folder, stamps)
     return True
@@ -238,11 +238,6 @@ def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
     """Note the stamps; a folder that cannot be written is hashed at every use instead."""
     with contextlib.suppress(OSError):
         write_json(folder / _VERIFIED, stamps)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from peagle.drafter.data import Sample
-from peagle.drafter.store import FeatureSpec, StoreWriter, file_sha256
+from peagle.drafter.store import FeatureSpec, StoreWriter
 from peagle.errors import CapacityError, ConfigError, InputError
+from peagle.files import sha256
 
 SHARD_TOKENS = 16_384
 
@@ -38,7 +39,7 @@ def target_fingerprint(target: Path) -> str:
     files = [target / "config.json", *sorted(target.glob("*.safetensors"))]
     if not files[0].is_file() or len(files) == 1:
         raise InputError(f"{target}: no config.json with safetensors weights")
-    return _digest(file_sha256(file).encode() for file in files)
+    return _digest(sha256(file).encode() for file in files)
 
 
 def samples_fingerprint(samples: Sequence[Sample]) -> str:

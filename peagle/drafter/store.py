@@ -7,7 +7,6 @@ Shapes: T tokens of a shard or document, H hidden size, A aux layers.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from peagle.errors import ConfigError, InputError
-from peagle.files import write_json
+from peagle.files import sha256, write_json
 
 INDEX = "index.json"
 _BYTES_PER_STATE = 2  # bfloat16
@@ -95,7 +94,7 @@ class StoreWriter:
         file = self._folder / _shard_name(number)
         partial = file.with_suffix(".partial")
         save_file(tensors, partial)
-        checksum = file_sha256(partial)
+        checksum = sha256(partial)
         partial.replace(file)
         self._index["shards"][file.name] = checksum
         write_json(self._folder / INDEX, self._index)
@@ -122,7 +121,7 @@ class FeatureStore:
         self.spec = _spec_from(index["spec"])
         self._shards = []
         for name in sorted(index["shards"]):
-            if verify and file_sha256(folder / name) != index["shards"][name]:
+            if verify and sha256(folder / name) != index["shards"][name]:
                 raise InputError(f"{folder / name}: does not match its checksum", hint="delete it and extract again")
             self._shards.append(_load(folder / name))
         self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
@@ -153,12 +152,6 @@ class FeatureStore:
         for index in range(len(self)):
             document = self[index]
             yield from document.token_ids_T[document.loss_mask_T].tolist()
-
-
-def file_sha256(file: Path) -> str:
-    """SHA-256 of a file's content."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, Any]:
