@@ -41,11 +41,15 @@ def answers(url):
 
 @pytest.fixture
 def job_server():
-    """Address of the job server of a cluster that lives as long as its head process."""
-    port, dashboard = free_port(), free_port()
+    """Address of the job server of a cluster that lives as long as its head process.
+
+    Its ports are its own: on Ray's default port for the agent that starts jobs, the agent of another cluster on this
+    machine (the one of the session, in `conftest.py`) may listen, and this cluster would be left without one.
+    """
+    port, dashboard, agent = free_port(), free_port(), free_port()
     head = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=true",
-         f"--dashboard-port={dashboard}", "--disable-usage-stats"],
+         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     address = f"http://127.0.0.1:{dashboard}"
@@ -63,7 +67,7 @@ def submit(address, config):
     return subprocess.run(
         [RAY, "job", "submit", "--address", address, "--",
          sys.executable, "-m", "jobs.generate", "--config", str(config)],
-        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
 
 
