@@ -2,7 +2,9 @@
 
 import json
 
+import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
@@ -52,6 +54,29 @@ def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
     assert report["run"]["complete"] is True
     assert "<svg" in (output / "report.html").read_text()
     assert "acceptance" in capsys.readouterr().out
+
+
+def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, capsys):
+    corpus, output = tmp_path / "corpus", tmp_path / "run"
+    corpus.mkdir()
+    nested = [{"tags": [f"t{n}"], "score": n / 2} for n in range(7)]
+    prompts = [f"say {n}" for n in range(7)]
+    table = pa.table({"prompt": prompts, "nested": nested, "maybe": [None, 1, None, 2, None, 3, None]})
+    pq.write_table(table.slice(0, 4), corpus / "a.parquet", row_group_size=3)
+    pq.write_table(table.slice(4), corpus / "b.parquet")
+    assert generate(corpus, output, "--rows-per-unit", "2") == 0
+    done = rows_of(output)
+    assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
+    assert generate(corpus, output) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_damaged_parquet_file_is_named_before_an_engine_starts(tmp_path, capsys):
+    corpus = tmp_path / "corpus.parquet"
+    corpus.write_bytes(b"PAR1 not really PAR1")
+    assert generate(corpus, tmp_path / "run") == 2
+    assert "corpus.parquet" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "data").exists()
 
 
 def test_a_finished_run_does_nothing_and_says_so(write_jsonl, tmp_path, capsys):
