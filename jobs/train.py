@@ -8,7 +8,7 @@ from jobs import flags
 from peagle.drafter.config import TrainConfig
 
 HELP = """\
-Train a P-EAGLE head for a target on the target's own responses, and save it as vLLM takes it.
+Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it as vLLM takes it.
 
   peagle prompts --output prompts.jsonl --limit 4000
   peagle generate --input prompts.jsonl --output runs/responses --drafter none --max-tokens 224
@@ -19,10 +19,11 @@ whenever you like: the same command goes on from its last checkpoint, and the cu
 """
 _GROUPS = {
     "target and data": [
-        "target", "responses", "output", "verifier", "prompt_column", "max_document_tokens", "exclude", "held_out",
+        "target", "responses", "output", "features", "verifier", "prompt_column", "max_document_tokens", "exclude",
+        "held_out",
     ],
     "head": [
-        "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
+        "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
         "mask_token_id", "init", "train_lm_head",
     ],
     "recipe": [

@@ -1,6 +1,8 @@
 """Attention of packed documents, each within itself: the mask is per document, so nothing is spent across them.
 
 Registered with transformers under a name of its own, so that the head's layers stay the library's.
+
+Shapes: Q rows of one document that ask, K rows of it that answer.
 """
 
 from dataclasses import dataclass
@@ -15,9 +17,23 @@ DOCUMENT_ATTENTION = "peagle_documents"
 
 @dataclass(frozen=True, slots=True)
 class DocumentMasks:
-    """For packed documents in their order: rows of each, and who may attend to whom within it ([S, S] bool)."""
+    """For packed documents in their order: who may attend to whom within each.
+
+    Attributes:
+        masks: [Q, K] bool for each document; its Q rows follow those of the document before it.
+        keys: for each document the indices [K] of its keys; None when the rows that ask are the keys.
+    """
 
     masks: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...] | None = None
+
+    def to(self, device: torch.device | str) -> "DocumentMasks":
+        """The masks on another device."""
+
+        def moved(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+
+        return DocumentMasks(moved(self.masks), None if self.keys is None else moved(self.keys))
 
 
 def document_attention(
@@ -29,12 +45,12 @@ def document_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of each document's rows among themselves.
+    """Attention of each document's rows to its own keys.
 
     Args:
         module: the layer; not read.
         query: [1, heads, rows, head_dim].
-        key: [1, KV heads, rows, head_dim].
+        key: [1, KV heads, keys, head_dim].
         value: like `key`.
         attention_mask: the documents.
         scaling: of the scores.
@@ -46,14 +62,15 @@ def document_attention(
     """
     groups = query.shape[1] // key.shape[1]
     outputs, start = [], 0
-    for mask in attention_mask.masks:
+    for index, mask in enumerate(attention_mask.masks):
         rows = slice(start, start + len(mask))
         start += len(mask)
+        keys = rows if attention_mask.keys is None else attention_mask.keys[index]
         outputs.append(
             F.scaled_dot_product_attention(
                 query[:, :, rows],
-                key[:, :, rows].repeat_interleave(groups, dim=1),
-                value[:, :, rows].repeat_interleave(groups, dim=1),
+                key[:, :, keys].repeat_interleave(groups, dim=1),
+                value[:, :, keys].repeat_interleave(groups, dim=1),
                 attn_mask=mask,
                 scale=scaling,
             )

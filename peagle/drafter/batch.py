@@ -59,8 +59,7 @@ class Batch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        moved["masks"] = DocumentMasks(tuple(mask.to(device, non_blocking=True) for mask in self.masks.masks))
-        return replace(self, **moved)
+        return replace(self, masks=self.masks.to(device), **moved)
 
 
 def make_batch(documents: Sequence[Document], sample: Callable[[torch.Tensor], Rows]) -> Batch:

@@ -20,6 +20,9 @@ class TrainConfig(BaseModel):
         description="the target's own responses: a bulk run's directory, or JSONL or Parquet with prompt and response",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
+    features: Path | None = Field(
+        None, description="folder of the target's states, to share them between trainings; default: OUTPUT/features"
+    )
     verifier: str | None = Field(
         None, description="public name of the target to write into the head; default: --target"
     )
@@ -33,6 +36,9 @@ class TrainConfig(BaseModel):
         0.03, ge=0, lt=0.5, description="share of documents to estimate the acceptance on, never trained"
     )
 
+    algorithm: Literal["peagle", "eagle3"] = Field(
+        "peagle", description="peagle drafts all tokens in one pass, eagle3 one after the other"
+    )
     num_layers: int = Field(1, ge=1, le=8, description="decoder layers of the head")
     num_key_value_heads: int | None = Field(None, ge=1, description="of its attention; default: as many as the target")
     num_depths: int = Field(8, ge=1, le=32, description="tokens it learns to draft at once (K_train)")

@@ -33,7 +33,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
     )
     batch = make_batch([padded], lambda mask: sample_rows(mask, num_depths=k, ratio=1.0))
     device = head.fc.weight.device
-    states = head_states(head, batch.to(device))[: batch.num_loss_rows]
+    states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
     draft_ids = (states.float() @ head.lm_head.weight.float().T).argmax(-1).cpu()
     token_ids = draft_ids + head.d2t.cpu()[draft_ids] if head.d2t is not None else draft_ids
     drafted = torch.full((len(padded.token_ids_T), k), -1)

@@ -1,8 +1,10 @@
-"""The head's forward pass over a batch, and its loss. Pure functions over the modules of PEagleDraftModel.
+"""The heads' forward passes over a batch, and their loss. Pure functions over the modules of `speculators`' models.
 
-`speculators`' own forward packs documents into one square mask, samples by itself and holds the logits of every row.
-This one takes the rows as given, attends document by document, and scores only rows under the loss; for the same rows
-the two agree (tests/unit/drafter/test_forward.py).
+Its own forward passes pack documents into one square mask, sample by themselves and hold the logits of every row.
+These take the rows as given, attend document by document, and score only rows under the loss; for the same rows
+they agree with the library's (tests/unit/drafter/test_forward.py).
+
+A P-EAGLE head takes all depths in one pass; an EAGLE-3 head takes one depth after the other (eagle3.py).
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from peagle.drafter.batch import Batch
+from peagle.drafter.eagle3 import sequential_states
 from peagle.drafter.loss import RowLosses, Targets, linear_kl
 
 
@@ -32,8 +35,27 @@ class BatchLoss:
     divergence_D: torch.Tensor
 
 
-def head_states(head: Any, batch: Batch) -> torch.Tensor:
+def head_states(head: Any, batch: Batch, *, free_run: bool = False) -> torch.Tensor:
     """The head's states after its norm for the rows under the loss and their padding, [R, H].
+
+    Args:
+        head: P-EAGLE or EAGLE-3.
+        batch: the rows.
+        free_run: an EAGLE-3 head goes on from its own drafts, as in an engine, rather than from the document's tokens.
+            For a P-EAGLE head, which reads no token behind the anchor, the two are the same.
+    """
+    states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
+    normed: torch.Tensor = head.norm(states[batch.row_R])
+    return normed
+
+
+def is_parallel(head: Any) -> bool:
+    """Whether the head drafts all its tokens in one pass (P-EAGLE)."""
+    return bool(head.config.speculators_model_type == "peagle")
+
+
+def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
+    """All rows' states before the norm in one pass, [S, H].
 
     At depth 0 a row holds its token and the projected aux states; deeper, the mask token and the learnt state.
     """
@@ -47,8 +69,7 @@ def head_states(head: Any, batch: Batch) -> torch.Tensor:
     rotary = head.rotary_emb(row_states, places)
     for layer in head.layers:
         row_states = layer(row_states, attention_mask=batch.masks, position_ids=places, position_embeddings=rotary)
-    states: torch.Tensor = head.norm(row_states[0, batch.row_R])
-    return states
+    return row_states[0]
 
 
 def batch_loss(head: Any, batch: Batch, *, num_depths: int, depth_decay: float = 1.0) -> BatchLoss:

@@ -1,6 +1,6 @@
-"""A P-EAGLE head: built for a target, warm-started from its layers, saved as vLLM takes it, read back.
+"""A P-EAGLE or EAGLE-3 head: built for a target, warm-started from its layers, saved as vLLM takes it, read back.
 
-The network is `speculators`' PEagleDraftModel; this file gives it its first weights and its last form on disk. What
+The networks are `speculators`' models; this file gives them their first weights and their last form on disk. What
 the target has already (embeddings, its own norm and lm_head) is never saved; with a draft vocabulary, the few rows of
 lm_head that it needs are, since vLLM cannot take them from the target.
 """
@@ -18,6 +18,7 @@ from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError, DrafterError
 
 _OWNED_BY_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
 
 
@@ -26,6 +27,7 @@ class HeadSpec:
     """The shape of a head.
 
     Attributes:
+        algorithm: "peagle" drafts all tokens in one pass, "eagle3" one after the other.
         aux_layers: the target's layers whose inputs the head reads.
         num_layers: decoder layers of its own.
         num_key_value_heads: of its attention; None for as many as the target has. A mask row knows its context only
@@ -37,6 +39,7 @@ class HeadSpec:
     """
 
     aux_layers: tuple[int, ...]
+    algorithm: str = "peagle"
     num_layers: int = 1
     num_key_value_heads: int | None = None
     num_depths: int = 8
@@ -49,13 +52,13 @@ class HeadSpec:
             raise ConfigError(f"num_layers must be from 1 to 8, got {self.num_layers}")
         if self.num_depths < 1:
             raise ConfigError(f"num_depths must be at least 1, got {self.num_depths}")
-        if self.init not in INITS:
-            raise ConfigError(f"init must be one of {', '.join(INITS)}, got {self.init!r}")
+        for name, known in (("init", INITS), ("algorithm", ALGORITHMS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """A new float32 PEagleDraftModel for the target in the folder `target`."""
-    from speculators.models.peagle import PEagleDraftModel
+    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target in the folder `target`."""
     from transformers import AutoConfig
 
     _silence_library()
@@ -69,17 +72,27 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
             raise ConfigError(f"{spec.num_key_value_heads} KV heads do not divide {config.num_attention_heads} heads")
         config.num_key_value_heads = spec.num_key_value_heads
     torch.manual_seed(seed)
-    head = PEagleDraftModel.from_training_args(
-        config,
-        t2d=vocabulary.t2d(),
-        d2t=vocabulary.d2t(),
-        draft_vocab_size=vocabulary.size,
-        target_layer_ids=list(spec.aux_layers),
-        mask_token_id=spec.mask_token_id,
-        num_depths=spec.num_depths,
-        verifier_name_or_path=str(target),
-        draft_attn_impl=DOCUMENT_ATTENTION,
-    ).float()
+    head = (
+        _model_class(spec.algorithm)
+        .from_training_args(
+            config,
+            t2d=vocabulary.t2d(),
+            d2t=vocabulary.d2t(),
+            draft_vocab_size=vocabulary.size,
+            target_layer_ids=list(spec.aux_layers),
+            mask_token_id=spec.mask_token_id,
+            num_depths=spec.num_depths,
+            ttt_steps=spec.num_depths,
+            norm_before_residual=False,
+            verifier_name_or_path=str(target),
+            draft_attn_impl=DOCUMENT_ATTENTION,
+        )
+        .float()
+    )
+    if spec.algorithm == "peagle":
+        # Real states are hundreds long and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps: from zero,
+        # what attention brings decides a mask row, from a mean of real states it would be lost beside that mean.
+        torch.nn.init.zeros_(head.mask_hidden)
     if spec.init == "warm":
         _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
     head.embed_tokens.requires_grad_(False)
@@ -87,10 +100,14 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     return head
 
 
-@torch.no_grad()
-def set_mask_state(head: Any, mean_state_AH: torch.Tensor) -> None:
-    """Start the learnt state of depths 1 and up from the mean of real states, not from noise of another scale."""
-    head.mask_hidden.copy_(mean_state_AH.view_as(head.mask_hidden))
+def _model_class(algorithm: str) -> Any:
+    if algorithm == "peagle":
+        from speculators.models.peagle import PEagleDraftModel
+
+        return PEagleDraftModel
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    return Eagle3DraftModel
 
 
 @torch.no_grad()
@@ -159,19 +176,19 @@ def load_head(folder: Path, target: Path) -> Any:
     """Read a saved head back, with what it shares taken from the target's folder.
 
     Raises:
-        DrafterError: not a P-EAGLE head in this format, or weights are missing.
+        DrafterError: not a head in this format, or weights are missing.
     """
     from safetensors.torch import load_file
-    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
     _silence_library()
-    raw = json.loads((folder / "config.json").read_text())
-    if raw.get("speculators_model_type") != "peagle":
-        raise DrafterError(f"{folder}: not a P-EAGLE head in speculators' format")
-    config = PEagleSpeculatorConfig.from_pretrained(folder)
+    algorithm = json.loads((folder / "config.json").read_text()).get("speculators_model_type")
+    if algorithm not in ALGORITHMS:
+        raise DrafterError(f"{folder}: neither a P-EAGLE nor an EAGLE-3 head in speculators' format")
+    model_class = _model_class(algorithm)
+    config = model_class.config_class.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)
     config.transformer_layer_config._attn_implementation = DOCUMENT_ATTENTION
-    head = PEagleDraftModel(config=config)
+    head = model_class(config=config)
     tensors = load_file(folder / "model.safetensors")
     if head.use_draft_vocab:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))

@@ -33,23 +33,29 @@ class CardFacts:
     held_out: SpeculationStats
 
 
+_METHODS = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+_HOW = {"peagle": "all in one pass", "eagle3": "one after the other"}
+
+
 def render_card(facts: CardFacts) -> str:
     """The card as Markdown, with the front matter that model hubs read."""
     config = facts.config
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
+    method = _METHODS[config.algorithm]
+    parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
     return f"""---
 library_name: vllm
 base_model: {facts.verifier}
 license: {(facts.licence or "unknown").lower()}
-tags: [speculative-decoding, p-eagle, speculators]
+tags: [speculative-decoding, {method.lower()}, speculators]
 ---
-# P-EAGLE head for {facts.verifier}
+# {method} head for {facts.verifier}
 
-Drafts several tokens in one pass for `{facts.verifier}`. The folder is what vLLM takes as it is:
+Drafts tokens {_HOW[config.algorithm]} for `{facts.verifier}`. The folder is what vLLM takes as it is:
 
 ```python
 speculative_config = {{
-    "method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}, "parallel_drafting": True
+    "method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
 }}
 ```
 
@@ -57,7 +63,7 @@ Embeddings are the target's and not in the file.
 
 | | |
 |---|---|
-| Architecture | P-EAGLE, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
+| Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
 | Draft vocabulary | {config.draft_vocab_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} responses of the target itself, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |

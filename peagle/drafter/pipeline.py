@@ -25,7 +25,7 @@ from peagle.drafter.features import (
     samples_fingerprint,
     target_fingerprint,
 )
-from peagle.drafter.head import HeadSpec, build_head, save_head, set_mask_state
+from peagle.drafter.head import HeadSpec, build_head, save_head
 from peagle.drafter.model_card import CardFacts, render_card
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import Progress, TrainingConfig, TrainingOutcome, plan_batches, train
@@ -33,8 +33,6 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 from peagle.errors import ConfigError, InputError
 from peagle.files import write_atomic, write_json
 from peagle.speculation import SpeculationStats
-
-_MEAN_OVER_DOCUMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     store = _extract(config, target, corpus.samples, device, listener)
     vocabulary = _vocabulary(config, model, store, corpus.trained)
     listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
-    head = _build(config, target, store, vocabulary, corpus.trained).to(device)
+    head = build_head(target, _head_spec(config, store), vocabulary, seed=config.seed).to(device)
     outcome = _train(config, head, store, corpus.trained, vocabulary, device, listener)
     estimate = _estimate(config, head.eval(), store, corpus.held_out, device)
     return _publish(config, model, head, corpus, store, vocabulary, outcome, estimate)
@@ -137,7 +135,7 @@ def _extract(
         f"states entering layers {', '.join(map(str, spec.aux_layers))} and the final norm: {num_tokens:,} tokens,"
         f" {spec.bytes_per_token:,} bytes each, {num_tokens * spec.bytes_per_token / 2**30:.1f} GiB"
     )
-    folder = config.output / "features"
+    folder = config.features or config.output / "features"
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
     extract_features(
         samples,
@@ -164,18 +162,10 @@ def _vocabulary(
     )
 
 
-def _build(
-    config: TrainConfig, target: Path, store: FeatureStore, vocabulary: DraftVocabulary, documents: list[int]
-) -> Any:
-    head = build_head(target, _head_spec(config, store), vocabulary, seed=config.seed)
-    states = torch.stack([store[index].aux_TAH.float().mean(0) for index in documents[:_MEAN_OVER_DOCUMENTS]])
-    set_mask_state(head, states.mean(0))
-    return head
-
-
 def _head_spec(config: TrainConfig, store: FeatureStore) -> HeadSpec:
     return HeadSpec(
         aux_layers=store.spec.aux_layers,
+        algorithm=config.algorithm,
         num_layers=config.num_layers,
         num_key_value_heads=config.num_key_value_heads,
         num_depths=config.num_depths,

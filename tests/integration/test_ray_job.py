@@ -67,7 +67,8 @@ def submit(address, config):
     return subprocess.run(
         [RAY, "job", "submit", "--address", address, "--",
          sys.executable, "-m", "jobs.generate", "--config", str(config)],
-        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=180,
+        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False, timeout=180,
     )  # fmt: skip
 
 

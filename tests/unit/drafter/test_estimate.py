@@ -43,6 +43,37 @@ def test_drafts_are_those_of_one_pass_over_mask_tokens(head: Any, store: Feature
     assert implementation == "peagle_documents"
 
 
+def _draft_one_after_the_other(head: Any, document: Document, known: int, k: int) -> list[int]:
+    """EAGLE-3's drafting without a cache: all passes again over everything so far, plain causal attention."""
+    head.config.transformer_layer_config._attn_implementation = "eager"
+    token_ids, drafted = document.token_ids_T[1 : known + 1], []
+    states = head.fc(document.aux_TAH[:known].float())
+    for _ in range(k):
+        row_states = torch.cat([head.embed_tokens(token_ids), states], dim=-1)[None]
+        positions = torch.arange(len(token_ids))[None]
+        rotary = head.rotary_emb(row_states, positions)
+        causal = torch.full((1, 1, len(token_ids), len(token_ids)), float("-inf")).triu(1)
+        for layer in head.layers:
+            row_states = layer(row_states, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
+        draft_id = head.lm_head(head.norm(row_states[0, -1])).argmax(-1)
+        drafted.append(int(draft_id + head.d2t[draft_id]))
+        token_ids = torch.cat([token_ids, torch.tensor(drafted[-1:])])
+        states = torch.cat([states, row_states[0, -1:]])
+    return drafted
+
+
+@torch.no_grad()
+def test_an_eagle3_head_goes_on_from_its_own_drafts(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore
+) -> None:
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
+    head, document = build_head(target, shape, vocabulary).eval(), store[1]
+    drafted = drafted_tokens(head, document, 4)
+    start = int(document.loss_mask_T.int().argmax())
+    for known in range(start, len(document.token_ids_T)):
+        assert drafted[known - 1].tolist() == _draft_one_after_the_other(head, document, known, 4), known
+
+
 def test_the_example_of_the_docstring() -> None:
     drafted = torch.tensor([[6, 7], [7, 8], [8, 0], [0, 0]])
     assert walk([4, 5, 6, 7, 8], drafted, start=1) == [2]

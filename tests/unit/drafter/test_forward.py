@@ -1,5 +1,6 @@
 """The head's loss, held against `speculators`' own forward pass over the same rows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import Rows, sample_rows
-from peagle.drafter.forward import batch_loss
+from peagle.drafter.forward import batch_loss, head_states
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
@@ -17,8 +18,19 @@ NUM_DEPTHS = 4
 
 
 @pytest.fixture(params=[1, 2], ids=["one layer", "two layers"])
-def head(request: pytest.FixtureRequest, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
-    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=request.param, num_depths=NUM_DEPTHS)
+def num_layers(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def head(num_layers: int, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS)
+    return build_head(target, shape, vocabulary)
+
+
+@pytest.fixture
+def eagle3(num_layers: int, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm="eagle3")
     return build_head(target, shape, vocabulary)
 
 
@@ -26,14 +38,13 @@ def _all_rows(mask: torch.Tensor) -> Rows:
     return sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)
 
 
-def _library_loss(head: Any, document: Document, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The library's loss with its sampling replaced by the given rows and its attention by plain SDPA."""
+def _library_loss(head: Any, document: Document, monkeypatch: pytest.MonkeyPatch, **options: Any) -> torch.Tensor:
+    """The library's loss, its attention replaced by plain SDPA."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
-    from speculators.models.peagle import core
     from torch.nn.attention.flex_attention import create_mask
 
-    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
+    monkeypatch.setattr(head, "_attn_impl", "sdpa")
     monkeypatch.setattr(head, "_create_mask_fn", create_mask)
     monkeypatch.setattr(head.config.transformer_layer_config, "_attn_implementation", "sdpa")
     length = len(document.token_ids_T)
@@ -52,12 +63,14 @@ def _library_loss(head: Any, document: Document, rows: Rows, monkeypatch: pytest
         **batch,
         document_ids=torch.zeros(1, length - 1, dtype=torch.long),
         loss_config=resolve_loss_config("kl_div", "eager"),
-        num_depths=NUM_DEPTHS,
+        **options,
     )
     return loss
 
 
 def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speculators.models.peagle import core
+
     document = store[4]
     ours = batch_loss(head, make_batch([document], _all_rows), num_depths=NUM_DEPTHS).loss
     ours.backward()
@@ -65,7 +78,8 @@ def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, m
     head.zero_grad()
 
     rows = _all_rows(document.loss_mask_T[1:])
-    theirs = _library_loss(head, document, rows, monkeypatch)
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
+    theirs = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
     theirs.backward()
 
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
@@ -75,12 +89,34 @@ def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, m
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_packed_documents_do_not_see_each_other(head: Any, store: FeatureStore) -> None:
+def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(
+    eagle3: Any, store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library starts a chain at every token, so here all of the document is under the loss."""
+    document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
+    outcome = batch_loss(eagle3, make_batch([document], _all_rows), num_depths=NUM_DEPTHS)
+    by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
+    for depth in range(NUM_DEPTHS):
+        theirs = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
+        assert by_depth[depth].item() == pytest.approx(theirs.item(), rel=1e-5), depth
+
+
+def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3: Any, store: FeatureStore) -> None:
+    batch = make_batch([store[4]], _all_rows)
+    states = head_states(eagle3, batch)
+    deepest = torch.nonzero(batch.depth_S[batch.row_R] == NUM_DEPTHS - 1).flatten()
+    states[deepest].sum().backward()  # type: ignore[no-untyped-call]
+    assert eagle3.fc.weight.grad.abs().sum() > 0
+    assert eagle3.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_packed_documents_do_not_see_each_other(head: Any, eagle3: Any, store: FeatureStore) -> None:
     documents = [store[i] for i in (1, 4, 6)]
-    packed = batch_loss(head, make_batch(documents, _all_rows), num_depths=NUM_DEPTHS)
-    alone = [batch_loss(head, make_batch([d], _all_rows), num_depths=NUM_DEPTHS) for d in documents]
-    torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
-    torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
+    for either in (head, eagle3):
+        packed = batch_loss(either, make_batch(documents, _all_rows), num_depths=NUM_DEPTHS)
+        alone = [batch_loss(either, make_batch([d], _all_rows), num_depths=NUM_DEPTHS) for d in documents]
+        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
+        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: FeatureStore) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import head_states
-from peagle.drafter.head import HeadSpec, build_head, load_head, save_head, set_mask_state
+from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 from peagle.errors import ConfigError, DrafterError
@@ -53,7 +53,7 @@ def test_more_kv_heads_start_as_copies_of_the_targets(
         with torch.no_grad():  # without the embeddings' half, which is noise of another draw
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
-        set_mask_state(head, torch.ones(3 * spec.hidden_size))
+            head.mask_hidden.fill_(1)
     assert many.layers[1].self_attn.k_proj.weight.shape[0] == 2 * few.layers[1].self_attn.k_proj.weight.shape[0]
     torch.testing.assert_close(_logits(many, store), _logits(few, store))
 
@@ -73,17 +73,15 @@ def test_only_the_heads_own_weights_are_trained(target: Path, spec: FeatureSpec,
     assert opened - trained == {"lm_head.weight"}
 
 
-def test_the_mask_state_starts_from_real_states(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
-    head = _head(target, spec, vocabulary)
-    mean = torch.randn(3 * spec.hidden_size)
-    set_mask_state(head, mean)
-    assert torch.equal(head.mask_hidden.flatten(), mean)
+def test_the_mask_state_starts_at_zero(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
+    assert not _head(target, spec, vocabulary).mask_hidden.any()
 
 
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_a_saved_head_comes_back_the_same(
-    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, algorithm: str
 ) -> None:
-    head = _head(target, spec, vocabulary)
+    head = _head(target, spec, vocabulary, algorithm=algorithm)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if not name.startswith("embed_tokens"):  # never saved: the target's stay as they are
@@ -129,7 +127,7 @@ def test_a_file_with_weights_missing_is_refused(
         load_head(tmp_path, target)
 
 
-@pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}])
+@pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}, {"algorithm": "medusa"}])
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         HeadSpec(aux_layers=(1,), **changes)
