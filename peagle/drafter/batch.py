@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.attention import DocumentMasks
-from peagle.drafter.cod import Rows, attention_mask
+from peagle.drafter.cod import Rows
 from peagle.drafter.store import Document
 
 
@@ -35,7 +34,7 @@ class Batch:
         place_S: the row's position within its document, for the rotary embedding.
         row_R: rows under the loss, ordered by the position they predict from.
         target_R: for each of them the index in P.
-        masks: attention, one mask for each document.
+        documents: the rows of each document, on the CPU; their anchors count from the document's own first token.
         num_loss_rows: rows of R that are not padding.
         num_tokens: tokens of the documents before the shift.
     """
@@ -48,7 +47,7 @@ class Batch:
     place_S: torch.Tensor
     row_R: torch.Tensor
     target_R: torch.Tensor
-    masks: DocumentMasks
+    documents: tuple[Rows, ...]
     num_loss_rows: int
     num_tokens: int
 
@@ -59,7 +58,7 @@ class Batch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return replace(self, masks=self.masks.to(device), **moved)
+        return replace(self, **moved)
 
 
 def make_batch(documents: Sequence[Document], sample: Callable[[torch.Tensor], Rows]) -> Batch:
@@ -87,7 +86,7 @@ def make_batch(documents: Sequence[Document], sample: Callable[[torch.Tensor], R
         place_S=_pad(torch.cat([own.position for own in rows])),
         row_R=_pad(row),
         target_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
-        masks=DocumentMasks(tuple(attention_mask(own) for own in rows)),
+        documents=tuple(rows),
         num_loss_rows=len(row),
         num_tokens=sum(len(document.token_ids_T) for document in documents),
     )

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one document, depth by depth.
+    """The rows of one document: its known tokens (depth 0), then its chains, anchor by anchor.
 
     Attributes:
         anchor_S: position of the last known token of the row's chain.
@@ -31,6 +31,18 @@ class Rows:
         """The position whose target distribution the row predicts."""
         return self.anchor_S + self.depth_S
 
+    def __len__(self) -> int:
+        return len(self.anchor_S)
+
+    @property
+    def num_known(self) -> int:
+        """Rows at depth 0: the document's tokens."""
+        return int((self.depth_S == 0).sum())
+
+    def select(self, index: torch.Tensor) -> "Rows":
+        """Some of the rows."""
+        return Rows(self.anchor_S[index], self.depth_S[index])
+
 
 def sample_rows(
     loss_mask_T: torch.Tensor, *, num_depths: int, ratio: float, generator: torch.Generator | None = None
@@ -42,7 +54,7 @@ def sample_rows(
     because a row attends to the smaller depths of its own chain.
 
     Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
-        depth 0: anchors 0 1 2 3 4; depth 1: anchors 2 3 (they predict from 3 and 4); depth 2: anchor 2.
+        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (it predicts from 3 and 4) and that of 3 (from 4).
 
     Args:
         loss_mask_T: [T] bool.
@@ -54,19 +66,24 @@ def sample_rows(
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
     rank = torch.empty_like(candidates)
     rank[torch.randperm(len(candidates), generator=generator)] = torch.arange(len(candidates))
-    anchors, depths = [torch.arange(num_tokens)], [torch.zeros(num_tokens, dtype=torch.long)]
+    anchors, depths = [], []
     for depth in range(1, num_depths):
         kept = candidates[(rank < round(len(candidates) * ratio**depth)) & (candidates + depth < num_tokens)]
         kept = kept[loss_mask_T.cpu()[kept + depth]]
         anchors.append(kept)
         depths.append(torch.full_like(kept, depth))
-    return Rows(torch.cat(anchors), torch.cat(depths))
+    known = Rows(torch.arange(num_tokens), torch.zeros(num_tokens, dtype=torch.long))
+    if not anchors:
+        return known
+    anchor, depth_of = torch.cat(anchors), torch.cat(depths)
+    by_anchor = anchor.argsort(stable=True)
+    return Rows(torch.cat([known.anchor_S, anchor[by_anchor]]), torch.cat([known.depth_S, depth_of[by_anchor]]))
 
 
-def attention_mask(rows: Rows) -> torch.Tensor:
-    """[S, S] bool, True where the row may attend: known tokens up to its anchor, and its own chain before it."""
-    query_a, key_a = rows.anchor_S[:, None], rows.anchor_S[None, :]
-    query_d, key_d = rows.depth_S[:, None], rows.depth_S[None, :]
+def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
+    """[Q, K] bool, True where the row may attend: known tokens up to its anchor, and its own chain before it."""
+    query_a, key_a = query.anchor_S[:, None], key.anchor_S[None, :]
+    query_d, key_d = query.depth_S[:, None], key.depth_S[None, :]
     known = (key_d == 0) & (key_a <= query_a)
     own_chain = (key_a == query_a) & (key_d <= query_d)
     return known | own_chain

@@ -10,8 +10,9 @@ Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from peagle.drafter.attention import DocumentMasks
+from peagle.drafter.attention import AttentionPlan, sequential_plan
 from peagle.drafter.batch import Batch
 
 
@@ -26,7 +27,8 @@ def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tenso
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
-    rows_of_depth = [torch.nonzero(batch.depth_S == depth).flatten() for depth in range(int(batch.depth_S.max()) + 1)]
+    depth_S = batch.depth_S[: sum(map(len, batch.documents))]  # without the padding
+    rows_of_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(int(depth_S.max()) + 1)]
     state, token_ids = known[batch.anchor_S[rows_of_depth[0]]], batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]]
     for depth, rows in enumerate(rows_of_depth):
         if depth:
@@ -35,27 +37,22 @@ def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tenso
             token_ids = (
                 _drafted(head, state) if free_run else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
             )
-        outputs.append(_one_depth(head, batch, rows, state, token_ids, cache, _masks(batch, rows_of_depth, depth)))
+        plan = sequential_plan(batch.documents, depth).to(state.device)
+        outputs.append(_one_depth(head, batch.place_S[rows], state, token_ids, cache, plan))
     order = torch.cat(rows_of_depth).argsort()
-    return torch.cat(outputs)[order]
+    return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
 
 def _one_depth(
-    head: Any,
-    batch: Batch,
-    rows: torch.Tensor,
-    state: torch.Tensor,
-    token_ids: torch.Tensor,
-    cache: "_Cache",
-    masks: DocumentMasks,
+    head: Any, place: torch.Tensor, state: torch.Tensor, token_ids: torch.Tensor, cache: "_Cache", plan: AttentionPlan
 ) -> torch.Tensor:
     row_states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-    places = batch.place_S[rows][None]
+    places = place[None]
     rotary = head.rotary_emb(row_states, places)
     for layer in head.layers:
         row_states = layer(
             row_states,
-            attention_mask=masks,
+            attention_mask=plan,
             position_ids=places,
             position_embeddings=rotary,
             past_key_values=cache,
@@ -66,38 +63,13 @@ def _one_depth(
 def _parents(batch: Batch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """For each of `rows` the place among `previous` (one depth before) of the row with the same anchor."""
     place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
-    documents = sum(len(mask) for mask in batch.masks.masks)
-    real = previous[previous < documents]  # padding has anchor 0, and no chain
-    place[batch.anchor_S[real]] = torch.arange(len(real), device=place.device)
+    place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
     return place[batch.anchor_S[rows]]
 
 
 def _drafted(head: Any, state: torch.Tensor) -> torch.Tensor:
     draft_ids: torch.Tensor = head.lm_head(head.norm(state)).argmax(-1)
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
-
-
-def _masks(batch: Batch, rows_of_depth: list[torch.Tensor], depth: int) -> DocumentMasks:
-    """The part of each document's mask for its rows at `depth`, whose keys are its rows up to that depth.
-
-    Keys lie in the cache depth by depth, documents side by side within each.
-    """
-    starts = [0, *torch.tensor([len(rows) for rows in rows_of_depth[: depth + 1]]).cumsum(0).tolist()]
-    masks, keys, first = [], [], 0
-    for mask in batch.masks.masks:
-        own = [rows[(rows >= first) & (rows < first + len(mask))] for rows in rows_of_depth[: depth + 1]]
-        before = [int((rows < first).sum()) for rows in rows_of_depth[: depth + 1]]
-        keys.append(
-            torch.cat(
-                [
-                    torch.arange(len(rows), device=mask.device) + start + skipped
-                    for rows, start, skipped in zip(own, starts, before, strict=False)
-                ]
-            )
-        )
-        masks.append(mask[own[-1] - first][:, torch.cat(own) - first])
-        first += len(mask)
-    return DocumentMasks(tuple(masks), tuple(keys))
 
 
 class _Cache:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peagle.drafter.attention import parallel_plan
 from peagle.drafter.batch import Batch
 from peagle.drafter.eagle3 import sequential_states
 from peagle.drafter.loss import RowLosses, Targets, linear_kl
@@ -67,8 +68,9 @@ def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
     row_states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     places = batch.place_S[None]
     rotary = head.rotary_emb(row_states, places)
+    plan = parallel_plan(batch.documents).to(row_states.device)
     for layer in head.layers:
-        row_states = layer(row_states, attention_mask=batch.masks, position_ids=places, position_embeddings=rotary)
+        row_states = layer(row_states, attention_mask=plan, position_ids=places, position_embeddings=rotary)
     return row_states[0]
 
 

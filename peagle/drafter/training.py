@@ -277,11 +277,14 @@ class _Trainer:
             epoch += 1
 
     def _batch(self, documents: list[int]) -> Batch:
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        draws = (random.Random(f"{self.config.seed} {self.step} {index}") for index in documents)
         return make_batch(
             [self.store[index] for index in documents],
             lambda mask: sample_rows(
-                mask, num_depths=self.config.num_depths, ratio=self.config.cod_ratio, generator=generator
+                mask,
+                num_depths=self.config.num_depths,
+                ratio=self.config.cod_ratio,
+                generator=torch.Generator().manual_seed(next(draws).getrandbits(63)),
             ),
         )
 

@@ -7,8 +7,8 @@ MASK = torch.tensor([False] * 10 + [True] * 50)
 
 def test_the_example_of_the_docstring() -> None:
     rows = sample_rows(torch.tensor([False, False, True, True, True]), num_depths=3, ratio=1.0)
-    assert rows.anchor_S.tolist() == [0, 1, 2, 3, 4, 2, 3, 2]
-    assert rows.depth_S.tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
+    assert rows.anchor_S.tolist() == [0, 1, 2, 3, 4, 2, 2, 3]
+    assert rows.depth_S.tolist() == [0, 0, 0, 0, 0, 1, 2, 1]
 
 
 def test_chains_are_nested_and_shrink_by_the_ratio() -> None:
@@ -46,12 +46,12 @@ def test_the_mask_is_the_librarys() -> None:
     mask_mod = create_peagle_mask_mod(rows.anchor_S, rows.depth_S, torch.zeros(60, dtype=torch.long))
     indices = torch.arange(len(rows.anchor_S))
     expected = mask_mod(0, 0, indices[:, None], indices[None, :])
-    assert torch.equal(attention_mask(rows), expected)
+    assert torch.equal(attention_mask(rows, rows), expected)
 
 
 def test_no_row_sees_a_token_that_an_engine_would_not_know() -> None:
     rows = sample_rows(MASK, num_depths=4, ratio=1.0)
-    mask = attention_mask(rows)
+    mask = attention_mask(rows, rows)
     query, key = torch.nonzero(mask, as_tuple=True)
     known = rows.depth_S[key] == 0
     assert (rows.anchor_S[key][known] <= rows.anchor_S[query][known]).all()

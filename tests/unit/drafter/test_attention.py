@@ -1,0 +1,64 @@
+"""Attention in blocks, held against one full mask over the same rows."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from peagle.drafter.attention import BLOCK_ROWS, document_attention, parallel_plan, sequential_plan
+from peagle.drafter.cod import Rows, attention_mask, sample_rows
+
+HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Rows]:
+    """One with several blocks at every depth, one of a single token, one with a prompt, one without any chain."""
+    torch.manual_seed(0)
+    masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
+    documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
+    assert int((documents[0].depth_S == 3).sum()) > 2 * BLOCK_ROWS
+    return documents
+
+
+def _reference(documents: Sequence[Rows], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    masks = [attention_mask(rows, rows) for rows in documents]
+    mask = torch.block_diag(*masks).bool()
+    groups = HEADS // KV_HEADS
+    key, value = (tensor[:, :, : len(mask)].repeat_interleave(groups, dim=1) for tensor in (key, value))
+    return F.scaled_dot_product_attention(query[:, :, : len(mask)], key, value, attn_mask=mask).transpose(1, 2)
+
+
+def _tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query = torch.randn(1, HEADS, rows, HEAD_DIM, dtype=torch.float64)
+    return query, *(torch.randn(1, KV_HEADS, rows, HEAD_DIM, dtype=torch.float64) for _ in range(2))
+
+
+def test_all_depths_at_once_equal_one_full_mask(documents: list[Rows]) -> None:
+    total = sum(map(len, documents))
+    query, key, value = _tensors(total + PADDING)
+    output, _ = document_attention(None, query, key, value, parallel_plan(documents))
+    torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
+    assert output.shape[1] == total + PADDING
+    assert not output[:, total:].any()
+
+
+def test_depth_after_depth_equals_one_full_mask(documents: list[Rows]) -> None:
+    query, key, value = _tensors(sum(map(len, documents)))
+    expected = _reference(documents, query, key, value)
+    depth_S = torch.cat([rows.depth_S for rows in documents])
+    by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
+    for depth, rows in enumerate(by_depth):
+        cached = torch.cat(by_depth[: depth + 1])
+        plan = sequential_plan(documents, depth)
+        output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
+        torch.testing.assert_close(output, expected[:, rows])
+
+
+def test_blocks_do_not_ask_the_chains_of_others(documents: list[Rows]) -> None:
+    plan = parallel_plan(documents)
+    answers = sum(keys.stop - keys.start for block in plan.blocks for keys in block.keys)
+    largest = max(len(block.mask) for block in plan.blocks if block.mask is not None)
+    assert largest < BLOCK_ROWS + 4
+    assert answers <= sum(len(rows) * (rows.num_known / BLOCK_ROWS + 2) + BLOCK_ROWS for rows in documents)
