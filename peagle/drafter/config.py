@@ -45,7 +45,9 @@ class TrainConfig(BaseModel):
     aux_layers: list[int] | None = Field(None, description="target layers whose inputs it reads; default: 2, L/2, L-1")
     draft_vocab_size: int = Field(8192, ge=1, description="most frequent tokens that it can draft")
     mask_token_id: int = Field(0, ge=0, description="token that stands for those not known yet")
-    init: Literal["warm", "random"] = Field("warm", description="first weights: the target's last layers, or random")
+    init: str = Field(
+        "warm", description="first weights: warm (the target's last layers), random, or a head's folder to go on from"
+    )
     train_lm_head: bool = Field(False, description="train lm_head as well, rather than keep the target's rows")
 
     epochs: float = Field(3.3, gt=0, description="passes over the documents")

@@ -17,6 +17,7 @@ from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError, DrafterError
 
+_MAPS = ("d2t", "t2d")
 _OWNED_BY_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
@@ -34,7 +35,8 @@ class HeadSpec:
             through them, so a head may want more: the target's are then repeated at the start.
         num_depths: K_train, the number of tokens it learns to draft at once.
         mask_token_id: the token that stands at depths 1 and up.
-        init: "warm": layers from the target's last ones, `fc` passes the last aux state on; or "random".
+        init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
+            a saved head of the same shape to go on from.
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
     """
 
@@ -52,9 +54,10 @@ class HeadSpec:
             raise ConfigError(f"num_layers must be from 1 to 8, got {self.num_layers}")
         if self.num_depths < 1:
             raise ConfigError(f"num_depths must be at least 1, got {self.num_depths}")
-        for name, known in (("init", INITS), ("algorithm", ALGORITHMS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if self.init not in INITS and not Path(self.init).is_dir():
+            raise ConfigError(f"init must be one of {', '.join(INITS)} or the folder of a head, got {self.init!r}")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
@@ -95,6 +98,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         torch.nn.init.zeros_(head.mask_hidden)
     if spec.init == "warm":
         _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
+    elif spec.init != "random":
+        _go_on_from(head, Path(spec.init))
     head.embed_tokens.requires_grad_(False)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
@@ -128,6 +133,25 @@ def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
                 parameter.copy_(weights[f"{prefix}input_layernorm.weight"])
             elif name != "input_layernorm.weight" or not hasattr(own, "hidden_norm"):
                 _copy_projection(parameter, weights[prefix + name], head.config.transformer_layer_config.head_dim)
+
+
+@torch.no_grad()
+def _go_on_from(head: Any, folder: Path) -> None:
+    """Take the weights of a saved head.
+
+    Raises:
+        ConfigError: it has another shape; names the first weight that differs.
+    """
+    weights = _read_weights(folder)
+    own = {name: parameter for name, parameter in head.named_parameters() if _is_saved(head, name)}
+    for name in sorted(own.keys() | {name for name in weights if name not in _MAPS}):
+        shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{folder}: its {name} is {shapes[0]}, the head to train wants {shapes[1]}",
+                hint="give the algorithm, layers and vocabulary of that head, or another init",
+            )
+        own[name].copy_(weights[name])
 
 
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:

@@ -25,13 +25,13 @@ from peagle.drafter.features import (
     samples_fingerprint,
     target_fingerprint,
 )
-from peagle.drafter.head import HeadSpec, build_head, save_head
+from peagle.drafter.head import INITS, HeadSpec, build_head, save_head
 from peagle.drafter.model_card import CardFacts, render_card
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import Progress, TrainingConfig, TrainingOutcome, plan_batches, train
-from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
+from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, InputError
-from peagle.files import write_atomic, write_json
+from peagle.files import sha256, write_atomic, write_json
 from peagle.speculation import SpeculationStats
 
 
@@ -153,9 +153,12 @@ def _vocabulary(
 ) -> DraftVocabulary:
     """Counted over prompts too: responses repeat them, and those of other prompts will repeat other words."""
     text = model.config.get("text_config") or model.config
+    token_ids = (token for index in documents for token in store[index].token_ids_T.tolist())
+    if config.init not in INITS:
+        return vocabulary_of_head(Path(config.init), token_ids, target_size=text["vocab_size"])
     end = text.get("eos_token_id")
     return frequent_vocabulary(
-        (token for index in documents for token in store[index].token_ids_T.tolist()),
+        token_ids,
         size=config.draft_vocab_size,
         target_size=text["vocab_size"],
         always=end if isinstance(end, list) else [end] if end is not None else [],
@@ -193,6 +196,7 @@ def _train(
     identity = {
         "features": asdict(store.spec),
         "head": asdict(_head_spec(config, store)),
+        "init": None if config.init in INITS else sha256(Path(config.init) / "model.safetensors"),
         "vocabulary": hashlib.sha256(repr(vocabulary.token_ids).encode()).hexdigest(),
     }
     return train(

@@ -7,9 +7,10 @@ token outside is never drafted, and so never accepted: the coverage bounds the a
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, DrafterError
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,27 @@ def frequent_vocabulary(
     counts = Counter(token_ids)
     forced = dict.fromkeys(always)
     ranked = sorted(range(target_size), key=lambda token: (token not in forced, -counts[token], token))
-    chosen = sorted(ranked[:size])
+    return _covering(sorted(ranked[:size]), counts, target_size)
+
+
+def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
+    """The draft vocabulary of a saved head (all of the target's where it has none), its coverage that of `token_ids`.
+
+    Raises:
+        DrafterError: there is no head in `folder`.
+    """
+    from safetensors import safe_open
+
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise DrafterError(f"{folder}: no model.safetensors there, hence no head to go on from")
+    with safe_open(weights, "pt") as file:
+        offsets = file.get_tensor("d2t").tolist() if "d2t" in file.keys() else [0] * target_size  # noqa: SIM118
+    chosen = [draft_id + offset for draft_id, offset in enumerate(offsets)]
+    return _covering(chosen, Counter(token_ids), target_size)
+
+
+def _covering(chosen: list[int], counts: Counter[int], target_size: int) -> DraftVocabulary:
     total = counts.total()
     coverage = sum(counts[token] for token in chosen) / total if total else 1.0
     return DraftVocabulary(token_ids=tuple(chosen), target_size=target_size, coverage=coverage)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import head_states
 from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
 from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
+from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, DrafterError
 
 NUM_DEPTHS = 3
@@ -125,6 +126,30 @@ def test_a_file_with_weights_missing_is_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DrafterError, match=r"missing: fc\.weight"):
         load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_a_head_goes_on_from_a_saved_one(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, algorithm: str
+) -> None:
+    saved = _head(target, spec, vocabulary, algorithm=algorithm, init="random")
+    save_head(saved, tmp_path, verifier="org/target")
+    gone_on = _head(target, spec, vocabulary, algorithm=algorithm, init=str(tmp_path))
+    trained = {name: parameter for name, parameter in gone_on.named_parameters() if parameter.requires_grad}
+    assert "fc.weight" in trained
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter, saved.get_parameter(name).bfloat16().float(), msg=name)
+    assert vocabulary_of_head(tmp_path, [], target_size=96) == replace(vocabulary, coverage=1.0)
+
+
+def test_going_on_from_a_head_of_another_shape_is_refused(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    save_head(_head(target, spec, vocabulary, num_layers=1), tmp_path, verifier="org/target")
+    with pytest.raises(ConfigError, match=r"layers\.1\.\S+ is None, the head to train wants"):
+        _head(target, spec, vocabulary, num_layers=2, init=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"mask_hidden is .*, the head to train wants None"):
+        _head(target, spec, vocabulary, num_layers=1, algorithm="eagle3", init=str(tmp_path))
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}, {"algorithm": "medusa"}])
