@@ -168,6 +168,10 @@ def load_head(folder: Path, target: Path) -> Any:
     raw = json.loads((folder / "config.json").read_text())
     if raw.get("speculators_model_type") != "peagle":
         raise DrafterError(f"{folder}: not a P-EAGLE head in speculators' format")
+    if raw.get("quantization_config"):
+        raise DrafterError(
+            f"{folder} is quantised", hint="`peagle quantize-drafter --dequantize` makes a bf16 head of it"
+        )
     config = PEagleSpeculatorConfig.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)
     config.transformer_layer_config._attn_implementation = DOCUMENT_ATTENTION
