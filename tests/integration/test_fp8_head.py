@@ -32,8 +32,8 @@ for head in heads:
             init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
             initialize_model_parallel(1, 1)
         model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
-        matrices = [weight for name, weight in model.named_parameters() if name.endswith("weight") and weight.dim() == 2]
-        dtypes.append(sorted({str(weight.dtype) for weight in matrices}))
+        matrices = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() == 2]
+        dtypes.append(sorted({str(p.dtype) for p in matrices}))
         states = torch.randn(8, model.model.fc_input_size, generator=torch.Generator().manual_seed(0)).bfloat16()
         combined = model.combine_hidden_states(states)
         found = model.compute_logits(combined + model.model.layers[0].mlp(combined)).float()
