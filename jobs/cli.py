@@ -1,7 +1,8 @@
 """The `peagle` command: a table of sub-commands, each in a module of its own.
 
-A command module has HELP (one line), `add_arguments(parser)` and `run(args) -> (exit code, result as data)`. Modules
-are imported when they are needed, so that `peagle --help` loads neither torch nor Ray.
+A command is one word or two; "models add" is jobs/models_add.py. Its module has HELP, `add_arguments(parser)` and
+`run(args) -> (exit code, result as data)`. Modules are imported when they are needed, so that `peagle --help` loads
+neither torch nor Ray.
 
 Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable.
 """
@@ -9,6 +10,7 @@ Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and r
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +25,10 @@ COMMANDS = {
     "generate": "generate text in bulk for a corpus of prompts",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
     "models": "list the catalog, or show one model's card",
+    "models add": "put a drafter head into your catalog",
     "prompts": "write the prompts that ship for training a drafter",
     "train": "train a drafter head for a target",
+    "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
@@ -37,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; its exit code."""
-    parser = _parser(argv[0] if argv and argv[0] in COMMANDS else None)
-    args = parser.parse_args(argv)
+    command, rest = _split(argv)
+    args = _parser(command).parse_args([command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
     try:
         code, result = args.module.run(args)
@@ -55,6 +59,14 @@ def run(argv: Sequence[str]) -> int:
     return int(code)
 
 
+def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The command that `argv` begins with, the longest one, and what follows it; None where it names none."""
+    for num_words in (2, 1):
+        if (command := " ".join(argv[:num_words])) in COMMANDS:
+            return command, list(argv[num_words:])
+    return None, list(argv)
+
+
 def _parser(command: str | None) -> argparse.ArgumentParser:
     """The parser; only the module of `command` is imported."""
     parser = argparse.ArgumentParser(
@@ -68,7 +80,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         if name != command:
             commands.add_parser(name, help=summary)
             continue
-        module: Any = importlib.import_module(f"jobs.{name}")
+        module: Any = importlib.import_module(f"jobs.{re.sub('[ -]', '_', name)}")
         sub = commands.add_parser(
             name,
             help=summary,

@@ -12,9 +12,9 @@ List the catalog, or show one model's card: licence, context, heads, K by concur
   peagle models                    the list
   peagle models gpt-oss-20b        its card
   peagle models --json -           the list as data
+  peagle models add DIR            puts a drafter head into your catalog (its own --help)
 
-Cards of your own go to $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a card of the same name replaces
-ours.
+Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a card of the same name replaces ours.
 """
 
 
@@ -81,7 +81,7 @@ def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
         ("precision", f"{precision.default} of {', '.join(precision.options)}{native}", precision.source),
         ("hardware", card.smallest_hardware.description, card.smallest_hardware.source),
         *[row for method, head in card.heads.items() for row in _head_rows(method, head)],
-        *_speculation_rows(card),
+        *speculation_rows(card),
     ]
 
 
@@ -103,7 +103,8 @@ def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
     return [(f"{method} head", fact, head.source)] + ([("", head.note, "")] if head.note else [])
 
 
-def _speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
+def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
+    """What `--drafter auto` does, as (platform, choice, source) lines."""
     if not card.speculation:
         return [("speculation", "not measured: --drafter auto drafts nothing; name a head to use it", "")]
     rows = []
@@ -117,7 +118,7 @@ def _speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
 def _presence(head: "HeadCard | None") -> str:
     if head is None or not head.published:
         return "none"
-    return "shipped" if head.kind == "shipped" else "hub"
+    return {"shipped": "shipped", "huggingface": "hub", "folder": "yours"}[head.kind]
 
 
 def _parameters(count: int | None) -> str:

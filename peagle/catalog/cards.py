@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Method = Literal["peagle", "eagle3", "none"]
 Platform = Literal["cpu", "cuda"]
+RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class _Strict(BaseModel):
@@ -20,12 +21,12 @@ class Source(_Strict):
     """Where the target's weights come from.
 
     Attributes:
-        kind: inside a Python package, or on the Hugging Face hub.
-        id: the distribution's name, or the hub id.
+        kind: inside a Python package, on the Hugging Face hub, or in a folder of the user's.
+        id: the distribution's name, the hub id, or the folder's absolute path.
         revision: version or commit; None is the latest.
     """
 
-    kind: Literal["package", "huggingface"]
+    kind: Literal["package", "huggingface", "folder"]
     id: str
     revision: str | None = None
 
@@ -76,8 +77,8 @@ class HeadCard(_Strict):
     """A drafter head for the model.
 
     Attributes:
-        kind: in this package, or on the Hugging Face hub.
-        id: folder name under `heads/`, or hub id; None where none is published.
+        kind: in this package, on the Hugging Face hub, or in a folder of the user's.
+        id: folder name under `heads/`, hub id, or absolute path; None where none is published.
         published: anyone can download it. False says so plainly, with the reason in `note`.
         long_context_id: the variant for long prompts.
         licence: None where not confirmed.
@@ -86,7 +87,7 @@ class HeadCard(_Strict):
         source: who says so.
     """
 
-    kind: Literal["shipped", "huggingface"]
+    kind: Literal["shipped", "huggingface", "folder"]
     id: str | None = None
     published: bool = True
     long_context_id: str | None = None
@@ -144,6 +145,12 @@ class ModelCard(_Strict):
     def context_tokens(self) -> int | None:
         """The model's own context."""
         return self.architecture.context_tokens
+
+    @model_validator(mode="after")
+    def _name_is_free(self) -> Self:
+        if self.name in RESERVED_NAMES:
+            raise ValueError(f"a model cannot be called {self.name!r}: `peagle models {self.name}` is a command")
+        return self
 
     @model_validator(mode="after")
     def _rows_are_ordered_and_have_heads(self) -> Self:

@@ -57,6 +57,18 @@ EMBEDDED_TARGETS = {
 }
 
 
+def embedded_name(distribution: str) -> str:
+    """The embedded target that a package carries; cards of other names may share it.
+
+    Raises:
+        CatalogError: the package carries none.
+    """
+    for name, target in EMBEDDED_TARGETS.items():
+        if target.distribution == distribution:
+            return name
+    raise CatalogError(f"the package {distribution} carries no model that peagle knows")
+
+
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
     """The folder of the converted target, converted now where it is missing or damaged.
 

@@ -14,6 +14,8 @@ from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _UNMAPPED_BY_VLLM = ("fc_norm", "norm_output")
+# Where a head does not say: the depth of the P-EAGLE launch's quick start, and EAGLE-3's best (vLLM blog, 2026-03-13).
+_USUAL_K = {"peagle": 5, "eagle3": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class HeadFacts:
         method: how it drafts.
         target_hidden_size: width of the target's states that it reads.
         vocab_size: of the embedding that it shares with the target.
+        draft_vocab_size: how many of those tokens it can draft; all of them where it does not say.
+        num_layers: decoder layers of its own; 1 where it does not say.
         aux_layer_ids: layers of the target whose input states it reads; empty leaves the choice to vLLM.
         mask_token_id: stands for the tokens not drafted yet; P-EAGLE only.
         num_speculative_tokens: K that it was saved with, None where it does not say.
@@ -33,10 +37,17 @@ class HeadFacts:
     method: DraftMethod
     target_hidden_size: int
     vocab_size: int
+    draft_vocab_size: int
+    num_layers: int
     aux_layer_ids: tuple[int, ...]
     mask_token_id: int | None
     num_speculative_tokens: int | None
     unmapped: tuple[str, ...]
+
+    @property
+    def default_k(self) -> int:
+        """K without a measurement: the one it was saved with, else the usual one of its method."""
+        return self.num_speculative_tokens or _USUAL_K[self.method]
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
@@ -58,6 +69,8 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         method=method,
         target_hidden_size=hidden_size,
         vocab_size=vocab_size,
+        draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
+        num_layers=layer.get("num_hidden_layers") or 1,
         aux_layer_ids=tuple(aux),
         mask_token_id=mask_token_id,
         num_speculative_tokens=_saved_k(config),

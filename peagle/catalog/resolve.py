@@ -35,10 +35,6 @@ __all__ = [
     "resolve_model",
 ]
 
-# Without a measurement: the depth of the P-EAGLE launch's quick start, and EAGLE-3's best (vLLM blog,
-# 2026-03-13).
-_DEFAULT_K = {"peagle": 5, "eagle3": 3}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDrafter:
@@ -117,7 +113,7 @@ def _build(
         )
     head = check_fit(read_config(folder, DrafterError) if is_local else hub_config(path), model.config)
     if k is None:
-        k = measured_k.get(head.method) or head.num_speculative_tokens or _DEFAULT_K[head.method]
+        k = measured_k.get(head.method) or head.default_k
     return ResolvedDrafter(
         spec=DrafterSpec(
             method=head.method,

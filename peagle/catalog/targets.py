@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.cards import ModelCard
-from peagle.catalog.embedded import ensure_embedded
+from peagle.catalog.embedded import embedded_name, ensure_embedded
+from peagle.catalog.home import peagle_home
 from peagle.catalog.hub import hub_commit, hub_config
 from peagle.catalog.loader import load_catalog
 from peagle.errors import CatalogError, ConfigError
@@ -57,12 +58,14 @@ def resolve_model(name: str, *, announce: Callable[[str], None] = lambda message
         CatalogError: nothing by that name; names the nearest.
     """
     catalog = load_catalog()
-    card = catalog.find(name)
+    folder = Path(name).expanduser()
+    card = catalog.find(name) or (catalog.find(str(folder.resolve())) if folder.exists() else None)
     if card is not None and card.source.kind == "package":
-        return _local_model(card.name, ensure_embedded(card.name, announce=announce), card)
+        return _local_model(card.name, ensure_embedded(embedded_name(card.source.id), announce=announce), card)
+    if card is not None and card.source.kind == "folder":
+        return _local_model(card.name, Path(card.source.id), card)
     if card is not None:
         return _hub_model(card.name, card.source.id, card.source.revision, card)
-    folder = Path(name).expanduser()
     if folder.exists():
         return _local_model(folder.resolve().name, folder.resolve(), None)
     if is_hub_id(name):
@@ -75,8 +78,8 @@ def resolve_model(name: str, *, announce: Callable[[str], None] = lambda message
 def local_path(name: str) -> str:
     """Where this node has a model or a drafter: a folder, or a hub id that vLLM downloads here.
 
-    A driver on another machine may have named a shipped head by its own installation's path; it is found in
-    this one.
+    A driver on another machine may have named a head by the path of its own installation or home; one that ships
+    or that was added here too is found.
 
     Raises:
         CatalogError: nothing by that name on this node.
@@ -86,9 +89,12 @@ def local_path(name: str) -> str:
         return str(folder.resolve())
     if folder.parent.name == HEADS_FOLDER.name and (HEADS_FOLDER / folder.name).exists():
         return str(HEADS_FOLDER / folder.name)
+    if folder.parent.name == HEADS_FOLDER.name and (peagle_home() / HEADS_FOLDER.name / folder.name).exists():
+        return str((peagle_home() / HEADS_FOLDER.name / folder.name).resolve())
     card = load_catalog().find(name)
     if card is not None:
-        return str(ensure_embedded(card.name)) if card.source.kind == "package" else card.source.id
+        is_packaged = card.source.kind == "package"
+        return str(ensure_embedded(embedded_name(card.source.id))) if is_packaged else card.source.id
     if is_hub_id(name):
         return name
     raise CatalogError(

@@ -205,9 +205,14 @@ def load_head(folder: Path, target: Path) -> Any:
     from safetensors.torch import load_file
 
     _silence_library()
-    algorithm = json.loads((folder / "config.json").read_text()).get("speculators_model_type")
+    raw = json.loads((folder / "config.json").read_text())
+    algorithm = raw.get("speculators_model_type")
     if algorithm not in ALGORITHMS:
         raise DrafterError(f"{folder}: neither a P-EAGLE nor an EAGLE-3 head in speculators' format")
+    if raw.get("quantization_config"):
+        raise DrafterError(
+            f"{folder} is quantised", hint="`peagle quantize-drafter --dequantize` makes a bf16 head of it"
+        )
     model_class = _model_class(algorithm)
     config = model_class.config_class.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)

@@ -40,6 +40,11 @@ def card(*rows: dict[str, Any], **changes: Any) -> ModelCard:
     return ModelCard.model_validate(values | changes)
 
 
+def test_a_model_cannot_be_called_like_a_command() -> None:
+    with pytest.raises(ValidationError, match="cannot be called 'add'"):
+        card(name="add")
+
+
 CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7), row("cuda", 64, k=3))
 
 

@@ -39,11 +39,23 @@ def hub_head(**changes: Any) -> dict[str, Any]:
 def test_the_library_s_layout_is_read() -> None:
     head = check_fit(library_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (2, 15, 29), 5)
+    assert (head.num_layers, head.draft_vocab_size, head.default_k) == (1, 8192, 5)
 
 
 def test_the_hub_s_layout_is_read() -> None:
     head = check_fit(hub_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (1, 14, 28), None)
+    assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
+
+
+def test_a_published_head_drafts_the_whole_vocabulary_where_it_names_none() -> None:
+    head = check_fit(hub_head(draft_vocab_size=None, eagle_config=None), TARGET)
+    assert (head.draft_vocab_size, head.aux_layer_ids) == (49152, ())
+
+
+def test_without_a_saved_k_the_usual_one_of_the_method_holds() -> None:
+    assert read_head(hub_head()).default_k == 5
+    assert read_head(hub_head(ptd_token_id=None)).default_k == 3
 
 
 def test_a_head_without_a_mask_token_is_eagle3() -> None:

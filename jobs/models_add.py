@@ -1,0 +1,65 @@
+"""`peagle models add`: a trained or downloaded head into the user's own catalog."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.catalog.own_heads import AddedHead
+
+HELP = """\
+Put a drafter head into your catalog, so that `peagle generate --model TARGET` drafts with it.
+
+  peagle models add heads/mine/head
+  peagle models add downloads/gpt-oss-20b-p-eagle --target gpt-oss-20b
+  peagle models add heads/other --target /models/my-llama --name my-llama --max-concurrency 8
+
+DIR is a folder as `peagle train` writes it, or in the layout of the published heads (config.json with ptd_token_id,
+weights with mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads; the
+target's card goes to $PEAGLE_HOME/models/NAME.yaml and replaces the one before. How many requests at once drafting
+pays for was measured for some targets and is kept; --max-concurrency says otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle models add`."""
+    parser.add_argument("head", type=Path, metavar="DIR", help="the head's folder")
+    parser.add_argument("--name", metavar="NAME", help="of the card (default: the target's name)")
+    parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: what the head says)")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="K (default: the card's, else the head's own)"
+    )
+    parser.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="draft up to that many requests at once, not beyond"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Add the head, and print what `--drafter auto` does from now on."""
+    from peagle.catalog.own_heads import add_head
+
+    added = add_head(
+        args.head,
+        target=args.target,
+        name=args.name,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_concurrency=args.max_concurrency,
+        announce=print,
+    )
+    _print(added)
+    result = {"card": added.card.model_dump(), "path": str(added.path), "folder": str(added.folder)}
+    return 0, result | {"replaced": added.replaced}
+
+
+def _print(added: "AddedHead") -> None:
+    from jobs.models import speculation_rows
+
+    facts, name = added.facts, added.card.name
+    print(f"{name}: {facts.method} head, {added.card.heads[facts.method].note}")
+    print(f"head: {added.folder}")
+    print(f"card: {added.path}")
+    if added.replaced:
+        print(f"the card named before: {added.replaced}")
+    print(f"\npeagle generate --model {name} now drafts by itself:")
+    for platform, choice, source in speculation_rows(added.card):
+        print(f"  {platform}: {choice}  [{source}]")

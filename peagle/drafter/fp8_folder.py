@@ -1,0 +1,201 @@
+"""Head folders to FP8 and back: reads a head, writes another folder that vLLM loads, and says what that cost.
+
+The output appears whole or not at all; everything of the head that is no weight is copied, and its card gains a line.
+The way back holds the values that FP8 holds, so that a machine without FP8 can measure what they do to acceptance; it
+does not repeat what FP8 does to activations. It knows files; the arithmetic is `fp8.py`'s.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.catalog.fit import read_head
+from peagle.catalog.targets import read_config
+from peagle.drafter.fp8 import (
+    FP8,
+    OPTIONAL,
+    SCALE,
+    WeightError,
+    dequantize,
+    is_matrix,
+    quantization_config,
+    quantize,
+    weight_error,
+    why_kept,
+)
+from peagle.errors import ConfigError, DrafterError, did_you_mean
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_MODEL_TYPES = ("llama", "qwen3")  # the drafters that vLLM has a quantised class for
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A head written in another format.
+
+    Attributes:
+        output: its folder.
+        num_bytes_before: of the weight files read.
+        num_bytes_after: of the weight file written.
+        errors: of each matrix that changed its format: against the head that was read.
+        kept: why each of the other tensors stayed as it was, by name.
+    """
+
+    output: Path
+    num_bytes_before: int
+    num_bytes_after: int
+    errors: tuple[WeightError, ...]
+    kept: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data for a report."""
+        return {
+            "output": str(self.output),
+            "num_bytes_before": self.num_bytes_before,
+            "num_bytes_after": self.num_bytes_after,
+            "weights": [error.to_dict() for error in self.errors],
+            "kept": self.kept,
+        }
+
+
+def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Conversion:
+    """Write the head in `source` as an FP8 head.
+
+    Args:
+        source: a P-EAGLE or EAGLE-3 head, in either layout that `catalog.fit` reads.
+        output: must not exist, or be empty.
+        keep: modules of `fp8.OPTIONAL` that stay as they are.
+
+    Raises:
+        DrafterError: not a head, quantised already, or of an architecture that vLLM has no FP8 drafter for.
+        ConfigError: the output exists, or `keep` names something else.
+    """
+    for module in keep:
+        if module not in OPTIONAL:
+            raise ConfigError(f"{module!r} cannot be kept apart", hint=did_you_mean(module, OPTIONAL))
+    config, tensors = _read(source, output)
+    stated = next((config[key] for key in _CONFIG_KEYS if config.get(key)), None)
+    if stated or any(tensor.dtype == FP8 for tensor in tensors.values()):
+        method = (stated or {}).get("quant_method", "FP8")
+        raise DrafterError(f"{source} is quantised already ({method})", hint="--dequantize makes a bf16 head of it")
+    kept = {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep)) is not None}
+    written, errors = dict(tensors), []
+    for name in tensors.keys() - kept.keys():
+        written[name], written[name + SCALE] = stored, scale = quantize(name, tensors[name])
+        errors.append(weight_error(name, tensors[name], dequantize(stored, scale), scale))
+    if not errors:
+        raise DrafterError(f"{source} has no weights that vLLM can load in FP8")
+    config["quantization_config"] = quantization_config(tensors, kept)
+    line = (
+        f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale for each output channel, activations by token"
+    )
+    line += f" as the engine runs (compressed-tensors); {_others(kept, tensors)}. Written by `peagle quantize-drafter`"
+    line += "; figures of acceptance below are those of the head before."
+    return _write(source, output, config, written, line, errors, kept)
+
+
+def dequantize_head(source: Path, output: Path) -> Conversion:
+    """Write the FP8 head in `source` as a bf16 head of the same values, each rounded to bf16 (2^-9 at most).
+
+    Raises:
+        DrafterError: not an FP8 head in the format that `quantize_head` writes.
+        ConfigError: the output exists.
+    """
+    config, tensors = _read(source, output)
+    stated = config.pop("quantization_config", None) or {}
+    names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
+    lost = [name for name in names if name + SCALE not in tensors]
+    if stated.get("quant_method") != "compressed-tensors" or not names or lost:
+        reason = f": {lost[0]} has no scale" if lost else ""
+        raise DrafterError(
+            f"{source} is not an FP8 head{reason}", hint="give a folder that `peagle quantize-drafter` wrote"
+        )
+    written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in names}
+    errors = []
+    for name in names:
+        exact = dequantize(tensors[name], tensors[name + SCALE])
+        written[name] = exact.to(torch.bfloat16)
+        errors.append(weight_error(name, exact, written[name], tensors[name + SCALE]))
+    kept = dict.fromkeys(written.keys() - set(names), "not in FP8")
+    line = "**bf16 again**: the values that the FP8 head holds, rounded to bf16. Written by `peagle quantize-drafter"
+    line += " --dequantize`, to measure what FP8 weights do to acceptance."
+    return _write(source, output, config, written, line, errors, kept)
+
+
+def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration and weights of a head, once it is known that they can be converted into `output`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"{output} exists", hint="name a folder that does not, or remove it")
+    config = read_config(source, DrafterError)
+    read_head(config)
+    layers = config.get("transformer_layer_config") or config
+    if (model_type := layers.get("model_type", "llama")) not in _MODEL_TYPES:
+        raise DrafterError(
+            f"{source} is a head of type {model_type!r}", hint=f"vLLM loads FP8 heads of {', '.join(_MODEL_TYPES)}"
+        )
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise DrafterError(f"{source} holds no *.safetensors", hint="save the head's weights as safetensors first")
+    try:
+        return config, {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise DrafterError(f"{source}: its weights cannot be read: {error}", hint="copy the head again") from error
+
+
+def _write(
+    source: Path,
+    output: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    line: str,
+    errors: list[WeightError],
+    kept: dict[str, str],
+) -> Conversion:
+    """Write beside `output` and rename, so that a reader never sees half a head."""
+    from safetensors.torch import save_file
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        for file in source.iterdir():
+            if file.is_file() and not file.name.startswith(".") and not any(map(file.match, _WEIGHTS)):
+                shutil.copyfile(file, staging / file.name)
+        ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
+        save_file(ordered, staging / "model.safetensors", metadata={"format": "pt"})
+        (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _note(staging / "README.md", line)
+        for path in (staging, *staging.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        staging.rename(output)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Conversion(
+        output=output,
+        num_bytes_before=sum(file.stat().st_size for file in source.glob("*.safetensors")),
+        num_bytes_after=(output / "model.safetensors").stat().st_size,
+        errors=tuple(sorted(errors, key=lambda error: error.name)),
+        kept=dict(sorted(kept.items())),
+    )
+
+
+def _note(card: Path, line: str) -> None:
+    """Put a line under the card's title; a head without a card gets one."""
+    lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
+    title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
+    lines[title + 1 : title + 1] = ["", line]
+    card.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _others(kept: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
+    matrices = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
+    return f"{', '.join(matrices)} as before" if matrices else "nothing else is a matrix"

@@ -1,0 +1,58 @@
+"""An FP8 head in vLLM's own drafter class, on CPU: what loads is FP8, and computes what its values say.
+
+In a process of its own, since vLLM's distributed state is one for each process. No engine is started.
+"""
+
+import json
+import subprocess
+import sys
+
+from peagle.catalog.targets import HEADS_FOLDER
+from peagle.drafter.fp8_folder import dequantize_head, quantize_head
+
+PROBE = """
+import json, socket, sys, torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+target, *heads = sys.argv[1:]
+logits, dtypes = [], []
+for head in heads:
+    drafter = {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
+    config = EngineArgs(
+        model=target, dtype="bfloat16", enforce_eager=True, max_model_len=512, speculative_config=drafter
+    ).create_engine_config()
+    with set_current_vllm_config(config), torch.no_grad():
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+        matrices = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() == 2]
+        dtypes.append(sorted({str(p.dtype) for p in matrices}))
+        states = torch.randn(8, model.model.fc_input_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        combined = model.combine_hidden_states(states)
+        found = model.compute_logits(combined + model.model.layers[0].mlp(combined)).float()
+        logits.append(found[:, torch.isfinite(found[0])])
+distances = [((one - logits[0]).norm() / logits[0].norm()).item() for one in logits]
+print(json.dumps({"dtypes": dtypes, "distances": distances}))
+"""
+
+
+def test_vllm_loads_an_fp8_head_and_its_values_are_those_of_the_head_made_bf16_again(tmp_path, embedded_target):
+    head = HEADS_FOLDER / "smollm2-135m-peagle"
+    quantize_head(head, tmp_path / "fp8")
+    dequantize_head(tmp_path / "fp8", tmp_path / "values")
+    folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", head)]
+    done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
+    _, activations, weights = found["distances"]
+    # Both are rounding: of activations to FP8 in the one, of weights in the other. A lost scale is off by far more.
+    assert 0 < activations < 0.1
+    assert 0 < weights < 0.1

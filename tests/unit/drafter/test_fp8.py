@@ -1,0 +1,137 @@
+"""FP8 heads against the format's own bounds, and against vLLM's reader of the configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.drafter.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
+from peagle.errors import DrafterError
+
+HALF_A_STEP = 2**-4  # E4M3 has 3 mantissa bits: neighbours are 2^-3 apart, so rounding errs by half of that
+
+
+def test_a_row_worked_by_hand() -> None:
+    stored, scale = quantize("w", torch.tensor([[0.5, -2.0], [0.0, 0.0]]))
+    assert stored.float().tolist() == [[112.0, -448.0], [0.0, 0.0]]
+    assert scale.flatten().tolist() == [pytest.approx(2 / 448), 1.0]
+    torch.testing.assert_close(dequantize(stored, scale), torch.tensor([[0.5, -2.0], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("make", [torch.randn, torch.rand, lambda *size: torch.randn(*size) ** 5])
+def test_every_element_is_within_half_a_step(make: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    weight = make(64, 256).to(torch.bfloat16)
+    stored, scale = quantize("w", weight)
+    assert (stored.dtype, scale.dtype, tuple(scale.shape)) == (FP8, torch.float32, (64, 1))
+    exact, difference = weight.float(), (dequantize(stored, scale) - weight.float()).abs()
+    is_normal = exact.abs() >= 2**-6 * scale
+    assert (difference <= HALF_A_STEP * exact.abs() * (1 + 1e-6))[is_normal].all()
+    assert (difference <= 2**-10 * scale * (1 + 1e-6))[~is_normal].all()  # below it steps are 2^-9 of the scale
+
+
+def test_rows_of_any_magnitude_are_as_exact() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 64) * torch.tensor([[1e-10], [1.0], [1e10]])
+    stored, scale = quantize("w", weight)
+    rows = [weight_error("w", weight[i : i + 1], dequantize(stored, scale)[i : i + 1], scale[i]) for i in range(3)]
+    assert all(0.01 < row.rms_relative < HALF_A_STEP for row in rows)
+
+
+def test_the_error_is_told_as_it_is() -> None:
+    original, stored = torch.tensor([[1.0, 2.0, 1e-9]]), torch.tensor([[1.1, 2.0, 0.0]])
+    error = weight_error("w", original, stored, torch.tensor([[2 / 448]]))
+    assert error.max_relative == pytest.approx(0.1)
+    assert error.mean_relative == pytest.approx(0.05)  # the third is below what FP8 holds with all its bits
+    assert error.rms_relative == pytest.approx(0.1 / 5**0.5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    with pytest.raises(DrafterError, match=r"fc\.weight holds values that are not finite"):
+        quantize("fc.weight", torch.tensor([[1.0, bad]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("layers.0.self_attn.q_proj.weight", (4, 4), None),
+        ("layers.3.mlp.down_proj.weight", (4, 4), None),
+        ("midlayer.mlp.gate_proj.weight", (4, 4), None),
+        ("fc.weight", (4, 12), None),
+        ("lm_head.weight", (8, 4), None),
+        ("embed_tokens.weight", (8, 4), "embedding"),
+        ("mask_hidden", (1, 1, 12), "not a matrix"),
+        ("layers.0.self_attn.q_proj.bias", (4,), "not a matrix"),
+        ("norm.weight", (4,), "not a matrix"),
+        ("adapter.weight", (4, 4), "no quantised layer of that name"),
+    ],
+)
+def test_what_vllm_has_a_quantised_layer_for(name: str, shape: tuple[int, ...], reason: str | None) -> None:
+    why = why_kept(name, torch.zeros(shape), keep=())
+    assert why is None if reason is None else reason in str(why)
+
+
+HEAD = {
+    "layers.0.self_attn.q_proj.weight": torch.zeros(4, 4),
+    "fc.weight": torch.zeros(4, 12),
+    "lm_head.weight": torch.zeros(8, 4),
+    "norm.weight": torch.zeros(4),
+    "mask_hidden": torch.zeros(1, 1, 12),
+}
+
+
+def kept(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
+    return {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep))}
+
+
+def schemes(config: dict[str, Any]) -> dict[str, bool]:
+    """Which of a drafter's layers vLLM would load in FP8. Layers are numbered on from a target of 30."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    reader = CompressedTensorsConfig.from_config(config)
+    layers = {
+        "model.layers.30.self_attn.qkv_proj": "QKVParallelLinear",
+        "model.layers.30.self_attn.o_proj": "RowParallelLinear",
+        "model.layers.30.mlp.gate_up_proj": "MergedColumnParallelLinear",
+        "model.layers.30.mlp.down_proj": "RowParallelLinear",
+        "model.fc": "ReplicatedLinear",
+        "lm_head": "ParallelLMHead",
+        "model.embed_tokens": "VocabParallelEmbedding",
+    }
+    found = {}
+    for name, kind in layers.items():
+        scheme = reader.get_scheme_dict(type(kind, (torch.nn.Module,), {})(), name)
+        if scheme is not None:
+            assert reader._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
+            assert (scheme["weights"].strategy, scheme["input_activations"].strategy) == ("channel", "token")
+            assert scheme["format"] == "float-quantized"
+        found[name.rpartition(".")[2]] = scheme is not None
+    return found
+
+
+PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "embed_tokens": False}
+
+
+def test_vllm_takes_the_configuration_for_just_the_layers_that_are_fp8() -> None:
+    config = quantization_config(HEAD, kept(HEAD))
+    assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
+
+
+def test_what_is_kept_is_ignored_by_vllm() -> None:
+    config = quantization_config(HEAD, kept(HEAD, "fc", "lm_head"))
+    assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
+
+
+def test_an_lm_head_shared_with_the_target_is_ignored() -> None:
+    shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
+    assert schemes(quantization_config(shared, kept(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
+
+
+def test_the_library_that_owns_the_format_takes_it_too() -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    read = QuantizationConfig.model_validate(quantization_config(HEAD, kept(HEAD)))
+    assert (read.format, read.quantization_status) == ("float-quantized", "compressed")
+    assert read.config_groups["group_0"].weights.num_bits == 8

@@ -1,0 +1,31 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import cli
+from peagle.catalog.targets import HEADS_FOLDER
+
+SHIPPED = HEADS_FOLDER / "smollm2-135m-peagle"
+
+
+def test_the_shipped_head_to_fp8_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "result.json"
+    fp8, back = str(tmp_path / "fp8"), str(tmp_path / "back")
+    assert cli.run(["quantize-drafter", str(SHIPPED), "--output", fp8, "--json", str(result)]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads(result.read_text())
+    assert f"{written['num_bytes_after']:,} bytes, {written['num_bytes_before']:,} before" in printed
+    assert all(weight["name"] in printed for weight in written["weights"])
+    assert 0.5 < written["num_bytes_after"] / written["num_bytes_before"] < 0.51
+    assert cli.run(["quantize-drafter", fp8, "--output", back, "--dequantize"]) == 0
+    assert (tmp_path / "back" / "model.safetensors").stat().st_size == written["num_bytes_before"]
+
+
+def test_bad_use_is_told_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "out")
+    assert cli.run(["quantize-drafter", str(tmp_path), "--output", output]) == 2
+    assert "peagle quantize-drafter: " in capsys.readouterr().err
+    assert cli.run(["quantize-drafter", str(SHIPPED), "--output", output, "--dequantize", "--keep", "fc"]) == 2
+    assert "--keep" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
