@@ -25,6 +25,7 @@ COMMANDS = {
     "models": "list the catalog, or show one model's card",
     "prompts": "write the prompts that ship for training a drafter",
     "train": "train a drafter head for a target",
+    "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
     "doctor": "say what this machine can do",
 }
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
