@@ -22,6 +22,7 @@ from peagle.svg import (
 )
 
 _INSET = 20  # between the axis and the first K
+_LABEL_HEIGHT = 24  # a value whose point has another this close above it stands below its point
 
 
 def length_plot(report: Mapping[str, Any]) -> str:
@@ -84,7 +85,9 @@ def _lines(curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
         for k, length in points:
             words = title(f"{label}, K={k}: {length:.2f}")
             parts.append(f'<circle class="series-{series}" cx="{x(k):.1f}" cy="{y(length):.1f}" r="4">{words}</circle>')
-            parts.append(text(x(k), y(length) - 8, f"{length:.2f}", "value", "middle"))
+            others = [y(other) for _, points in curves for other_k, other in points if other_k == k]
+            is_crowded = any(0 < y(length) - other < _LABEL_HEIGHT for other in others)
+            parts.append(text(x(k), y(length) + (18 if is_crowded else -8), f"{length:.2f}", "value", "middle"))
     parts.append(x_axis_name("draft tokens a step (K)"))
     return drawing(HEIGHT, "Acceptance length by K", parts)
 
