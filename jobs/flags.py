@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pydantic
@@ -21,14 +22,19 @@ Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, model: type[pydantic.BaseModel], groups: Mapping[str, list[str]]
+    parser: argparse.ArgumentParser,
+    model: type[pydantic.BaseModel],
+    groups: Mapping[str, list[str]],
+    *,
+    short: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A flag for each field of `model`, under the headings of `groups`, and `--config`."""
+    """A flag for each field of `model`, under the headings of `groups`, and `--config`. `short`: one-letter names."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
     headings = {name: sections[heading] for heading, names in groups.items() for name in names}
     for name, field in model.model_fields.items():
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
+        names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
         kind = _plain(field.annotation)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -38,7 +44,7 @@ def add_flags(
             options["metavar"] = "|".join(map(str, typing.get_args(kind)))
         else:
             options["metavar"] = _METAVARS.get(kind, "TEXT")
-        headings.get(name, parser).add_argument(f"--{name.replace('_', '-')}", **options)
+        headings.get(name, parser).add_argument(*names, **options)
 
 
 def load(model: type[Model], args: argparse.Namespace) -> Model:

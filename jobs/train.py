@@ -1,10 +1,10 @@
 """`peagle train`: a drafter head for a target, from the target's own responses."""
 
 import argparse
-import time
 from typing import Any
 
 from jobs import flags
+from jobs.throttle import Throttle
 from peagle.drafter.config import TrainConfig
 
 HELP = """\
@@ -32,7 +32,6 @@ _GROUPS = {
     ],
     "run": ["device", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip
-_REPORT_EVERY_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.drafter.pipeline import Listener, train_head
     from peagle.speculation import SpeculationStats
 
-    result = train_head(config, Listener(say=_say, shard=_Every(_shard), step=_Every(_step)))
+    result = train_head(config, Listener(say=_say, shard=Throttle(_shard), step=Throttle(_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
         _say(
@@ -56,19 +55,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if not result["finished"]:
         _say("the time budget ran out: the same command goes on")
     return (0 if result["finished"] else 3), result
-
-
-class _Every:
-    """Let a report through every few seconds, and the first and last one always."""
-
-    def __init__(self, report: Any) -> None:
-        self._report, self._last = report, float("-inf")
-
-    def __call__(self, *news: Any) -> None:
-        done, total = (news[0].step, news[0].num_steps) if len(news) == 1 else news
-        if done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
-            self._last = time.monotonic()
-            self._report(*news)
 
 
 def _shard(done: int, total: int) -> None:

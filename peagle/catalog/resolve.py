@@ -15,10 +15,10 @@ from peagle.catalog.hub import hub_commit, hub_config
 from peagle.catalog.targets import (
     HEADS_FOLDER,
     ResolvedModel,
-    context_tokens,
     folder_fingerprint,
     is_hub_id,
     local_path,
+    max_model_len,
     read_config,
     resolve_model,
 )
@@ -29,8 +29,8 @@ __all__ = [
     "HEADS_FOLDER",
     "ResolvedDrafter",
     "ResolvedModel",
-    "context_tokens",
     "local_path",
+    "max_model_len",
     "resolve_drafter",
     "resolve_model",
 ]

@@ -114,6 +114,18 @@ def context_tokens(model: ResolvedModel) -> int:
     return tokens
 
 
+def max_model_len(model: ResolvedModel, asked: int | None) -> int:
+    """The context of an engine: as asked for, else the model's own.
+
+    Raises:
+        ConfigError: more than the model's own was asked for, or that is not known.
+    """
+    own = context_tokens(model)
+    if asked is not None and asked > own:
+        raise ConfigError(f"max_model_len is {asked}; the context of {model.name} has {own} tokens")
+    return asked or own
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form ORG/NAME."""
     owner, _, rest = name.partition("/")

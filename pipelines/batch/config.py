@@ -6,16 +6,16 @@ It checks what can be checked without a file, a model or a cluster; it resolves 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from peagle.prompting import PromptKeys
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "ignore_eos")
-PROMPT_KEYS = ("prompt_column", "prompt_template", "messages_column", "system_prompt", "chat")
+PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
 
-class GenerateConfig(BaseModel):
+class GenerateConfig(PromptKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
     drafter: str = Field(
@@ -40,19 +40,6 @@ class GenerateConfig(BaseModel):
         ge=1,
         le=65536,
         description="rows that are committed together; default: from corpus and concurrency",
-    )
-
-    prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
-    prompt_template: str | None = Field(
-        None, description="Jinja2 template over the row's columns, in place of a prompt column"
-    )
-    messages_column: str | None = Field(
-        None,
-        description="column with chat messages (a list of role and content); default: messages, if there",
-    )
-    system_prompt: str | None = Field(None, description="system message put before each prompt (chat only)")
-    chat: bool | None = Field(
-        None, description="put prompts through the model's chat template; default: where the model has one"
     )
 
     temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy, and exactly repeatable")
@@ -94,12 +81,7 @@ class GenerateConfig(BaseModel):
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 
     @model_validator(mode="after")
-    def _one_source_of_prompts(self) -> "GenerateConfig":
-        named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} exclude each other: a row has one prompt")
-        if self.messages_column and self.chat is False:
-            raise ValueError("messages_column needs the chat template: leave chat out")
+    def _k_needs_a_drafter(self) -> "GenerateConfig":
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
         return self

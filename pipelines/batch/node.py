@@ -12,9 +12,8 @@ from pathlib import Path
 
 from peagle import hardware
 from peagle.catalog.resolve import local_path, resolve_model
-from peagle.engine.arguments import engine_args
-from peagle.engine.environment import environment
 from peagle.engine.spec import EngineSpec
+from peagle.engine.start import start_engine
 from peagle.engine.vllm_engine import VllmEngine
 from peagle.errors import CapacityError
 
@@ -58,5 +57,4 @@ def start_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int)
     spec = dataclasses.replace(spec, model=localize(spec.model), drafter=drafter)
     # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound below.
     os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ |= environment(spec, here, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
-    return VllmEngine(engine_args(spec, here, num_engines_on_node=num_engines_on_node))
+    return start_engine(spec, here, engine_index=engine_index, num_engines_on_node=num_engines_on_node)

@@ -10,7 +10,7 @@ from typing import Any
 from peagle.catalog.resolve import (
     ResolvedDrafter,
     ResolvedModel,
-    context_tokens,
+    max_model_len,
     resolve_drafter,
     resolve_model,
 )
@@ -20,9 +20,9 @@ from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from peagle.prompting import PromptSpec, resolve_prompts
 from pipelines.batch.cluster import Placement, place
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.prompting import PromptSpec, resolve_prompts
 from pipelines.batch.worker import load_tokenizer
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -154,18 +154,13 @@ def resolve_price(config: GenerateConfig, hardware: Hardware) -> Price:
 
 
 def _spec(config: GenerateConfig, model: ResolvedModel, drafter: ResolvedDrafter, max_num_seqs: int) -> EngineSpec:
-    max_model_len = config.max_model_len or context_tokens(model)
-    if max_model_len > context_tokens(model):
-        raise ConfigError(
-            f"max_model_len is {max_model_len}; the context of {model.name} has {context_tokens(model)} tokens"
-        )
     return EngineSpec(
         model=model.path,
         drafter=drafter.spec,
         precision=config.precision,
         native_quantization=model.native_quantization,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len(model, config.max_model_len),
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.engine.generation import Generation
+from peagle.prompting import PromptBuilder, RowError
 from pipelines.batch.corpus import RawRow, to_table
 from pipelines.batch.plan import WorkUnit, unit_from_row, unit_to_row
-from pipelines.batch.prompting import PromptBuilder, RowError
 
 OUTPUT_SCHEMA = pa.schema(
     [

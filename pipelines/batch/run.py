@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle import hardware
-from pipelines.batch import cluster, manifest
+from peagle import hardware, manifest
+from peagle.quiet import QuietStderr
+from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
-from pipelines.batch.quiet import QuietStderr
 from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.batch.rundir import RunDirectory

@@ -25,12 +25,12 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
+from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
 from peagle.speculation import SpeculationStats
 from pipelines.batch.corpus import read
 from pipelines.batch.meter import EngineMeter
 from pipelines.batch.node import claim_slot, localize
 from pipelines.batch.plan import unit_from_row
-from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
 from pipelines.batch.rows import PreparedUnit, given_back, is_given_back, prepare
 from pipelines.batch.rundir import RunDirectory
 
@@ -192,14 +192,13 @@ class EngineWorker:
 
             k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
             return FakeEngine(num_speculative_tokens=k, token_s=job.fake_token_s), 0.0
-        from peagle.engine.vllm_engine import compile_seconds, root_cause
+        from peagle.engine.vllm_engine import compile_seconds, with_root_cause
         from pipelines.batch.node import start_vllm
 
         try:
             engine = start_vllm(job.spec, engine_index=self._slot, num_engines_on_node=job.num_engines_on_node)
         except EngineError as error:
-            cause = root_cause(self._log.read_text(errors="replace"))
-            raise EngineError(f"vLLM did not start: {cause}" if cause else error.message) from error
+            raise with_root_cause(error, self._log.read_text(errors="replace")) from error
         return engine, compile_seconds(self._log.read_text(errors="replace"))
 
     def _redirect_output(self) -> Path:

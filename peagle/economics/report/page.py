@@ -19,7 +19,8 @@ from peagle.economics.report.figures import (
     in_words_usd,
     price_in_words,
 )
-from peagle.economics.report.plots import MAX_SERIES, Rates, acceptance_svg, money_svg
+from peagle.economics.report.plots import Rates, acceptance_svg, money_svg
+from peagle.svg import DARK, LIGHT, MAX_SERIES, RULES
 
 _CARDS = (
     "usd_per_million_tokens",
@@ -59,6 +60,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {_models(reports)}",
         "is_single": is_single,
+        "svg_style": {"light": LIGHT, "dark": DARK, "rules": RULES},
         "status": _status(first) if is_single else None,
         "labels": labels,
         "hero": FIGURES["tokens_per_usd"].text(first),

@@ -1,20 +1,11 @@
-"""The two plots of a report, as SVG text.
-
-Drawn by hand rather than by a plotting library: colours are CSS classes, so that one drawing serves light and
-dark, text stays text, and the drawing scales with the screen. The page's style sheet defines the classes.
-"""
+"""The two plots of a report, as SVG text. What they are drawn with is in `peagle.svg`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 
 from peagle.economics.report.figures import SHARES, in_words_share
-
-WIDTH = 440
-# More series than colours that can be told apart.
-MAX_SERIES = 6
-_LEFT, _RIGHT = 38, 6
+from peagle.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, drawing, grid_line, text, title, x_axis_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +23,28 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
     Args:
         runs: one or more, at most `MAX_SERIES`, each with at least one rate.
     """
-    top, bottom, height = 18, 34, 250
     num_positions = max(len(run.rates) for run in runs)
     ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
-    plot_height = height - top - bottom
-    group = (WIDTH - _LEFT - _RIGHT) / num_positions
+    plot_height = HEIGHT - TOP - BOTTOM
+    group = (WIDTH - LEFT - RIGHT) / num_positions
     bar = min(group * 0.76 / len(runs), 46)
 
     def y(share: float) -> float:
-        return top + plot_height * (1 - share / ceiling)
+        return TOP + plot_height * (1 - share / ceiling)
 
-    parts = [_grid_line(y(ceiling * step / 4), ceiling * step / 4) for step in range(5)]
+    parts = [grid_line(y(ceiling * step / 4), _grid_label(ceiling * step / 4)) for step in range(5)]
     for position in range(num_positions):
-        centre = _LEFT + group * (position + 0.5)
-        parts.append(_text(centre, height - bottom + 16, str(position + 1), "tick", "middle"))
+        centre = LEFT + group * (position + 0.5)
+        parts.append(text(centre, HEIGHT - BOTTOM + 16, str(position + 1), "tick", "middle"))
         for index, run in enumerate(runs):
             if position < len(run.rates):
                 x = centre + bar * (index - len(runs) / 2)
-                title = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
-                parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, title))
+                words = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
+                parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, words))
                 if bar >= 15:
                     parts.append(_value_label(x + bar / 2, y(run.rates[position]), run.rates[position], bar))
-    parts.append(_text(_LEFT + (WIDTH - _LEFT - _RIGHT) / 2, height - 2, "position in the draft", "axis", "middle"))
-    return _svg(height, "Acceptance by position", parts)
+    parts.append(x_axis_name("position in the draft"))
+    return drawing(HEIGHT, "Acceptance by position", parts)
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
@@ -67,10 +57,10 @@ def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     parts, y = [], 4.0
     for label, shares in runs:
         if label_height:
-            parts.append(_text(0, y + 12, _shortened(label), "label", "start"))
+            parts.append(text(0, y + 12, _shortened(label), "label", "start"))
         parts += _stacked_bar(y + label_height, bar_height, label, shares)
         y += label_height + bar_height + gap
-    return _svg(round(y - gap + 4), "Where the money went", parts)
+    return drawing(round(y - gap + 4), "Where the money went", parts)
 
 
 def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float]) -> list[str]:
@@ -83,18 +73,18 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
             continue
         # A gap of 2 between neighbours; a sliver stays visible.
         width = max(end - start - 2, 1)
-        title = _title(f"{label}: {name} {shares[name]:.1%}")
+        words = title(f"{label}: {name} {shares[name]:.1%}")
         parts.append(
             f'<rect class="share-{name}" x="{start:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
-            f'rx="3">{title}</rect>'
+            f'rx="3">{words}</rect>'
         )
         if width >= 34:
-            text = in_words_share(shares[name])
-            parts.append(_text(start + width / 2, y + height / 2 + 4, text, f"inside on-{name}", "middle"))
+            share = in_words_share(shares[name])
+            parts.append(text(start + width / 2, y + height / 2 + 4, share, f"inside on-{name}", "middle"))
     return parts
 
 
-def _column(x: float, width: float, top: float, base: float, series: int, title: str) -> str:
+def _column(x: float, width: float, top: float, base: float, series: int, words: str) -> str:
     """A bar that is square at its base and rounded at its end."""
     width = max(width - 2, 1)
     radius = min(4, width / 2, base - top)
@@ -102,17 +92,16 @@ def _column(x: float, width: float, top: float, base: float, series: int, title:
         f"M{x + 1:.1f},{base:.1f} V{top + radius:.1f} q0,{-radius:.1f} {radius:.1f},{-radius:.1f} "
         f"h{width - 2 * radius:.1f} q{radius:.1f},0 {radius:.1f},{radius:.1f} V{base:.1f} Z"
     )
-    return f'<path class="series-{series}" d="{path}">{_title(title)}</path>'
+    return f'<path class="series-{series}" d="{path}">{title(words)}</path>'
 
 
 def _value_label(x: float, y: float, rate: float, width: float) -> str:
-    text = in_words_share(rate)
-    return _text(x, y - 5, text if width >= 26 else text.rstrip("%"), "value", "middle")
+    share = in_words_share(rate)
+    return text(x, y - 5, share if width >= 26 else share.rstrip("%"), "value", "middle")
 
 
-def _grid_line(y: float, share: float) -> str:
-    line = f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return line + _text(_LEFT - 6, y + 4, f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%", "tick", "end")
+def _grid_label(share: float) -> str:
+    return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
 
 
 def _nice_ceiling(share: float) -> float:
@@ -121,18 +110,3 @@ def _nice_ceiling(share: float) -> float:
 
 def _shortened(label: str, num_letters: int = 64) -> str:
     return label if len(label) <= num_letters else label[: num_letters - 1] + "…"
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _title(text: str) -> str:
-    return f"<title>{escape(text)}</title>"
-
-
-def _svg(height: int, name: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(name)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-    )

@@ -15,6 +15,7 @@ from peagle.economics.report.figures import (
     in_words_share,
     price_in_words,
 )
+from peagle.tables import aligned
 
 _WIDTH = 100
 _NAME_WIDTH = 14
@@ -59,17 +60,11 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
         values = [UNKNOWN if value is None else form(value) for value in figure["values"]]
         ratios = [_ratio(i == compared["baseline"], ratio) for i, ratio in enumerate(figure["ratios"])]
         rows.append((figure["label"], *(f"{value}{ratio}" for value, ratio in zip(values, ratios, strict=True))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = [
-        f"  {row[0]:<{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
     names = [
         f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}"
         for index, (head, label) in enumerate(zip(heads, compared["labels"], strict=True))
     ]
-    return "\n".join([*names, *(line.rstrip() for line in table), *_wrapped_notes(compared["notes"])])
+    return "\n".join([*names, *(f"  {line}" for line in aligned(rows)), *_wrapped_notes(compared["notes"])])
 
 
 def _ratio(is_baseline: bool, ratio: float | None) -> str:

@@ -15,6 +15,7 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "matplotlib", "pyarrow")
         "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.cost, peagle.speculation",
         "from jobs import cli; cli._parser(None).format_help()",
         "from jobs import cli; cli._parser('generate').format_help()",
+        "from jobs import cli; cli._parser('evaluate').format_help()",
     ],
 )
 def test_help_and_import_load_nothing_heavy(code):

@@ -3,10 +3,10 @@ import pytest
 
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
+from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.corpus import RawRow, Span
 from pipelines.batch.plan import WorkUnit
-from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError
 from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, prepare
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))

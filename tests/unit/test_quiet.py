@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from pipelines.batch.quiet import QuietStderr
+from peagle.quiet import QuietStderr
 
 
 def test_what_children_and_c_code_print_goes_to_the_log(tmp_path, capfd):

@@ -1,7 +1,7 @@
 import pytest
 
 from peagle.errors import ConfigError
-from pipelines.batch.manifest import require_same, versions
+from peagle.manifest import require_same, versions
 
 
 def test_equal_fingerprints_pass():

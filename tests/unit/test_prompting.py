@@ -1,8 +1,8 @@
 import pytest
 
 from peagle.errors import ConfigError
+from peagle.prompting import PromptBuilder, PromptSpec, RowError, resolve_prompts
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.prompting import PromptBuilder, PromptSpec, RowError, resolve_prompts
 
 
 class WordTokenizer:

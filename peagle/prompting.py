@@ -10,9 +10,37 @@ from typing import Any, Protocol
 
 import jinja2
 import jinja2.sandbox
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.errors import ConfigError, InputError, did_you_mean
-from pipelines.batch.config import GenerateConfig
+
+
+class PromptKeys(BaseModel):
+    """What a user can ask of prompts; commands that read a corpus have these keys among their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
+    prompt_template: str | None = Field(
+        None, description="Jinja2 template over the row's columns, in place of a prompt column"
+    )
+    messages_column: str | None = Field(
+        None,
+        description="column with chat messages (a list of role and content); default: messages, if there",
+    )
+    system_prompt: str | None = Field(None, description="system message put before each prompt (chat only)")
+    chat: bool | None = Field(
+        None, description="put prompts through the model's chat template; default: where the model has one"
+    )
+
+    @model_validator(mode="after")
+    def _one_source_of_prompts(self) -> "PromptKeys":
+        named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other: a row has one prompt")
+        if self.messages_column and self.chat is False:
+            raise ValueError("messages_column needs the chat template: leave chat out")
+        return self
 
 
 class Tokenizer(Protocol):
@@ -50,32 +78,32 @@ class PromptSpec:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def resolve_prompts(config: GenerateConfig, columns: list[str], has_chat_template: bool) -> PromptSpec:
+def resolve_prompts(keys: PromptKeys, columns: list[str], has_chat_template: bool) -> PromptSpec:
     """Decide, before an engine starts, where prompts come from.
 
     Raises:
         InputError: the column that is named, or any that would do, is not in the corpus.
         ConfigError: the template does not compile, or chat is asked of a model without a chat template.
     """
-    messages_column = config.messages_column
-    column = config.prompt_column
-    if config.prompt_template is not None:
-        _check_template(config.prompt_template, columns)
+    messages_column = keys.messages_column
+    column = keys.prompt_column
+    if keys.prompt_template is not None:
+        _check_template(keys.prompt_template, columns)
     elif messages_column is None and column is None:
         column, messages_column = _default_source(columns)
     for name in (column, messages_column):
         if name is not None and name not in columns:
             raise InputError(f"the corpus has no column {name!r}", hint=did_you_mean(name, columns))
-    chat = has_chat_template if config.chat is None else config.chat
+    chat = has_chat_template if keys.chat is None else keys.chat
     if not has_chat_template and (chat or messages_column is not None):
         raise ConfigError("the model has no chat template", hint="give plain prompts, and chat: false")
-    if config.system_prompt is not None and not chat:
+    if keys.system_prompt is not None and not chat:
         raise ConfigError("system_prompt needs a chat template", hint="put it into prompt_template instead")
     return PromptSpec(
         column=column,
-        template=config.prompt_template,
+        template=keys.prompt_template,
         messages_column=messages_column,
-        system_prompt=config.system_prompt,
+        system_prompt=keys.system_prompt,
         chat=chat or messages_column is not None,
     )
 

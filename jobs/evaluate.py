@@ -1,0 +1,55 @@
+"""`peagle evaluate`: what a drafter is worth in the real engine."""
+
+import argparse
+from typing import Any
+
+from jobs import flags
+from jobs.throttle import Throttle
+from peagle.drafter.evaluation.config import EvaluateConfig
+from peagle.prompting import PromptKeys
+
+HELP = """\
+Measure drafters in vLLM: acceptance length by K, acceptance by position and by category, drafted and accepted tokens
+per second. One engine at a time, started once for each drafter and K; Ray is not needed.
+
+  peagle evaluate --drafter heads/mine/head -k 3,5,7
+  peagle evaluate --drafter heads/p-eagle/head --drafter heads/eagle3/head -k 7 --output runs/both
+  peagle evaluate --dataset mine.jsonl --category-column task --temperature 0.8
+
+OUTPUT holds report.json, report.md (for a model card) and two plots. A finished drafter and K is kept there: the same
+command goes on where it was stopped, and other drafters and K can be added to it.
+"""
+_GROUPS = {
+    "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision"],
+    "data and results": ["dataset", "category_column", "limit", "output"],
+    "prompts": list(PromptKeys.model_fields),
+    "sampling": ["temperature", "max_tokens"],
+    "engine": [
+        "concurrency", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
+        "gpu_memory_utilization",
+    ],
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle evaluate`."""
+    flags.add_flags(parser, EvaluateConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Evaluate, and print the table."""
+    config = flags.load(EvaluateConfig, args)
+    from peagle.drafter.evaluation.report import text_report
+    from peagle.drafter.evaluation.run import Listener, evaluate
+
+    report, folder = evaluate(config, Listener(say=_say, progress=Throttle(_progress)))
+    _say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    return 0, report
+
+
+def _progress(done: int, total: int) -> None:
+    _say(f"  {done} of {total} responses")
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

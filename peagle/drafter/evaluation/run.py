@@ -1,0 +1,144 @@
+"""An evaluation, from its configuration to its report: one engine after another, a finished cell kept at once.
+
+    config -> plan and prompts -> (engine, all prompts) for each cell -> report
+
+It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.catalog.targets import resolve_model
+from peagle.drafter.evaluation.cell import Cell, CellResult
+from peagle.drafter.evaluation.config import EvaluateConfig
+from peagle.drafter.evaluation.dataset import Dataset, build_dataset, read_dataset
+from peagle.drafter.evaluation.measure import measure
+from peagle.drafter.evaluation.plan import Plan, make_plan
+from peagle.drafter.evaluation.plots import length_plot, position_plot
+from peagle.drafter.evaluation.report import make_report, markdown_report
+from peagle.drafter.evaluation.store import EvaluationFolder, default_output
+from peagle.engine.generation import Engine
+from peagle.engine.spec import EngineSpec
+from peagle.engine.start import start_engine
+from peagle.engine.vllm_engine import with_root_cause
+from peagle.errors import EngineError
+from peagle.files import write_atomic, write_json
+from peagle.hardware import Hardware
+from peagle.prompting import Tokenizer
+from peagle.quiet import QuietStderr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Who is told what happens: sentences, and responses done of how many."""
+
+    say: Callable[[str], None] = lambda message: None
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The target's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
+def evaluate(
+    config: EvaluateConfig,
+    listener: Listener,
+    *,
+    start: Callable[[EngineSpec, Hardware], Engine] = start_engine,
+    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+) -> tuple[dict[str, Any], Path]:
+    """Measure every cell that is not measured yet; the report, and the folder that holds it.
+
+    Args:
+        start: starts an engine.
+        tokenizer_of: the tokenizer of a target's folder.
+
+    Raises:
+        ConfigError: bad usage; no engine was started.
+        EngineError: an engine did not start or died; finished cells stay, and the same command goes on.
+    """
+    rows = read_dataset(config)
+    here = hardware.detect()
+    model = resolve_model(config.model, announce=listener.say)
+    plan = make_plan(config, here, model)
+    assert plan.spec.max_model_len is not None, "make_plan() sets it"
+    dataset = build_dataset(config, rows, tokenizer_of(model.path), plan.spec.max_model_len)
+    fingerprint = plan.fingerprint(dataset)
+    folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
+    _announce(plan, dataset, listener)
+    results = [_measured(plan, cell, dataset, folder, start, listener) for cell in plan.cells]
+    report = make_report(plan, dataset, results)
+    _write(folder.root, report)
+    return report, folder.root
+
+
+def _announce(plan: Plan, dataset: Dataset, listener: Listener) -> None:
+    where = f"{plan.hardware.describe()}, {plan.precision.describe()}"
+    listener.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
+    for note in plan.notes:
+        listener.say(f"  {note}")
+    for reason, count in dataset.rejected.items():
+        listener.say(f"  {count} rows give no prompt: {reason}")
+
+
+def _measured(
+    plan: Plan,
+    cell: Cell,
+    dataset: Dataset,
+    folder: EvaluationFolder,
+    start: Callable[[EngineSpec, Hardware], Engine],
+    listener: Listener,
+) -> CellResult:
+    """What the folder has of the cell, else a measurement."""
+    head = f"[{plan.cells.index(cell) + 1}/{len(plan.cells)}] {cell.label} K={cell.k}"
+    found = folder.find(cell)
+    if found is not None:
+        listener.say(f"{head}: measured {found.measured_at}")
+        return found
+    listener.say(f"{head}: starting the engine")
+    log = folder.log(cell)
+    with QuietStderr() as quiet:
+        quiet.move_to(log)
+        started = time.monotonic()
+        try:
+            engine = _start(plan.engine_spec(cell), plan.hardware, start)
+        except EngineError as error:
+            raise with_root_cause(error, log.read_text(errors="replace")) from error
+        result = asyncio.run(
+            measure(
+                cell,
+                engine,
+                dataset.prompts,
+                sampling=plan.config.sampling(),
+                concurrency=plan.config.concurrency,
+                start_s=time.monotonic() - started,
+                progress=listener.progress,
+            )
+        )
+    folder.keep(cell, result)
+    listener.say(
+        f"{head}: acceptance length {result.acceptance_length:.2f}, {result.output_tokens_per_s:.1f} output tokens/s"
+    )
+    return result
+
+
+def _start(spec: EngineSpec, here: Hardware, start: Callable[[EngineSpec, Hardware], Engine]) -> Engine:
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
+    return start(spec, here)
+
+
+def _write(root: Path, report: dict[str, Any]) -> None:
+    write_json(root / "report.json", report)
+    write_atomic(root / "report.md", markdown_report(report).encode())
+    write_atomic(root / "acceptance-length.svg", length_plot(report).encode())
+    write_atomic(root / "acceptance-by-position.svg", position_plot(report).encode())

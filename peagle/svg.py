@@ -1,0 +1,92 @@
+"""The pen that plots are drawn with: SVG text, its classes, and the colours behind them in light and dark.
+
+Drawn by hand rather than by a plotting library: colours are CSS classes, so that one drawing serves light and dark,
+text stays text, and the drawing scales with the screen. A page that shows drawings takes `RULES` and the palettes
+into its style sheet; `standalone` makes a file of one. It knows nothing of what is drawn.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+WIDTH, HEIGHT = 440, 250
+LEFT, RIGHT, TOP, BOTTOM = 38, 6, 18, 34  # margins of a chart with axes
+# More series than colours that can be told apart.
+MAX_SERIES = 6
+
+LIGHT = (
+    "--card: #ffffff; --ink: #14171a; --ink-2: #50565c; --ink-3: #7b828a; --grid: #e9e9e5;"
+    " --s0: #2a78d6; --s1: #d9622b; --s2: #138a66; --s3: #7a52cc; --s4: #c23a74; --s5: #8a6d00;"
+)
+DARK = (
+    "--card: #1c1e21; --ink: #f2f3f4; --ink-2: #b9bec4; --ink-3: #8c939b; --grid: #2a2d31;"
+    " --s0: #4a93ea; --s1: #ea7b46; --s2: #2fae87; --s3: #a283ea; --s4: #e0699b; --s5: #bf9d2c;"
+)
+RULES = """\
+svg .tick { fill: var(--ink-3); font-size: 11.5px; font-variant-numeric: tabular-nums; }
+svg .axis { fill: var(--ink-2); font-size: 12px; }
+svg .label { fill: var(--ink); font-size: 12px; }
+svg .value { fill: var(--ink); font-size: 12px; font-weight: 600; }
+svg .inside { font-size: 12px; font-weight: 600; }
+svg .grid { stroke: var(--grid); stroke-width: 1; }
+""" + "".join(
+    f".series-{n} {{ fill: var(--s{n}); background: var(--s{n}); }}\n"
+    f"svg .line-{n} {{ fill: none; stroke: var(--s{n}); stroke-width: 2; }}\n"
+    for n in range(MAX_SERIES)
+)
+_MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
+
+
+def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
+    """Text of class `kind`; `anchor` is "start", "middle" or "end"."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def title(words: str) -> str:
+    """What a mark says when it is pointed at; goes inside of it."""
+    return f"<title>{escape(words)}</title>"
+
+
+def grid_line(y: float, label: str) -> str:
+    """A horizontal line across the chart, with its value at the left."""
+    line = f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    return line + text(LEFT - 6, y + 4, label, "tick", "end")
+
+
+def x_axis_name(words: str) -> str:
+    """The name of the horizontal axis, at the foot of a chart."""
+    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 2, words, "axis", "middle")
+
+
+def drawing(height: int, name: str, parts: Sequence[str]) -> str:
+    """The parts as one drawing `WIDTH` wide; `name` is for those who cannot see it."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(name)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
+
+def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]]) -> str:
+    """A chart of height `HEIGHT` as a file of its own: heading, chart, legend, and its own style.
+
+    Args:
+        legend: label and series of each.
+    """
+    width = WIDTH + 2 * _MARGIN
+    legend_top = _MARGIN + _TITLE_HEIGHT + HEIGHT + 12
+    height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
+    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+    parts = [
+        f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
+        f'<rect class="page" width="{width}" height="{height}"/>',
+        text(_MARGIN, _MARGIN + 12, heading, "value", "start"),
+        chart.replace("<svg ", nested, 1),
+    ]
+    for line, (label, series) in enumerate(legend):
+        y = legend_top + _LEGEND_LINE * line
+        parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
+        parts.append(text(_MARGIN + 18, y + 10, label, "label", "start"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f"{''.join(parts)}</svg>\n"
+    )

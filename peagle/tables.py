@@ -1,0 +1,29 @@
+"""Rows of text as a table: aligned for a terminal, or in Markdown. It knows nothing of what the cells say."""
+
+from collections.abc import Sequence
+
+Row = Sequence[str]
+
+
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """Lines with the first column left and the others right, two spaces apart.
+
+    >>> aligned([("", "a"), ("row", "12")])
+    ['      a', 'row  12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [f"{first:<{widths[0]}}", *(f"{c:>{width}}" for c, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table; the first row is its head.
+
+    >>> markdown([("a", "b"), ("1", "x|y")])
+    ['| a | b |', '|---|---|', '| 1 | x\\\\|y |']
+    """
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

@@ -1,0 +1,77 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.drafter.evaluation.config import EvaluateConfig
+from peagle.drafter.evaluation.dataset import Dataset, build_dataset, read_dataset
+from peagle.errors import InputError
+
+from .conftest import Bytes
+
+
+def load(max_model_len: int = 4096, **keys: Any) -> Dataset:
+    config = EvaluateConfig(**keys)
+    return build_dataset(config, read_dataset(config), Bytes(), max_model_len)
+
+
+def test_humaneval_is_asked_for_as_by_the_demo() -> None:
+    dataset = load(limit=3)
+    text = bytes(dataset.prompts[0].token_ids).decode()
+    assert text.startswith("<user>Complete the following Python function. Answer with the code only.")
+    assert "def has_close_elements" in text
+    assert (dataset.name, len(dataset.prompts), dataset.prompts[0].category) == ("humaneval", 3, None)
+
+
+def test_humaneval_with_a_template_of_ones_own() -> None:
+    assert bytes(load(limit=1, prompt_template="{{ task_id }}").prompts[0].token_ids) == b"<user>HumanEval/0"
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "category": "x"}, {"prompt": "b", "category": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    from_jsonl, from_parquet = load(dataset=str(write_jsonl(rows))), load(dataset=str(tmp_path / "rows.parquet"))
+    assert from_jsonl.prompts == from_parquet.prompts
+    assert [prompt.category for prompt in from_jsonl.prompts] == ["x", None]
+    assert from_jsonl.fingerprint == from_parquet.fingerprint
+
+
+def test_the_category_column_can_be_named_and_holds_anything(write_jsonl: Callable[..., Path]) -> None:
+    file = write_jsonl([{"prompt": "a", "level": 3}])
+    assert load(dataset=str(file), category_column="level").prompts[0].category == "3"
+
+
+def test_rows_without_a_prompt_are_counted_by_reason(write_jsonl: Callable[..., Path]) -> None:
+    file = write_jsonl([{"prompt": "a"}, {"prompt": None}, {"prompt": "b" * 50}])
+    dataset = load(dataset=str(file), max_model_len=20)
+    assert len(dataset.prompts) == 1
+    assert dataset.rejected == {"invalid_prompt": 1, "prompt_too_long": 1}
+
+
+def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl: Callable[..., Path]) -> None:
+    one, two = [str(write_jsonl([{"prompt": "a"}, {"prompt": p}], f"{p}.jsonl")) for p in "bc"]
+    loaded = [load(dataset=one), load(dataset=two), load(dataset=one, limit=1)]
+    assert len({dataset.fingerprint for dataset in loaded}) == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "there is no row in it"),
+        ([{"text": "a"}], "neither a column 'prompt' nor 'messages'"),
+        ([{"prompt": 3}], "no row gives a prompt; the first: column 'prompt' holds a int"),
+        (["{"], "invalid JSON"),
+    ],
+)
+def test_data_that_cannot_be_used(lines: list[Any], message: str, write_jsonl: Callable[..., Path]) -> None:
+    with pytest.raises(InputError, match=message):
+        load(dataset=str(write_jsonl(lines)))
+
+
+@pytest.mark.parametrize("name", ["nothing.jsonl", "s3://bucket/rows.jsonl", "humanevil"])
+def test_data_that_is_not_there(name: str) -> None:
+    with pytest.raises(InputError, match=r"no such file(.|\n)*humaneval"):
+        load(dataset=name)

@@ -1,0 +1,30 @@
+import os
+from typing import Any
+
+import pytest
+
+from peagle.engine import start
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.hardware import Hardware
+
+HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
+SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num_speculative_tokens=3))
+
+
+@pytest.mark.parametrize("has_request_metrics", [True, False])
+def test_vllm_starts_in_its_environment_and_is_asked_only_for_what_it_has(
+    has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+
+    def vllm(arguments: dict[str, Any]) -> str:
+        started.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        return "engine"
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "VllmEngine", vllm)
+    monkeypatch.setattr(start, "has_request_metrics", lambda: has_request_metrics)
+    assert start.start_engine(SPEC, HERE, engine_index=1, num_engines_on_node=2) == "engine"
+    assert started["bound_to"] == "1"
+    assert ("per_request_spec_decode_metrics" in started) == has_request_metrics
+    assert started["speculative_config"]["num_speculative_tokens"] == 3

@@ -1,0 +1,83 @@
+"""`peagle evaluate`: flags reach the runner, the table the terminal, and errors the user. Measuring: unit/drafter."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import run
+from peagle.drafter.evaluation import run as runner
+from peagle.engine.fake_engine import FakeEngine
+
+CONFIG = {
+    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
+    "num_attention_heads": 2,
+}  # fmt: skip
+HEAD = {
+    "speculators_model_type": "peagle",
+    "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
+    "mask_token_id": 0,
+}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    """The flags that name a target and a head."""
+    for name, config in (("target", CONFIG), ("head", HEAD)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "head")]
+
+
+def test_a_run_prints_its_table_and_writes_its_result(
+    models: list[str],
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def with_fakes(*args: Any) -> Any:
+        from peagle.engine.fake_engine import ByteTokenizer
+
+        def start(spec: Any, hardware: Any) -> FakeEngine:
+            return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens)
+
+        return evaluate(*args, start=start, tokenizer_of=lambda folder: ByteTokenizer())
+
+    evaluate = runner.evaluate
+    monkeypatch.setattr(runner, "evaluate", with_fakes)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
+    result = tmp_path / "result.json"
+    arguments = ["--dataset", str(data), "-k", "2,4", "-k", "3", "--output", str(tmp_path / "out")]
+    assert run(["evaluate", *models, *arguments, "--json", str(result)]) == 0
+    assert [cell["k"] for cell in json.loads(result.read_text())["cells"]] == [2, 3, 4]
+    printed = capsys.readouterr().out
+    assert "[3/3] head K=4: acceptance length 2.00" in printed
+    assert "acceptance length  drafts" in printed
+    assert "4 of 4 responses" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "3,50"], "K must be whole numbers from 1 to 32"),
+        (["--drafter", "none"], "nothing to accept"),
+        (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_bad_usage_ends_before_a_model_is_looked_for(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["evaluate", "--model", "no-such-model", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_drafter_gets_a_hint(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", *models[:2], "--drafter", "no/such/head", "--limit", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "no such drafter: no/such/head" in error
+    assert "a local folder or a hub id" in error
