@@ -27,8 +27,8 @@ _GROUPS = {
         "mask_token_id", "init", "train_lm_head",
     ],
     "recipe": [
-        "epochs", "batch_tokens", "cod_ratio", "depth_decay", "learning_rate", "final_learning_rate", "warmup_steps",
-        "weight_decay", "clip_norm", "precision", "seed",
+        "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "learning_rate",
+        "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
     ],
     "run": ["device", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip

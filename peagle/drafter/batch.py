@@ -11,7 +11,7 @@ with its padding.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -61,21 +61,21 @@ class Batch:
         return replace(self, **moved)
 
 
-def make_batch(documents: Sequence[Document], sample: Callable[[torch.Tensor], Rows]) -> Batch:
+def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> Batch:
     """Pack documents.
 
     Args:
         documents: at least one, each of two tokens or more.
-        sample: given a document's loss mask [T] (after the shift), its rows.
+        rows: those of each document, sampled from its loss mask after the shift.
     """
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])
     loss_mask = torch.cat([document.loss_mask_T[1:] for document in documents])
-    rows = [sample(document.loss_mask_T[1:]) for document in documents]
     starts = torch.tensor([0, *(len(document.token_ids_T) - 1 for document in documents)]).cumsum(0)
     anchor = torch.cat([own.anchor_S + start for own, start in zip(rows, starts[:-1], strict=True)])
     depth = torch.cat([own.depth_S for own in rows])
     position = anchor + depth
-    row = torch.nonzero(loss_mask[position]).flatten()
+    counts = torch.cat([own.anchor_S >= own.first_anchor for own in rows])
+    row = torch.nonzero(loss_mask[position] & counts).flatten()
     row = row[position[row].argsort(stable=True)]
     return Batch(
         token_ids_T=_pad(token_ids),

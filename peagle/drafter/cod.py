@@ -21,10 +21,12 @@ class Rows:
     Attributes:
         anchor_S: position of the last known token of the row's chain.
         depth_S: how many tokens further the row stands; its own position is anchor + depth.
+        first_anchor: rows of earlier anchors are there to be attended to, and bear no loss (micro.py).
     """
 
     anchor_S: torch.Tensor
     depth_S: torch.Tensor
+    first_anchor: int = 0
 
     @property
     def position(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
         aux_TAH=torch.cat([document.aux_TAH, document.aux_TAH[-1:].expand(k, -1)]),
         last_TH=torch.cat([document.last_TH, document.last_TH[-1:].expand(k, -1)]),
     )
-    batch = make_batch([padded], lambda mask: sample_rows(mask, num_depths=k, ratio=1.0))
+    batch = make_batch([padded], [sample_rows(padded.loss_mask_T[1:], num_depths=k, ratio=1.0)])
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
     draft_ids = (states.float() @ head.lm_head.weight.float().T).argmax(-1).cpu()

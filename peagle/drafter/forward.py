@@ -24,7 +24,7 @@ class BatchLoss:
     """Loss of a batch and what it was made of, by depth.
 
     Attributes:
-        loss: scalar with a gradient: the weighted mean divergence over rows.
+        loss: scalar with a gradient: the weighted mean divergence over rows, or the batch's share of it.
         correct_D: rows whose likeliest token is the target's.
         rows_D: rows under the loss.
         divergence_D: sum of their divergences.
@@ -34,6 +34,23 @@ class BatchLoss:
     correct_D: torch.Tensor
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_depths: int, device: torch.device | str) -> "BatchLoss":
+        """No rows."""
+        nothing = [torch.zeros(num_depths, device=device) for _ in range(3)]
+        return cls(
+            loss=torch.zeros((), device=device), correct_D=nothing[0], rows_D=nothing[1], divergence_D=nothing[2]
+        )
+
+    def __add__(self, other: "BatchLoss") -> "BatchLoss":
+        """Both together, without a gradient."""
+        return BatchLoss(
+            loss=self.loss.detach() + other.loss.detach(),
+            correct_D=self.correct_D + other.correct_D,
+            rows_D=self.rows_D + other.rows_D,
+            divergence_D=self.divergence_D + other.divergence_D,
+        )
 
 
 def head_states(head: Any, batch: Batch, *, free_run: bool = False) -> torch.Tensor:
@@ -74,13 +91,29 @@ def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
     return row_states[0]
 
 
-def batch_loss(head: Any, batch: Batch, *, num_depths: int, depth_decay: float = 1.0) -> BatchLoss:
-    """Mean KL divergence over the rows under the loss, a row at depth d weighted by depth_decay ** d."""
+def loss_weight(batch: Batch, depth_decay: float) -> torch.Tensor:
+    """[R] weight of each row in the loss: depth_decay ** d at depth d, 0 for padding."""
+    weight = depth_decay ** batch.depth_S[batch.row_R].float()
+    weight[batch.num_loss_rows :] = 0
+    return weight
+
+
+def batch_loss(
+    head: Any, batch: Batch, *, num_depths: int, depth_decay: float = 1.0, total_weight: torch.Tensor | None = None
+) -> BatchLoss:
+    """Weighted sum of the rows' KL divergences over `total_weight`.
+
+    Args:
+        head: P-EAGLE or EAGLE-3.
+        batch: the rows.
+        num_depths: K_train.
+        depth_decay: weight of a row at depth d is depth_decay ** d.
+        total_weight: of the whole step that the batch is a part of; None when it is all of it, for the mean.
+    """
     states = head_states(head, batch)
     dtype = torch.get_autocast_dtype(states.device.type) if _autocast_on(states) else states.dtype
     depth = batch.depth_S[batch.row_R]
-    weight = depth_decay ** depth.float()
-    weight[batch.num_loss_rows :] = 0
+    weight = loss_weight(batch, depth_decay)
     with torch.no_grad():
         target_states = head.verifier_norm(batch.last_PH.to(head.verifier_norm.weight.dtype))
     rows: RowLosses = linear_kl(
@@ -88,7 +121,7 @@ def batch_loss(head: Any, batch: Batch, *, num_depths: int, depth_decay: float =
         head.lm_head.weight,
         Targets(target_states.to(dtype), head.verifier_lm_head.weight),
         batch.target_R,
-        weight / weight.sum(),
+        weight / (weight.sum() if total_weight is None else total_weight),
     )
     real = slice(batch.num_loss_rows)
     return BatchLoss(

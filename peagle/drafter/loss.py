@@ -82,17 +82,18 @@ class _LinearKL(torch.autograd.Function):
         dtype = hidden_RH.dtype
         weight, target_weight = weight_VH.to(dtype), target_weight_VH.to(dtype)
         grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        divergence = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)  # of sums and of the softmax
+        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
+        divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
         for start in range(0, len(hidden_RH), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
-            target_logits = (state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).float()
+            target_logits = (state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
             target_log_p = target_logits.log_softmax(-1)
             target_p = target_log_p.exp()
             negative_entropy = (target_p * target_log_p).sum(-1)
-            logits = (hidden_RH[rows] @ weight.T).float()
+            logits = (hidden_RH[rows] @ weight.T).to(wide)
             correct[rows] = logits.argmax(-1) == target_logits.argmax(-1)[which]
             log_q = logits.log_softmax(-1)
             row_p = target_p[which]
@@ -101,7 +102,7 @@ class _LinearKL(torch.autograd.Function):
                 grad_logits = log_q.exp_().sub_(row_p).mul_(row_weight_R[rows, None]).to(dtype)
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:
-                    grad_weight += (grad_logits.T @ hidden_RH[rows]).float()
+                    grad_weight += (grad_logits.T @ hidden_RH[rows]).to(wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(divergence, correct)
         return (divergence * row_weight_R).sum(), divergence, correct

@@ -27,8 +27,9 @@ from peagle.drafter.features import (
 )
 from peagle.drafter.head import INITS, HeadSpec, build_head, save_head
 from peagle.drafter.model_card import CardFacts, render_card
+from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.training import Progress, TrainingConfig, TrainingOutcome, plan_batches, train
+from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, InputError
 from peagle.files import sha256, write_atomic, write_json
@@ -214,6 +215,7 @@ def _train(
 
 _RECIPE_KEYS = (
     "batch_tokens",
+    "micro_batch_tokens",
     "num_depths",
     "cod_ratio",
     "depth_decay",

@@ -1,12 +1,12 @@
-"""The training loop of a head: one process, any device, resumable at every step.
+"""The training loop of a head: any device, alone or as one of several workers, resumable at every step.
 
-A step is a pure function of the seed and its number: which documents (`plan_batches`), which rows (COD, seeded by the
-step), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted curve. This
-file knows stored features and a head; it knows nothing of prompts, engines or Ray.
+A step is a pure function of the seed and its number: which documents (`plan_batches`), which rows (COD, seeded by step
+and document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
+curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows stored
+features and a head; it knows nothing of prompts, engines or Ray.
 """
 
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,67 +16,15 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from peagle.drafter.cod import sample_rows
-from peagle.drafter.forward import BatchLoss, batch_loss
+from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
+from peagle.drafter.micro import micro_batches
+from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureStore
-from peagle.errors import ConfigError, PeagleError
+from peagle.drafter.workers import Alone, Workers
+from peagle.errors import PeagleError
 
 METRICS = "metrics.jsonl"
-PRECISIONS = ("bf16", "fp32")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """How a head is trained; the defaults are the recipe of the shipped head.
-
-    Attributes:
-        num_steps: optimizer steps, over which the learning rate rises and falls.
-        batch_tokens: documents are added to a batch until it holds that many tokens.
-        num_depths: K_train.
-        cod_ratio: share of the chains that go on from one depth to the next.
-        depth_decay: weight of a row at depth d is depth_decay ** d.
-        learning_rate: its peak.
-        final_learning_rate: share of the peak at the end of the cosine.
-        warmup_steps: of linear rise.
-        weight_decay: of matrices; norms and the mask state have none.
-        clip_norm: of the gradient.
-        precision: "bf16" autocast or "fp32".
-        seed: of data order and sampling.
-        checkpoint_every_s: seconds between checkpoints.
-    """
-
-    num_steps: int
-    batch_tokens: int = 2048
-    num_depths: int = 8
-    cod_ratio: float = 0.8
-    depth_decay: float = 1.0
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 0.02
-    warmup_steps: int = 50
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    precision: str = "bf16"
-    seed: int = 0
-    checkpoint_every_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_tokens", "num_depths", "learning_rate", "clip_norm"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.cod_ratio <= 1:
-            raise ConfigError(f"cod_ratio must be above 0 and at most 1, got {self.cod_ratio}")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-
-    def learning_rate_at(self, step: int) -> float:
-        """Linear rise, then a cosine down to `final_learning_rate` of the peak."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +93,7 @@ def train(
     *,
     fingerprint: dict[str, Any],
     device: torch.device | str = "cpu",
+    workers: Workers | None = None,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> TrainingOutcome:
@@ -158,20 +107,24 @@ def train(
         folder: for checkpoint.pt and metrics.jsonl.
         fingerprint: whatever else must be equal for a resume: target, features, shape of the head.
         device: of the head.
+        workers: this process among those that train together, each with the same arguments; None when it is alone.
         time_budget_s: stop after that many seconds of this attempt.
-        progress: called after every step.
+        progress: called after every step, by the first worker.
 
     Raises:
         ConfigError: the folder holds another training.
         PeagleError: the loss is not finite; the last checkpoint is from before.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device))
+    workers = workers or Alone()
+    trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers)
     started = saved = time.monotonic()
     while trainer.step < config.num_steps:
-        progress(trainer.advance())
+        record = trainer.advance()
+        if workers.rank == 0:
+            progress(record)
         now = time.monotonic()
-        out_of_time = time_budget_s is not None and now - started >= time_budget_s
+        out_of_time = workers.agree(time_budget_s is not None and now - started >= time_budget_s)
         if out_of_time or now - saved >= config.checkpoint_every_s:
             trainer.save()
             saved = now
@@ -186,6 +139,10 @@ def train(
     )
 
 
+# What changes how a step is computed, not what comes out of it: a resume may differ in it.
+_HOW_ONLY = ("checkpoint_every_s", "micro_batch_tokens")
+
+
 class _Trainer:
     """The state of a training: weights, optimizer, step, and the metrics file."""
 
@@ -198,10 +155,12 @@ class _Trainer:
         folder: Path,
         fingerprint: dict[str, Any],
         device: torch.device,
+        workers: Workers,
     ) -> None:
         self.head, self.store, self.config, self.folder, self.device = head, store, config, folder, device
+        self.workers = workers
         self.documents = list(documents)
-        recipe = {name: value for name, value in asdict(config).items() if name != "checkpoint_every_s"}
+        recipe = {name: value for name, value in asdict(config).items() if name not in _HOW_ONLY}
         self.fingerprint = {**fingerprint, **recipe, "documents": len(self.documents)}
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(_groups(self.parameters, config), betas=(0.9, 0.95))
@@ -219,21 +178,46 @@ class _Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         chosen = self._documents_of(self.step)
-        batch = self._batch(chosen).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            outcome = batch_loss(
-                self.head, batch, num_depths=self.config.num_depths, depth_decay=self.config.depth_decay
-            )
-        self._check_finite(outcome.loss, chosen)
         self.optimizer.zero_grad(set_to_none=True)
-        outcome.loss.backward()  # type: ignore[no-untyped-call]
+        outcome, num_tokens = self._gradients(chosen)
+        self._check_finite(outcome.loss, chosen)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip_norm)
         self._check_finite(gradient_norm, chosen)
         self.optimizer.step()
-        return self._record(outcome, batch, learning_rate, float(gradient_norm), time.monotonic() - started)
+        return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
+
+    def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
+        """Gradients and figures of a step, summed over micro-batches and workers."""
+        mine = chosen[self.workers.rank :: self.workers.size]
+        batches = [batch.to(self.device) for batch in micro_batches(self.store, mine, self.config, step=self.step)]
+        total_weight = torch.zeros((), device=self.device)
+        for batch in batches:
+            total_weight += loss_weight(batch, self.config.depth_decay).sum()
+        self.workers.sum_([total_weight])
+        total = BatchLoss.zeros(self.config.num_depths, self.device)
+        for batch in batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+                outcome = batch_loss(
+                    self.head,
+                    batch,
+                    num_depths=self.config.num_depths,
+                    depth_decay=self.config.depth_decay,
+                    total_weight=total_weight,
+                )
+            outcome.loss.backward()  # type: ignore[no-untyped-call]
+            total = total + outcome
+        num_tokens = sum(self.store.num_tokens(index) for index in chosen)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # no document of this step fell to this worker
+                parameter.grad = torch.zeros_like(parameter)
+        self.workers.sum_([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        self.workers.sum_([total.loss, total.correct_D, total.rows_D, total.divergence_D])
+        return total, num_tokens
 
     def save(self) -> None:
-        """Write the checkpoint of this step."""
+        """Write the checkpoint of this step, if this is the first worker."""
+        if self.workers.rank:
+            return
         checkpoint = Checkpoint(
             step=self.step,
             weights={name: parameter.detach().cpu() for name, parameter in self.parameters.items()},
@@ -251,8 +235,10 @@ class _Trainer:
 
     def _restore(self) -> None:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
+        self.workers.barrier()  # nobody writes before all have read
         if checkpoint is None:
-            self._metrics.write_bytes(b"")
+            if self.workers.rank == 0:
+                self._metrics.write_bytes(b"")
             return
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -260,8 +246,9 @@ class _Trainer:
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.step, self.num_tokens = checkpoint.step, checkpoint.num_tokens
         self.train_s = checkpoint.train_s
-        with self._metrics.open("r+b") as stream:  # steps after the checkpoint will be done again
-            stream.truncate(checkpoint.metrics_bytes)
+        if self.workers.rank == 0:
+            with self._metrics.open("r+b") as stream:  # steps after the checkpoint will be done again
+                stream.truncate(checkpoint.metrics_bytes)
 
     def _documents_of(self, step: int) -> list[int]:
         """The documents of a step, counting through the epochs."""
@@ -276,18 +263,6 @@ class _Trainer:
             step -= len(self._epochs[epoch])
             epoch += 1
 
-    def _batch(self, documents: list[int]) -> Batch:
-        draws = (random.Random(f"{self.config.seed} {self.step} {index}") for index in documents)
-        return make_batch(
-            [self.store[index] for index in documents],
-            lambda mask: sample_rows(
-                mask,
-                num_depths=self.config.num_depths,
-                ratio=self.config.cod_ratio,
-                generator=torch.Generator().manual_seed(next(draws).getrandbits(63)),
-            ),
-        )
-
     def _check_finite(self, value: torch.Tensor, documents: list[int]) -> None:
         if not torch.isfinite(value):
             raise PeagleError(
@@ -296,12 +271,12 @@ class _Trainer:
             )
 
     def _record(
-        self, outcome: BatchLoss, batch: Batch, learning_rate: float, gradient_norm: float, step_s: float
+        self, outcome: BatchLoss, num_tokens: int, learning_rate: float, gradient_norm: float, step_s: float
     ) -> Progress:
         self.step += 1
-        self.num_tokens += batch.num_tokens
+        self.num_tokens += num_tokens
         self.train_s += step_s
-        self._attempt_tokens += batch.num_tokens
+        self._attempt_tokens += num_tokens
         self._attempt_s += step_s
         record = Progress(
             step=self.step,
@@ -315,8 +290,9 @@ class _Trainer:
             tokens_per_s=self._attempt_tokens / self._attempt_s,
             train_s=self.train_s,
         )
-        with self._metrics.open("a") as stream:
-            stream.write(json.dumps(asdict(record)) + "\n")
+        if self.workers.rank == 0:
+            with self._metrics.open("a") as stream:
+                stream.write(json.dumps(asdict(record)) + "\n")
         return record
 
 

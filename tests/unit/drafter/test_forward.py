@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.batch import make_batch
+from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import Rows, sample_rows
 from peagle.drafter.forward import batch_loss, head_states
 from peagle.drafter.head import HeadSpec, build_head
@@ -36,6 +36,10 @@ def eagle3(num_layers: int, target: Path, spec: FeatureSpec, vocabulary: DraftVo
 
 def _all_rows(mask: torch.Tensor) -> Rows:
     return sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)
+
+
+def _batch(documents: list[Document]) -> Batch:
+    return make_batch(documents, [_all_rows(document.loss_mask_T[1:]) for document in documents])
 
 
 def _library_loss(head: Any, document: Document, monkeypatch: pytest.MonkeyPatch, **options: Any) -> torch.Tensor:
@@ -72,7 +76,7 @@ def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, m
     from speculators.models.peagle import core
 
     document = store[4]
-    ours = batch_loss(head, make_batch([document], _all_rows), num_depths=NUM_DEPTHS).loss
+    ours = batch_loss(head, _batch([document]), num_depths=NUM_DEPTHS).loss
     ours.backward()
     gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
@@ -94,7 +98,7 @@ def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(
 ) -> None:
     """The library starts a chain at every token, so here all of the document is under the loss."""
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
-    outcome = batch_loss(eagle3, make_batch([document], _all_rows), num_depths=NUM_DEPTHS)
+    outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
     by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
     for depth in range(NUM_DEPTHS):
         theirs = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
@@ -102,7 +106,7 @@ def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(
 
 
 def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3: Any, store: FeatureStore) -> None:
-    batch = make_batch([store[4]], _all_rows)
+    batch = _batch([store[4]])
     states = head_states(eagle3, batch)
     deepest = torch.nonzero(batch.depth_S[batch.row_R] == NUM_DEPTHS - 1).flatten()
     states[deepest].sum().backward()  # type: ignore[no-untyped-call]
@@ -113,14 +117,14 @@ def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3: Any, st
 def test_packed_documents_do_not_see_each_other(head: Any, eagle3: Any, store: FeatureStore) -> None:
     documents = [store[i] for i in (1, 4, 6)]
     for either in (head, eagle3):
-        packed = batch_loss(either, make_batch(documents, _all_rows), num_depths=NUM_DEPTHS)
-        alone = [batch_loss(either, make_batch([d], _all_rows), num_depths=NUM_DEPTHS) for d in documents]
+        packed = batch_loss(either, _batch(documents), num_depths=NUM_DEPTHS)
+        alone = [batch_loss(either, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
         torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
         torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: FeatureStore) -> None:
-    batch = make_batch([store[4]], _all_rows)
+    batch = _batch([store[4]])
     flat = batch_loss(head, batch, num_depths=NUM_DEPTHS)
     steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, depth_decay=1e-6)
     first = flat.divergence_D[0] / flat.rows_D[0]

@@ -24,7 +24,7 @@ def _head(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, **change
 
 
 def _logits(head: Any, store: FeatureStore) -> torch.Tensor:
-    batch = make_batch([store[1]], lambda mask: sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0))
+    batch = make_batch([store[1]], [sample_rows(store[1].loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=1.0)])
     with torch.no_grad():
         logits: torch.Tensor = head.lm_head(head_states(head, batch)[: batch.num_loss_rows])
     return logits

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.training import Progress, TrainingConfig, TrainingOutcome, plan_batches, train
+from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError, PeagleError
 

@@ -1,0 +1,76 @@
+"""A step in pieces that fit into memory: micro-batches of whole documents, and long documents in parts.
+
+Sequence partitioning (P-EAGLE, arXiv 2602.01469, algorithm 1): the loss of a document is a sum over its rows, and a
+chain attends to the known tokens up to its anchor and to itself. So the chains can be dealt out in parts: each part
+computes the known tokens before it again and its own chains; the gradients of the parts add up to those of the whole.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from peagle.drafter.batch import Batch, make_batch
+from peagle.drafter.cod import Rows, sample_rows
+from peagle.drafter.recipe import TrainingConfig
+from peagle.drafter.store import FeatureStore
+
+
+def micro_batches(
+    store: FeatureStore, documents: Sequence[int], config: TrainingConfig, *, step: int
+) -> Iterator[Batch]:
+    """The batches of a step: as few as `config.micro_batch_tokens` allows, with the rows drawn for that step."""
+    limit = config.micro_batch_tokens
+    packed: list[int] = []
+    for index in documents:
+        tokens = store.num_tokens(index)
+        if limit is not None and tokens > limit:
+            document = store[index]
+            for rows in partition_rows(_draw(document.loss_mask_T, index, config, step), -(-tokens // limit)):
+                yield make_batch([document], [rows])
+        else:
+            if limit is not None and packed and tokens + sum(map(store.num_tokens, packed)) > limit:
+                yield _packed(store, packed, config, step)
+                packed = []
+            packed.append(index)
+    if packed:
+        yield _packed(store, packed, config, step)
+
+
+def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
+    """Deal out the rows of a document in `num_parts` parts of about equal length, by ranges of anchors.
+
+    Each part holds the known tokens up to its last anchor, since its chains attend to them, and the chains of its own
+    anchors; `Rows.first_anchor` says from which anchor on the rows count.
+    """
+    last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
+    # A row costs what it holds; so parts are cut where the rows, not the anchors, are evenly spread.
+    by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
+    goals = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
+    cuts = [0, *torch.searchsorted(by_anchor, goals).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
+    parts = []
+    for start, stop in itertools.pairwise(cuts):
+        if start < stop:
+            known = (rows.depth_S == 0) & (rows.anchor_S < stop)
+            own = (rows.depth_S > 0) & (rows.anchor_S >= start) & (rows.anchor_S < stop)
+            chosen = torch.nonzero(known | own).flatten()
+            parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
+    return parts
+
+
+def _packed(store: FeatureStore, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
+    loaded = [store[index] for index in documents]
+    rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
+    return make_batch(loaded, rows)
+
+
+def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
+    """The rows of a document at a step: the same whatever else is in the step and whichever worker has it."""
+    seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
+    return sample_rows(
+        loss_mask_T[1:],
+        num_depths=config.num_depths,
+        ratio=config.cod_ratio,
+        generator=torch.Generator().manual_seed(seed),
+    )

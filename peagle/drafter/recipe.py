@@ -1,0 +1,65 @@
+"""How a head is trained: every number that a step depends on, and nothing else."""
+
+import math
+from dataclasses import dataclass
+
+from peagle.errors import ConfigError
+
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """How a head is trained; the defaults are the recipe of the shipped head.
+
+    Attributes:
+        num_steps: optimizer steps, over which the learning rate rises and falls.
+        batch_tokens: documents are added to a step until it holds that many tokens.
+        micro_batch_tokens: most tokens whose gradients are computed at once; longer documents are computed in parts. It
+            bounds memory and changes nothing else. None: a step at once.
+        num_depths: K_train.
+        cod_ratio: share of the chains that go on from one depth to the next.
+        depth_decay: weight of a row at depth d is depth_decay ** d.
+        learning_rate: its peak.
+        final_learning_rate: share of the peak at the end of the cosine.
+        warmup_steps: of linear rise.
+        weight_decay: of matrices; norms and the mask state have none.
+        clip_norm: of the gradient.
+        precision: "bf16" autocast or "fp32".
+        seed: of data order and sampling.
+        checkpoint_every_s: seconds between checkpoints.
+    """
+
+    num_steps: int
+    batch_tokens: int = 2048
+    micro_batch_tokens: int | None = None
+    num_depths: int = 8
+    cod_ratio: float = 0.8
+    depth_decay: float = 1.0
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.02
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    precision: str = "bf16"
+    seed: int = 0
+    checkpoint_every_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_tokens", "num_depths", "learning_rate", "clip_norm"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.cod_ratio <= 1:
+            raise ConfigError(f"cod_ratio must be above 0 and at most 1, got {self.cod_ratio}")
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
+            raise ConfigError(f"micro_batch_tokens must be positive, got {self.micro_batch_tokens}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear rise, then a cosine down to `final_learning_rate` of the peak."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)

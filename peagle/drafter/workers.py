@@ -1,0 +1,71 @@
+"""One process among those that train a head together: what it has to ask of the others.
+
+Whoever starts the processes (Ray Train, torchrun) sets up torch.distributed; this file only uses it.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Workers(Protocol):
+    """The workers of a training, seen from one of them."""
+
+    rank: int
+    size: int
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over all workers."""
+
+    def agree(self, stop: bool) -> bool:
+        """What the first worker says, so that all of them stop at the same step."""
+
+    def barrier(self) -> None:
+        """Wait until all are here."""
+
+
+class Alone:
+    """The only worker."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to add."""
+
+    def agree(self, stop: bool) -> bool:
+        """Its own word."""
+        return stop
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+class Distributed:
+    """A worker of the process group that torch.distributed has set up (gloo on CPU, nccl on CUDA)."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
+        self._device = torch.device(device)
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """All-reduce, one message for each dtype: many small ones would cost more than their bytes."""
+        for dtype in {tensor.dtype for tensor in tensors}:
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in same])
+            torch.distributed.all_reduce(flat)
+            with torch.no_grad():
+                for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+                    tensor.copy_(summed.view_as(tensor))
+
+    def agree(self, stop: bool) -> bool:
+        """Broadcast from the first worker."""
+        word = torch.tensor([float(stop)], device=self._device)
+        torch.distributed.broadcast(word, src=0)
+        return bool(word.item())
+
+    def barrier(self) -> None:
+        """Wait until all are here."""
+        torch.distributed.barrier()
