@@ -103,7 +103,7 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 
 def extract_features(
     samples: Sequence[Sample],
-    reader: HiddenStateReader,
+    load_reader: Callable[[], HiddenStateReader],
     spec: FeatureSpec,
     store: Path,
     *,
@@ -115,7 +115,7 @@ def extract_features(
 
     Args:
         samples: documents in an order that does not change between attempts.
-        reader: the target.
+        load_reader: loads the target; not called when nothing is missing.
         spec: of the target and the samples; a store with another one is refused.
         store: folder to write.
         device: of the target.
@@ -130,7 +130,9 @@ def extract_features(
     writer = StoreWriter(store, spec, num_shards=len(shards))
     missing = [number for number in range(len(shards)) if not writer.has(number)]
     _check_disk(store, sum(len(samples[i].token_ids) for number in missing for i in shards[number]), spec)
+    reader = load_reader() if missing else None
     for number in missing:
+        assert reader is not None
         writer.add(number, _extract_shard([samples[i] for i in shards[number]], reader, device, batch_tokens))
         progress(writer.num_written, len(shards))
 

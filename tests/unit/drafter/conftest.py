@@ -84,7 +84,7 @@ def store(
     spec: FeatureSpec,
 ) -> FeatureStore:
     folder = tmp_path_factory.mktemp("features")
-    extract_features(samples, HiddenStateReader(model, AUX_LAYERS), spec, folder)
+    extract_features(samples, lambda: HiddenStateReader(model, AUX_LAYERS), spec, folder)
     return FeatureStore(folder)
 
 

@@ -71,7 +71,7 @@ def test_an_interrupted_extraction_goes_on_and_gives_the_same(
 ) -> None:
     monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))
     reader = HiddenStateReader(model, spec.aux_layers)
-    extract_features(samples, reader, spec, tmp_path / "whole")
+    extract_features(samples, lambda: reader, spec, tmp_path / "whole")
 
     class KilledError(Exception):
         pass
@@ -81,12 +81,12 @@ def test_an_interrupted_extraction_goes_on_and_gives_the_same(
             raise KilledError
 
     with pytest.raises(KilledError):
-        extract_features(samples, reader, spec, tmp_path / "cut", progress=kill)
+        extract_features(samples, lambda: reader, spec, tmp_path / "cut", progress=kill)
     with pytest.raises(InputError, match="not finished"):
         FeatureStore(tmp_path / "cut")
     written = sorted((tmp_path / "cut").glob("shard-*"))
     times = [file.stat().st_mtime_ns for file in written]
-    extract_features(samples, reader, spec, tmp_path / "cut")
+    extract_features(samples, lambda: reader, spec, tmp_path / "cut")
 
     assert [file.stat().st_mtime_ns for file in written] == times
     index = [json.loads((tmp_path / name / "index.json").read_text()) for name in ("whole", "cut")]
@@ -99,15 +99,15 @@ def test_a_store_of_something_else_is_refused(
     from dataclasses import replace
 
     reader = HiddenStateReader(model, spec.aux_layers)
-    extract_features(samples, reader, spec, tmp_path)
+    extract_features(samples, lambda: reader, spec, tmp_path)
     with pytest.raises(ConfigError, match="something else: target differ"):
-        extract_features(samples, reader, replace(spec, target="another"), tmp_path)
+        extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
 def test_a_damaged_shard_is_found(
     tmp_path: Path, model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec
 ) -> None:
-    extract_features(samples, HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
+    extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
     shard = tmp_path / "shard-00000.safetensors"
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
@@ -127,7 +127,7 @@ def test_a_full_disk_is_refused_before_work(
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=f"{spec.bytes_per_token:,} bytes each"):
-        extract_features(samples, HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
+        extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
 
 
 def test_a_target_without_the_layers_is_refused(model: LlamaForCausalLM) -> None:

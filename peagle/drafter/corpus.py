@@ -1,0 +1,67 @@
+"""The documents of a training: read, decontaminated, tokenised, and cut into those to train on and those held out."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses
+from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, humaneval_references
+from peagle.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The documents of a training, and what was left out.
+
+    Attributes:
+        held_out: indices of the documents that are not trained on.
+    """
+
+    samples: list[Sample]
+    rejected: list[Rejected]
+    dropped: list[Dropped[Row]]
+    held_out: frozenset[int]
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the documents that are trained on."""
+        return [index for index in range(len(self.samples)) if index not in self.held_out]
+
+
+def read_corpus(config: TrainConfig, target: Path, say: Callable[[str], None]) -> Corpus:
+    """Read, check and tokenise the responses; a share of them, chosen by a hash of their ids, is held out.
+
+    Raises:
+        InputError: a source is unreadable, or no row gives a document.
+    """
+    from transformers import AutoTokenizer
+
+    rows = [row for source in config.responses for row in read_responses(source)]
+    references = humaneval_references() if config.exclude == "humaneval" else []
+    checked = decontaminate(rows, NgramIndex(references), text=lambda row: _text(row, config.prompt_column))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    samples, rejected = build_samples(
+        checked.kept, tokenizer, prompt_column=config.prompt_column, max_tokens=config.max_document_tokens
+    )
+    if not samples:
+        reason = rejected[0].reason if rejected else "every row overlaps the evaluation set"
+        sources = ", ".join(map(str, config.responses))
+        raise InputError(f"{sources}: no row gives a document; the first: {reason}")
+    say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
+    for drop in checked.dropped:
+        say(f"  overlaps {config.exclude}: {drop.item.get('id', '?')}: {drop.overlap!r}")
+    num_held_out = round(len(samples) * config.held_out)
+    by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
+    return Corpus(
+        samples=samples,
+        rejected=rejected,
+        dropped=checked.dropped,
+        held_out=frozenset(by_hash[:num_held_out]),
+    )
+
+
+def _text(row: Row, prompt_column: str) -> str:
+    messages = "\n".join(str(message.get("content", "")) for message in row.get("messages") or ())
+    return f"{messages}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
