@@ -29,12 +29,15 @@ def peagle():
 
 @pytest.fixture
 def leftover_processes():
-    """Processes with a path in their command line that are there still, ten seconds later."""
+    """Command lines that mention a path, of processes that are there still, 75 seconds later.
+
+    A Ray worker that is still starting when its raylet is killed tries for half a minute to reach it.
+    """
 
     def find(path):
-        for _ in range(100):
-            found = [pid for pid in _processes() if _mentions(pid, str(path))]
-            if not found:
+        deadline = time.monotonic() + 75
+        while found := [line for pid in _processes() if str(path) in (line := _command_line(pid))]:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         return found
@@ -46,8 +49,8 @@ def _processes():
     return subprocess.run(["ps", "-eo", "pid="], capture_output=True, text=True, check=True).stdout.split()
 
 
-def _mentions(pid, path):
+def _command_line(pid):
     try:
-        return path.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        return False
+        return ""
