@@ -1,6 +1,7 @@
 """`peagle train`: a drafter head for a target, from the target's own responses."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from jobs import flags
@@ -30,7 +31,7 @@ _GROUPS = {
         "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "learning_rate",
         "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
     ],
-    "run": ["device", "time_budget_s", "num_speculative_tokens"],
+    "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip
 
 
@@ -42,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Train, and print what came out."""
     config = flags.load(TrainConfig, args)
-    from peagle.drafter.pipeline import Listener, train_head
+    from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats
 
-    result = train_head(config, Listener(say=_say, shard=Throttle(_shard), step=Throttle(_step)))
+    result = _trainer(config)(config, Listener(say=_say, shard=Throttle(_shard), step=Throttle(_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
         _say(
@@ -55,6 +56,17 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if not result["finished"]:
         _say("the time budget ran out: the same command goes on")
     return (0 if result["finished"] else 3), result
+
+
+def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]]:
+    """What trains so many workers; Ray is imported only where there are several."""
+    if config.workers > 1:
+        from pipelines.training.distributed import train_on_workers
+
+        return train_on_workers
+    from peagle.drafter.pipeline import train_head
+
+    return train_head
 
 
 def _shard(done: int, total: int) -> None:

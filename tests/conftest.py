@@ -1,7 +1,8 @@
-"""Fixtures that cost seconds, shared by all tests: a Ray cluster and the embedded target."""
+"""Fixtures shared by all tests: a Ray cluster, the embedded target, a tiny one, and files to read."""
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -26,6 +27,47 @@ def embedded_target():
     from peagle.catalog.embedded import ensure_embedded
 
     return ensure_embedded("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """Folder of a random target of the Llama architecture: 4 layers, hidden size 32, 96 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speaking_target(target, tmp_path_factory):
+    """The tiny target with a tokenizer of single characters and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "\n" + "".join(map(chr, range(32, 126)))
+    folder = tmp_path_factory.mktemp("speaking") / "tiny"
+    shutil.copytree(target, folder)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)} | {"<end>": 95}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -38,6 +38,13 @@ class Checkpoint:
     train_s: float
     metrics_bytes: int
 
+    def copy_to(self, head: Any) -> None:
+        """Put the weights into a head of the same shape."""
+        parameters = dict(head.named_parameters())
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                parameters[name].copy_(weight)
+
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write by rename, flushed to the disk first, so that a kill leaves the last one or this one."""
@@ -49,8 +56,12 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     partial.replace(folder / FILE)
 
 
-def load_checkpoint(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
+def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
     """The checkpoint in `folder`, or None when there is none.
+
+    Args:
+        folder: of the training.
+        fingerprint: what it must be a training of; None takes it whatever it is.
 
     Raises:
         ConfigError: it was trained on something else or otherwise; names what differs.
@@ -59,6 +70,8 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | N
         return None
     raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
     checkpoint = Checkpoint(**raw)
+    if fingerprint is None:
+        return checkpoint
     stored = checkpoint.fingerprint
     changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
     if changed:

@@ -66,6 +66,8 @@ class TrainConfig(BaseModel):
     seed: int = Field(0, ge=0, description="of first weights, data order and sampling")
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
+    workers: int = Field(1, ge=1, description="processes that train together under Ray Train; 1 needs no Ray")
+    worker_failures: int = Field(3, ge=0, description="deaths of workers after which the training gives up")
     time_budget_s: float | None = Field(None, gt=0, description="stop after that long; the same command goes on")
     num_speculative_tokens: int = Field(
         5, ge=1, le=32, description="K of the estimate, and of whoever serves the head without naming one"

@@ -240,9 +240,7 @@ class _Trainer:
             if self.workers.rank == 0:
                 self._metrics.write_bytes(b"")
             return
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(checkpoint.weights[name])
+        checkpoint.copy_to(self.head)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.step, self.num_tokens = checkpoint.step, checkpoint.num_tokens
         self.train_s = checkpoint.train_s

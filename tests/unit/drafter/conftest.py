@@ -1,12 +1,11 @@
-"""A tiny random target of the Llama architecture, its samples and its features."""
+"""The tiny target loaded, documents for it, and their features."""
 
 import random
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
 from peagle.drafter.features import (
@@ -18,33 +17,8 @@ from peagle.drafter.features import (
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 
-with warnings.catch_warnings():  # torch.jit, as accelerate imports it, warns once at import
-    warnings.simplefilter("ignore")
-    import speculators.models.peagle  # noqa: F401
-
-VOCABULARY = 96
-HIDDEN = 32
+VOCABULARY, HIDDEN = 96, 32  # of the tiny target in tests/conftest.py
 AUX_LAYERS = (1, 2, 3)
-
-
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

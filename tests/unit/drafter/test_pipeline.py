@@ -1,14 +1,11 @@
 """`train_head` from responses to a head, on a tiny target with a tokenizer of characters."""
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
@@ -16,20 +13,6 @@ from peagle.drafter.head import load_head
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.training import Progress
 from peagle.errors import ConfigError, InputError
-
-CHARACTERS = "\n" + "".join(map(chr, range(32, 126)))
-
-
-@pytest.fixture(scope="module")
-def speaking_target(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("speaking") / "tiny"
-    shutil.copytree(target, folder)
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)} | {"<end>": 95}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    fast.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Training a drafter on several workers: Ray around peagle.drafter."""

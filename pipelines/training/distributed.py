@@ -1,0 +1,123 @@
+"""A training on several workers under Ray Train: gloo on CPU, nccl on CUDA.
+
+Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
+checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
+node has to see.
+"""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peagle.drafter.checkpoint import load_checkpoint
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
+from peagle.drafter.training import METRICS, Progress, TrainingOutcome
+from peagle.drafter.workers import Distributed
+from peagle.errors import PeagleError
+from pipelines.batch.cluster import ray_cluster
+
+_POLL_S = 2.0
+
+
+def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
+    """Train a head on `config.workers` workers and save it; the figures of the run.
+
+    Raises:
+        ConfigError: something asked for cannot be; says what.
+        PeagleError: the workers died more often than `config.worker_failures` allows, or the loss is not finite; the
+            last checkpoint stays.
+    """
+    prepared = prepare(config, listener)
+    with ray_cluster(), _Follower(prepared.folder / METRICS, listener):
+        _run(prepared)
+    head = prepared.new_head()
+    checkpoint = load_checkpoint(prepared.folder)
+    assert checkpoint is not None
+    checkpoint.copy_to(head)
+    outcome = TrainingOutcome(
+        step=checkpoint.step,
+        finished=checkpoint.step >= prepared.recipe.num_steps,
+        num_tokens=checkpoint.num_tokens,
+        train_s=checkpoint.train_s,
+    )
+    return finish(prepared, head, outcome)
+
+
+def _run(prepared: Prepared) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    config = prepared.config
+    on_gpu = prepared.device.type == "cuda"
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config=config.model_dump(mode="json"),
+        scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="workers",
+            storage_path=str((config.output / "ray").resolve()),
+            failure_config=FailureConfig(max_failures=config.worker_failures),
+        ),
+    )
+    try:
+        trainer.fit()
+    except Exception as error:
+        raise PeagleError(
+            f"the workers stopped: {_reason(error)}",
+            hint=f"the last checkpoint stays in {prepared.folder}; the same command goes on from it",
+        ) from error
+
+
+def _work(settings: dict[str, Any]) -> None:
+    """What each worker runs; it reads what the driver has prepared."""
+    prepared = prepare(TrainConfig(**settings), Listener())
+    train_prepared(prepared, prepared.new_head(), workers=Distributed(prepared.device), progress=lambda _: None)
+
+
+def _reason(error: Exception) -> str:
+    """What the first worker that failed said last; Ray gives its traceback as a text."""
+    failures = getattr(error, "worker_failures", None) or {0: error}
+    lines = [line for line in str(next(iter(failures.values()))).splitlines() if line[:1].strip()]
+    return lines[-1] if lines else repr(error)
+
+
+@dataclass
+class _Follower:
+    """Tells the listener of the steps that the first worker writes to the metrics file."""
+
+    metrics: Path
+    listener: Listener
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> None:
+        self._seen = self._size()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._tell()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Whole lines behind those told already; a file cut back by a resume is told again from where it was cut."""
+        self._seen = min(self._seen, self._size())
+        if not self.metrics.exists():
+            return
+        with self.metrics.open("rb") as stream:
+            stream.seek(self._seen)
+            new = stream.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._seen += len(whole)
+        for line in whole.splitlines():
+            self.listener.step(Progress(**json.loads(line)))
+
+    def _size(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.exists() else 0

@@ -1,0 +1,67 @@
+"""Two workers under Ray Train against one process, on the tiny target in float32."""
+
+import json
+
+import pytest
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.pipeline import Listener, train_head
+from peagle.errors import PeagleError
+from pipelines.training.distributed import train_on_workers
+
+pytestmark = pytest.mark.timeout(300)
+NUM_STEPS = 24
+
+
+@pytest.fixture
+def config(speaking_target, write_jsonl):
+    responses = write_jsonl(
+        [{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i % 7 + 2)} for i in range(40)]
+    )
+
+    def make(output, **changes):
+        values = {
+            "num_depths": 3, "draft_vocab_size": 40, "batch_tokens": 300, "precision": "fp32", "device": "cpu",
+            "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
+        }  # fmt: skip
+        return TrainConfig(target=str(speaking_target), responses=[responses], output=output, **{**values, **changes})
+
+    return make
+
+
+def curve(output):
+    return [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path, algorithm):
+    steps = []
+    alone = train_head(config(tmp_path / "alone", algorithm=algorithm), Listener())
+    together = train_on_workers(
+        config(tmp_path / "together", algorithm=algorithm, workers=2), Listener(step=steps.append)
+    )
+
+    one, two = curve(tmp_path / "alone"), curve(tmp_path / "together")
+    assert len(one) == len(two) >= NUM_STEPS - 4
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-4)
+    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one]
+    assert [step.step for step in steps] == [line["step"] for line in two]
+    assert together["finished"]
+    assert together["tokens_seen"] == alone["tokens_seen"]
+    assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
+
+
+def test_a_training_goes_on_with_another_number_of_workers(ray_cluster, config, tmp_path):
+    train_head(config(tmp_path / "whole"), Listener())
+    stopped = train_on_workers(config(tmp_path / "cut", workers=2, time_budget_s=1e-9), Listener())
+    assert not stopped["finished"]
+    assert train_head(config(tmp_path / "cut"), Listener())["finished"]
+    whole, cut = curve(tmp_path / "whole"), curve(tmp_path / "cut")
+    assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in whole], abs=1e-4)
+
+
+def test_an_error_of_the_workers_is_told_with_its_cause(ray_cluster, config, tmp_path):
+    with pytest.raises(PeagleError, match=r"the workers stopped: .*the loss is not finite"):
+        train_on_workers(
+            config(tmp_path / "out", workers=2, worker_failures=0, learning_rate=1e30, clip_norm=1e30), Listener()
+        )
