@@ -39,7 +39,7 @@ class TrainConfig(BaseModel):
     algorithm: Literal["peagle", "eagle3"] = Field(
         "peagle", description="peagle drafts all tokens in one pass, eagle3 one after the other"
     )
-    num_layers: int = Field(1, ge=1, le=8, description="decoder layers of the head")
+    num_layers: int = Field(2, ge=1, le=8, description="decoder layers of the head")
     num_key_value_heads: int | None = Field(None, ge=1, description="of its attention; default: as many as the target")
     num_depths: int = Field(8, ge=1, le=32, description="tokens it learns to draft at once (K_train)")
     aux_layers: list[int] | None = Field(None, description="target layers whose inputs it reads; default: 2, L/2, L-1")
@@ -48,16 +48,16 @@ class TrainConfig(BaseModel):
     init: str = Field(
         "warm", description="first weights: warm (the target's last layers), random, or a head's folder to go on from"
     )
-    train_lm_head: bool = Field(False, description="train lm_head as well, rather than keep the target's rows")
+    train_lm_head: bool = Field(True, description="train lm_head as well, rather than keep the target's rows")
 
-    epochs: float = Field(3.3, gt=0, description="passes over the documents")
-    batch_tokens: int = Field(2048, ge=1, description="tokens of documents in a step")
+    epochs: float = Field(1.6, gt=0, description="passes over the documents")
+    batch_tokens: int = Field(1024, ge=1, description="tokens of documents in a step")
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="most tokens to compute at once, longer documents in parts; default: a step at once"
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
-    learning_rate: float = Field(1e-3, gt=0, description="its peak")
+    learning_rate: float = Field(7e-4, gt=0, description="its peak")
     final_learning_rate: float = Field(0.02, ge=0, le=1, description="share of the peak that is left at the end")
     warmup_steps: int = Field(50, ge=0, description="steps of linear rise")
     weight_decay: float = Field(0.01, ge=0, description="of the matrices")

@@ -16,6 +16,7 @@ import torch
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError, DrafterError
+from peagle.files import write_atomic
 
 _MAPS = ("d2t", "t2d")
 _OWNED_BY_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d")
@@ -180,7 +181,7 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
         verifier: the target's public name, which takes the place of the path it was trained with.
         num_speculative_tokens: the default K of whoever serves the head without naming one.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     config = head.config.to_dict()
@@ -191,9 +192,9 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
         for method in config["speculators_config"]["proposal_methods"]:
             method["speculative_tokens"] = num_speculative_tokens
     tensors = {name: _as_saved(tensor) for name, tensor in head.state_dict().items() if _is_saved(head, name)}
-    save_file(tensors, folder / "model.safetensors.partial", metadata={"format": "pt"})
+    # `save_file` would make a file that only its owner may read.
+    write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / "model.safetensors.partial").replace(folder / "model.safetensors")
 
 
 def load_head(folder: Path, target: Path) -> Any:

@@ -98,6 +98,9 @@ def test_the_folder_holds_nothing_of_the_targets_and_no_path(
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"d2t", "lm_head.weight", "mask_hidden", "fc.weight"} <= set(names)
     assert not {name for name in names if "embed_tokens" in name or "verifier" in name}
+    assert {file.stat().st_mode & 0o044 for file in tmp_path.iterdir()} == {0o044}, (
+        "whoever serves it may be another user"
+    )
     text = (tmp_path / "config.json").read_text()
     assert str(target) not in text
     config = json.loads(text)
