@@ -25,11 +25,6 @@ from peagle.files import sha256
 SHARD_TOKENS = 16_384
 
 
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers 2, L/2 and L-1 (arXiv 2602.01469)."""
-    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, num_layers - 1}))
-
-
 def target_fingerprint(target: Path) -> str:
     """SHA-256 over the target's config.json and weight files.
 

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from peagle.catalog.targets import ResolvedModel, resolve_model
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.data import Sample
 from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import (
     HiddenStateReader,
-    default_aux_layers,
     extract_features,
     samples_fingerprint,
     target_fingerprint,
@@ -32,6 +30,7 @@ from peagle.drafter.head import INITS, HeadSpec, build_head
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.target import Target, load_target
 from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
@@ -58,7 +57,7 @@ class Prepared:
     """All that a training starts from."""
 
     config: TrainConfig
-    model: ResolvedModel
+    target: Target
     device: torch.device
     corpus: Corpus
     store: FeatureStore
@@ -108,7 +107,7 @@ class Prepared:
 
     def new_head(self) -> Any:
         """The head with its first weights."""
-        head = build_head(Path(self.model.path), self.spec, self.vocabulary, seed=self.config.seed)
+        head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed)
         return head.to(self.device)
 
 
@@ -127,15 +126,12 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 def prepare(config: TrainConfig, listener: Listener) -> Prepared:
     """Read the documents and compute the target's states, as far as they are not there."""
     device = _device(config.device)
-    model = resolve_model(config.target, announce=listener.say)
-    target = Path(model.path)
-    if not target.is_dir():
-        raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
+    target = load_target(config.target, config.aux_layers, listener.say)
     corpus = read_corpus(config, target, listener.say)
     store = _extract(config, target, corpus.samples, device, listener)
-    vocabulary = _vocabulary(config, model, store, corpus.trained)
+    vocabulary = _vocabulary(config, target, corpus)
     listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
-    return Prepared(config=config, model=model, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
+    return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
 
 
 def train_prepared(
@@ -168,7 +164,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         )
     return publish(
         config=config,
-        model=prepared.model,
+        model=prepared.target.model,
         head=head,
         corpus=prepared.corpus,
         store=prepared.store,
@@ -179,16 +175,15 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def _extract(
-    config: TrainConfig, target: Path, samples: list[Sample], device: torch.device, listener: Listener
+    config: TrainConfig, target: Target, samples: list[Sample], device: torch.device, listener: Listener
 ) -> FeatureStore:
     """The store of the samples' features, computed as far as it is not there."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    shape = AutoConfig.from_pretrained(target)
     spec = FeatureSpec(
-        target=target_fingerprint(target),
-        aux_layers=tuple(config.aux_layers or default_aux_layers(shape.num_hidden_layers)),
-        hidden_size=shape.hidden_size,
+        target=target_fingerprint(target.folder),
+        aux_layers=target.aux_layers,
+        hidden_size=target.hidden_size,
         samples=samples_fingerprint(samples),
     )
     num_tokens = sum(len(sample.token_ids) for sample in samples)
@@ -199,26 +194,24 @@ def _extract(
     folder = config.features or config.output / "features"
 
     def load_reader() -> HiddenStateReader:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16).to(device).eval()
         return HiddenStateReader(model, spec.aux_layers)
 
     extract_features(samples, load_reader, spec, folder, device=device, progress=listener.shard)
     return FeatureStore(folder)
 
 
-def _vocabulary(
-    config: TrainConfig, model: ResolvedModel, store: FeatureStore, documents: list[int]
-) -> DraftVocabulary:
+def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVocabulary:
     """Counted over prompts too: responses repeat them, and those of other prompts will repeat other words."""
-    text = model.config.get("text_config") or model.config
-    token_ids = (token for index in documents for token in store[index].token_ids_T.tolist())
+    text = target.model.config.get("text_config") or target.model.config
+    token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
-        return vocabulary_of_head(Path(config.init), token_ids, target_size=text["vocab_size"])
+        return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)
     end = text.get("eos_token_id")
     return frequent_vocabulary(
         token_ids,
         size=config.draft_vocab_size,
-        target_size=text["vocab_size"],
+        target_size=target.vocab_size,
         always=end if isinstance(end, list) else [end] if end is not None else [],
     )
 

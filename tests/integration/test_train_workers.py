@@ -24,7 +24,9 @@ def config(speaking_target, write_jsonl):
             "num_depths": 3, "draft_vocab_size": 40, "batch_tokens": 300, "precision": "fp32", "device": "cpu",
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
-        return TrainConfig(target=str(speaking_target), responses=[responses], output=output, **{**values, **changes})
+        return TrainConfig(
+            target=str(speaking_target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+        )
 
     return make
 

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from peagle.drafter import features
 from peagle.drafter.data import Sample
-from peagle.drafter.features import HiddenStateReader, default_aux_layers, extract_features, plan_shards
+from peagle.drafter.features import HiddenStateReader, extract_features, plan_shards
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.errors import CapacityError, ConfigError, InputError
 
@@ -49,11 +49,6 @@ def test_the_last_state_gives_the_targets_own_logits(
     expected = model(torch.tensor([samples[1].token_ids])).logits[0]
     got = model.lm_head(model.model.norm(store[1].last_TH.float()))
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-
-
-def test_default_layers_are_the_papers() -> None:
-    assert default_aux_layers(30) == (2, 15, 29)
-    assert default_aux_layers(2) == (1,)
 
 
 def test_shards_cover_the_samples_in_order(samples: list[Sample]) -> None:

@@ -39,7 +39,9 @@ def _config(target: Path, responses: Path, output: Path, **changes: Any) -> Trai
         "precision": "fp32",
         "num_speculative_tokens": 3,
     }
-    return TrainConfig(target=str(target), responses=[responses], output=output, **{**values, **changes})
+    return TrainConfig(
+        target=str(target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+    )
 
 
 @dataclass
@@ -89,7 +91,7 @@ def test_a_stopped_training_goes_on_without_extracting_again(
 
 def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    twice = config.model_copy(update={"responses": [responses, responses]})
+    twice = config.model_copy(update={"prompts": [responses, responses]})
     result = train_head(twice, Listener())
     assert (result["documents"], result["held_out_documents"]) == (19, 5)
 
