@@ -25,8 +25,8 @@ command goes on with its runs and from its last checkpoint, and the curve is the
 """
 _GROUPS = {
     "target and data": [
-        "target", "prompts", "output", "features", "verifier", "prompt_column", "max_document_tokens", "exclude",
-        "held_out",
+        "target", "prompts", "output", "features", "on_the_fly", "verifier", "prompt_column", "max_document_tokens",
+        "exclude", "held_out",
     ],
     "responses": [
         "responses", "limit", "sampled_share", "temperature", "top_p", "max_response_tokens", "engines", "max_num_seqs",

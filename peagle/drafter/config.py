@@ -27,6 +27,9 @@ class TrainConfig(BaseModel):
     features: Path | None = Field(
         None, description="folder of the target's states, to share them between trainings; default: OUTPUT/features"
     )
+    on_the_fly: bool = Field(
+        False, description="store no states: run the target again in each pass, where the disk cannot hold them"
+    )
     verifier: str | None = Field(
         None, description="public name of the target to write into the head; default: --target"
     )
@@ -104,9 +107,13 @@ class TrainConfig(BaseModel):
         return sources
 
     @model_validator(mode="after")
-    def _given_where_they_are(self) -> "TrainConfig":
+    def _no_contradiction(self) -> "TrainConfig":
         if self.responses == "given" and any(str(source) in SOURCES for source in self.prompts):
             raise ValueError("prompts: stdlib has no responses: leave --responses given out")
+        if self.on_the_fly and self.features is not None:
+            raise ValueError(
+                "features and on_the_fly exclude each other: the one stores the states, the other does not"
+            )
         return self
 
     def answers(self, way: str) -> Path:

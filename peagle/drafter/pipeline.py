@@ -1,6 +1,6 @@
 """From responses to a head that vLLM serves: the steps of `peagle train`, each resumable by itself.
 
-`prepare` reads the documents and computes the target's states; `train_prepared` trains, alone or as one of several
+`prepare` reads the documents and has the target's states computed; `train_prepared` trains, alone or as one of several
 workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
 
 Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl), `head/`
@@ -18,18 +18,14 @@ import torch
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
-from peagle.drafter.data import Sample
 from peagle.drafter.estimate import estimate_acceptance
-from peagle.drafter.features import (
-    HiddenStateReader,
-    extract_features,
-    samples_fingerprint,
-    target_fingerprint,
-)
+from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
 from peagle.drafter.head import INITS, HeadSpec, build_head
+from peagle.drafter.hidden_states import load_reader
+from peagle.drafter.on_the_fly import ComputedFeatures
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, load_target
 from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
@@ -41,6 +37,9 @@ _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
     "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
 )  # fmt: skip
+
+# Has a store filled, and tells how far it is: shards done, and in all.
+Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Prepared:
     target: Target
     device: torch.device
     corpus: Corpus
-    store: FeatureStore
+    store: Features
     vocabulary: DraftVocabulary
 
     @property
@@ -123,12 +122,12 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     return finish(prepared, head, train_prepared(prepared, head, progress=listener.step))
 
 
-def prepare(config: TrainConfig, listener: Listener) -> Prepared:
-    """Read the documents and compute the target's states, as far as they are not there."""
+def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract) -> Prepared:
+    """Read the documents and have the target's states computed, as far as they are not there; `extract` does it."""
     device = _device(config.device)
     target = load_target(config.target, config.aux_layers, listener.say)
     corpus = read_corpus(config, target, listener.say)
-    store = _extract(config, target, corpus.samples, device, listener)
+    store = _features(config, target, corpus, device, listener, extract)
     vocabulary = _vocabulary(config, target, corpus)
     listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
     return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
@@ -174,12 +173,11 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
     )
 
 
-def _extract(
-    config: TrainConfig, target: Target, samples: list[Sample], device: torch.device, listener: Listener
-) -> FeatureStore:
-    """The store of the samples' features, computed as far as it is not there."""
-    from transformers import AutoModelForCausalLM
-
+def _features(
+    config: TrainConfig, target: Target, corpus: Corpus, device: torch.device, listener: Listener, extract: Extract
+) -> Features:
+    """The features of the documents: the finished store, or what computes them."""
+    samples = corpus.samples
     spec = FeatureSpec(
         target=target_fingerprint(target.folder),
         aux_layers=target.aux_layers,
@@ -190,14 +188,16 @@ def _extract(
     listener.say(
         f"states entering layers {', '.join(map(str, spec.aux_layers))} and the final norm: {num_tokens:,} tokens,"
         f" {spec.bytes_per_token:,} bytes each, {num_tokens * spec.bytes_per_token / 2**30:.1f} GiB"
+        + (", not stored but computed in each pass" if config.on_the_fly else "")
     )
+    if config.on_the_fly:
+        return ComputedFeatures(
+            samples, lambda: load_reader(target.folder, spec.aux_layers, device), spec, device=device
+        )
     folder = config.features or config.output / "features"
-
-    def load_reader() -> HiddenStateReader:
-        model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16).to(device).eval()
-        return HiddenStateReader(model, spec.aux_layers)
-
-    extract_features(samples, load_reader, spec, folder, device=device, progress=listener.shard)
+    extract(
+        FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)), listener.shard
+    )
     return FeatureStore(folder)
 
 

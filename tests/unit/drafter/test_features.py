@@ -8,7 +8,8 @@ from transformers import LlamaForCausalLM
 
 from peagle.drafter import features
 from peagle.drafter.data import Sample
-from peagle.drafter.features import HiddenStateReader, extract_features, plan_shards
+from peagle.drafter.features import extract_features, plan_shards
+from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.errors import CapacityError, ConfigError, InputError
 
@@ -121,7 +122,7 @@ def test_a_full_disk_is_refused_before_work(
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
-    with pytest.raises(CapacityError, match=f"{spec.bytes_per_token:,} bytes each"):
+    with pytest.raises(CapacityError, match=rf"{spec.bytes_per_token:,} bytes each(?s:.*)--on-the-fly"):
         extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
 
 

@@ -89,6 +89,18 @@ def test_a_stopped_training_goes_on_without_extracting_again(
     assert shard.stat().st_mtime_ns == written_at
 
 
+def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_features(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    heard = Heard()
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
+    assert any("not stored but computed in each pass" in sentence for sentence in heard.said)
+    assert not (tmp_path / "out" / "features").exists()
+    assert train_head(config, heard.listener)["finished"] is False
+    assert [step.step for step in heard.steps] == [1, 2]
+
+
 def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
     twice = config.model_copy(update={"prompts": [responses, responses]})
