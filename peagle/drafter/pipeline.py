@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
@@ -31,7 +32,7 @@ from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, tra
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
-from peagle.files import sha256
+from peagle.files import sha256, writing
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
@@ -161,16 +162,17 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             sorted(prepared.corpus.held_out),
             num_speculative_tokens=config.num_speculative_tokens,
         )
-    return publish(
-        config=config,
-        model=prepared.target.model,
-        head=head,
-        corpus=prepared.corpus,
-        store=prepared.store,
-        vocabulary=prepared.vocabulary,
-        outcome=outcome,
-        estimate=estimate,
-    )
+    with writing(config.output, SafetensorError, hint="free some space; the same command saves the head"):
+        return publish(
+            config=config,
+            model=prepared.target.model,
+            head=head,
+            corpus=prepared.corpus,
+            store=prepared.store,
+            vocabulary=prepared.vocabulary,
+            outcome=outcome,
+            estimate=estimate,
+        )
 
 
 def _features(

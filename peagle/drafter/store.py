@@ -22,6 +22,7 @@ from peagle.files import sha256, write_json, writing
 INDEX = "index.json"
 _BYTES_PER_STATE = 2  # bfloat16
 _PARTIAL = ".partial"
+_FULL = "free some space, or store nothing: --on-the-fly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
     file = folder / _shard_name(number)
     partial = file.with_suffix(f".{uuid.uuid4().hex}{_PARTIAL}")
-    with writing(file, SafetensorError, hint="free some space, or store nothing: --on-the-fly"):
+    with writing(file, SafetensorError, hint=_FULL):
         try:
             save_file(tensors, partial)
             checksum = sha256(partial)
@@ -155,7 +156,8 @@ class StoreWriter:
     def _name(self, shard: str, checksum: str) -> None:
         shards = {**self._index["shards"], shard: checksum}
         self._index["shards"] = dict(sorted(shards.items()))
-        write_json(self._folder / INDEX, self._index)
+        with writing(self._folder / INDEX, hint=_FULL):
+            write_json(self._folder / INDEX, self._index)
 
 
 class FeatureStore:

@@ -18,7 +18,7 @@ from peagle.drafter.data import Row
 from peagle.drafter.prompt_sources import MESSAGES, part_by_hash, read_prompts
 from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError
-from peagle.files import write_atomic
+from peagle.files import write_atomic, writing
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.progress import Progress
 from pipelines.batch.run import generate
@@ -85,6 +85,7 @@ def _run_config(
 def _write(rows: Sequence[Row], run: Path) -> Path:
     """The prompts as a corpus beside their run."""
     corpus = run.with_suffix(".jsonl")
-    corpus.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(corpus, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    with writing(corpus, hint="free some space, or name another --output"):
+        corpus.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(corpus, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     return corpus

@@ -1,11 +1,13 @@
 """`train_head` from responses to a head, on a tiny target with a tokenizer of characters."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
@@ -106,6 +108,37 @@ def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, r
     twice = config.model_copy(update={"prompts": [responses, responses]})
     result = train_head(twice, Listener())
     assert (result["documents"], result["held_out_documents"]) == (19, 5)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(
+    speaking_target: Path, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(speaking_target, foreign)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["~"] = 120
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "p", "response": "~"}\n')
+    with pytest.raises(ConfigError, match="its tokenizer gives token 120 for row a"):
+        train_head(_config(foreign, tmp_path / "rows.jsonl", tmp_path / "out"), Listener())
+    assert not (tmp_path / "out").exists()
+
+
+def test_features_of_another_revision_of_the_target_are_refused(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config, Listener())
+    revised = tmp_path / "tiny"
+    shutil.copytree(speaking_target, revised)
+    weights = load_file(revised / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, revised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="holds the features of something else: target differ"):
+        train_head(config.model_copy(update={"target": str(revised)}), Listener())
+    elsewhere = {"target": str(revised), "features": tmp_path / "features"}
+    with pytest.raises(ConfigError, match="holds a training with another features"):
+        train_head(config.model_copy(update=elsewhere), Listener())
 
 
 def test_a_target_that_is_not_there_is_refused(responses: Path, tmp_path: Path) -> None:
