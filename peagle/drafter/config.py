@@ -110,6 +110,8 @@ class TrainConfig(BaseModel):
     def _no_contradiction(self) -> "TrainConfig":
         if self.responses == "given" and any(str(source) in SOURCES for source in self.prompts):
             raise ValueError("prompts: stdlib has no responses: leave --responses given out")
+        if self.responses == "given" and self.limit is not None:
+            raise ValueError("limit is for prompts to be answered: with --responses given all responses are taken")
         if self.on_the_fly and self.features is not None:
             raise ValueError(
                 "features and on_the_fly exclude each other: the one stores the states, the other does not"

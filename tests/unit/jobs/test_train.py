@@ -22,6 +22,7 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (("--prompts", "stdlib", "--responses", "given"), "stdlib has no responses"),
+        (("--prompts", "p", "--responses", "given", "--limit", "9"), "limit is for prompts to be answered"),
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
         (("--prompts", "s3://bucket/p.jsonl"), "copy s3://bucket/p.jsonl to a local path"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
