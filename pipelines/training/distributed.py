@@ -121,12 +121,18 @@ class _Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """Whole lines behind those told already; a file cut back by a resume is told again from where it was cut."""
+        """Whole lines behind those told already.
+
+        A resume cuts the file back and writes on, also beyond what was told, so that this place may lie within a line.
+        """
         self._seen = min(self._seen, self._size())
         if not self.metrics.exists():
             return
         with self.metrics.open("rb") as stream:
-            stream.seek(self._seen)
+            stream.seek(max(0, self._seen - 1))
+            at_a_start = not self._seen or stream.read(1) == b"\n"
+            if not at_a_start:
+                self._seen += len(stream.readline())
             new = stream.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._seen += len(whole)

@@ -93,7 +93,7 @@ def test_a_killed_worker_leaves_no_mark_on_the_curve(ray_cluster, config, tmp_pa
             killed.append(train_workers()[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    changes = {"epochs": 40}
+    changes = {"epochs": 25}
     train_head(config(tmp_path / "whole", **changes), Listener())
     train_head(config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to go on from
     result = train_on_workers(config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
