@@ -34,15 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print what was dropped."""
-    from peagle.drafter.decontamination import NgramIndex, decontaminate, humaneval_references
+    from peagle.drafter.decontamination import decontaminate, index_of
     from peagle.drafter.prompts import generate_prompts, stdlib_snippets
 
     if args.output.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    references = humaneval_references() if args.exclude == "humaneval" else []
-    checked = decontaminate(stdlib_snippets(), NgramIndex(references), text=lambda snippet: snippet.code)
+    checked = decontaminate(stdlib_snippets(), index_of(args.exclude), text=lambda snippet: snippet.code)
     limit = len(checked.kept) if args.limit is None else args.limit
     prompts = [asdict(prompt) for prompt in generate_prompts(checked.kept, seed=args.seed, limit=limit)]
     _write(prompts, args.output)

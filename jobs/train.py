@@ -1,27 +1,36 @@
-"""`peagle train`: a drafter head for a target, from the target's own responses."""
+"""`peagle train`, and the same as `python -m jobs.train` for `ray job submit`."""
 
 import argparse
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from jobs import flags
 from jobs.throttle import Throttle
 from peagle.drafter.config import TrainConfig
+from peagle.errors import ConfigError
 
 HELP = """\
 Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it as vLLM takes it.
 
-  peagle prompts --output prompts.jsonl --limit 4000
-  peagle generate --input prompts.jsonl --output runs/responses --drafter none --max-tokens 224
-  peagle train --responses runs/responses --output heads/first
+  peagle train --prompts prompts.jsonl --output heads/first
+  peagle train --prompts stdlib --limit 4000 --output heads/code
+  peagle train --prompts runs/responses --responses given --output heads/second
+  ray job submit --working-dir . -- python -m jobs.train --config train.yaml
 
-The target's hidden states are computed once and kept in OUTPUT/features; the head ends in OUTPUT/head. Stop it
-whenever you like: the same command goes on from its last checkpoint, and the curve is the uninterrupted one.
+The target answers the prompts itself first, in two bulk runs in OUTPUT/responses, greedily and by sampling. Its hidden
+states are computed once and kept in OUTPUT/features; the head ends in OUTPUT/head. Stop it whenever you like: the same
+command goes on with its runs and from its last checkpoint, and the curve is the uninterrupted one.
 """
 _GROUPS = {
     "target and data": [
-        "target", "responses", "output", "features", "verifier", "prompt_column", "max_document_tokens", "exclude",
-        "held_out",
+        "target", "prompts", "output", "features", "on_the_fly", "verifier", "prompt_column", "max_document_tokens",
+        "exclude", "held_out",
+    ],
+    "responses": [
+        "responses", "limit", "sampled_share", "temperature", "top_p", "max_response_tokens", "engines", "max_num_seqs",
+        "enforce_eager", "instance_type", "usd_per_hour",
     ],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
@@ -41,8 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Train, and print what came out."""
+    """Have the target answer, train, and print what came out."""
     config = flags.load(TrainConfig, args)
+    _require_ray(config)
+    if config.responses == "regenerate":
+        _regenerate(config, args.command_line)
     from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats
 
@@ -56,6 +68,23 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if not result["finished"]:
         _say("the time budget ran out: the same command goes on")
     return (0 if result["finished"] else 3), result
+
+
+def _require_ray(config: TrainConfig) -> None:
+    if (config.responses == "regenerate" or config.workers > 1) and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "Ray is not installed here, and regenerating responses or several workers need it",
+            hint="carry finished responses here and use --responses given and --workers 1",
+        )
+
+
+def _regenerate(config: TrainConfig, command: list[str]) -> None:
+    from rich.console import Console
+
+    from pipelines.batch.progress import Progress
+    from pipelines.training.responses import regenerate
+
+    regenerate(config, Progress(Console(soft_wrap=True)), command=command)
 
 
 def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]]:
@@ -84,3 +113,9 @@ def _step(progress: Any) -> None:
 
 def _say(message: str) -> None:
     print(message, flush=True)
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["train", *sys.argv[1:]])

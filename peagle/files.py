@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from peagle.errors import CapacityError
+
 TEMPORARY_SUFFIX = ".tmp"
 
 
@@ -40,6 +42,25 @@ def write_once(path: Path, data: bytes) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+@contextlib.contextmanager
+def writing(path: Path, *also: type[Exception], hint: str) -> Iterator[None]:
+    """Tell what could not be written, and what to do about it.
+
+    Args:
+        path: what is being written.
+        also: errors other than OSError with which a library says that it cannot write.
+        hint: what the user can do.
+
+    Raises:
+        CapacityError: instead of any of these errors.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except kinds as error:
+        raise CapacityError(f"{path}: cannot be written: {error}", hint=hint) from error
 
 
 def write_json(path: Path, value: Any) -> None:

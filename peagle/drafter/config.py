@@ -4,9 +4,13 @@ The defaults are the recipe of the shipped head; where each comes from is in ben
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from peagle.drafter.prompts import SOURCES
+
+WAYS = ("greedy", "sampled")
 
 
 class TrainConfig(BaseModel):
@@ -15,17 +19,38 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
-    responses: list[Path] = Field(
+    prompts: list[Path] = Field(
         min_length=1,
-        description="the target's own responses: a bulk run's directory, or JSONL or Parquet with prompt and response",
+        description="JSONL, Parquet or a bulk run's directory; or stdlib, the prompts that ship (see `peagle prompts`)",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
     features: Path | None = Field(
         None, description="folder of the target's states, to share them between trainings; default: OUTPUT/features"
     )
+    on_the_fly: bool = Field(
+        False, description="store no states: run the target again in each pass, where the disk cannot hold them"
+    )
     verifier: str | None = Field(
         None, description="public name of the target to write into the head; default: --target"
     )
+
+    responses: Literal["regenerate", "given"] = Field(
+        "regenerate",
+        description="regenerate has the target itself answer the prompts first (needs Ray); given takes the responses"
+        " that --prompts has beside them",
+    )
+    limit: int | None = Field(None, ge=1, description="answer only the first prompts; default: all")
+    sampled_share: float = Field(
+        0.5, ge=0, le=1, description="share of the prompts answered by sampling, others greedily"
+    )
+    temperature: float = Field(0.8, gt=0, le=10, description="of the sampled responses")
+    top_p: float = Field(0.95, gt=0, le=1, description="of the sampled responses")
+    max_response_tokens: int = Field(224, ge=1, description="longest response")
+    engines: int = Field(1, ge=1, description="engine actors that answer")
+    max_num_seqs: int = Field(64, ge=1, description="requests an engine runs at once")
+    enforce_eager: bool = Field(False, description="do not compile the engines: starts sooner, answers slower")
+    instance_type: str | None = Field(None, description="what they run on, for their account")
+    usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, in place of the table's")
 
     prompt_column: str = Field("prompt", description="column with the user's message, when there is no 'messages'")
     max_document_tokens: int = Field(2048, ge=16, description="prompt and response are cut there")
@@ -68,7 +93,39 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
     workers: int = Field(1, ge=1, description="processes that train together under Ray Train; 1 needs no Ray")
     worker_failures: int = Field(3, ge=0, description="deaths of workers after which the training gives up")
-    time_budget_s: float | None = Field(None, gt=0, description="stop after that long; the same command goes on")
+    time_budget_s: float | None = Field(None, gt=0, description="train for that long at most; the same command goes on")
     num_speculative_tokens: int = Field(
         5, ge=1, le=32, description="K of the estimate, and of whoever serves the head without naming one"
     )
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        sources = value if isinstance(value, list) else [value]
+        if remote := [source for source in sources if "://" in str(source)]:
+            raise ValueError(f"only local files are read: copy {remote[0]} to a local path")
+        return sources
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> "TrainConfig":
+        if self.responses == "given" and any(str(source) in SOURCES for source in self.prompts):
+            raise ValueError("prompts: stdlib has no responses: leave --responses given out")
+        if self.responses == "given" and self.limit is not None:
+            raise ValueError("limit is for prompts to be answered: with --responses given all responses are taken")
+        if self.on_the_fly and self.features is not None:
+            raise ValueError(
+                "features and on_the_fly exclude each other: the one stores the states, the other does not"
+            )
+        return self
+
+    def answers(self, way: str) -> Path:
+        """The bulk run in which the target answers prompts one of the `WAYS`."""
+        return self.output / "responses" / way
+
+    @property
+    def response_sources(self) -> list[Path]:
+        """Where the finished responses are."""
+        if self.responses == "given":
+            return self.prompts
+        runs = [self.answers(way) for way in WAYS]
+        return [run for run in runs if run.is_dir()] or runs

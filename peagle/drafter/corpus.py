@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses
-from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, humaneval_references
+from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses, row_text
+from peagle.drafter.decontamination import Dropped, decontaminate, index_of
+from peagle.drafter.target import Target
 from peagle.errors import InputError
 
 
@@ -30,25 +30,23 @@ class Corpus:
         return [index for index in range(len(self.samples)) if index not in self.held_out]
 
 
-def read_corpus(config: TrainConfig, target: Path, say: Callable[[str], None]) -> Corpus:
+def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> Corpus:
     """Read, check and tokenise the responses; a share of them, chosen by a hash of their ids, is held out.
 
     Raises:
         InputError: a source is unreadable, or no row gives a document.
+        ConfigError: the tokenizer gives tokens that the target does not have.
     """
-    from transformers import AutoTokenizer
-
-    rows = [row for source in config.responses for row in read_responses(source)]
-    references = humaneval_references() if config.exclude == "humaneval" else []
-    checked = decontaminate(rows, NgramIndex(references), text=lambda row: _text(row, config.prompt_column))
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = [row for source in config.response_sources for row in read_responses(source)]
+    checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, config.prompt_column))
     samples, rejected = build_samples(
-        checked.kept, tokenizer, prompt_column=config.prompt_column, max_tokens=config.max_document_tokens
+        checked.kept, target.tokenizer, prompt_column=config.prompt_column, max_tokens=config.max_document_tokens
     )
     if not samples:
         reason = rejected[0].reason if rejected else "every row overlaps the evaluation set"
-        sources = ", ".join(map(str, config.responses))
+        sources = ", ".join(map(str, config.response_sources))
         raise InputError(f"{sources}: no row gives a document; the first: {reason}")
+    target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
     for drop in checked.dropped:
         say(f"  overlaps {config.exclude}: {drop.item.get('id', '?')}: {drop.overlap!r}")
@@ -60,8 +58,3 @@ def read_corpus(config: TrainConfig, target: Path, say: Callable[[str], None]) -
         dropped=checked.dropped,
         held_out=frozenset(by_hash[:num_held_out]),
     )
-
-
-def _text(row: Row, prompt_column: str) -> str:
-    messages = "\n".join(str(message.get("content", "")) for message in row.get("messages") or ())
-    return f"{messages}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"

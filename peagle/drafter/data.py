@@ -58,11 +58,17 @@ def read_responses(source: Path) -> Iterator[Row]:
     Raises:
         InputError: nothing there, an unknown suffix, invalid JSON, or no `response` column.
     """
-    rows = (row for file in _files(source) for row in read_rows(file))
+    rows = (row for file in source_files(source) for row in read_rows(file))
     for number, row in enumerate(rows):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
         yield row
+
+
+def row_text(row: Row, prompt_column: str) -> str:
+    """All that a row says: messages, prompt and response."""
+    messages = "\n".join(str(message.get("content", "")) for message in row.get("messages") or ())
+    return f"{messages}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
 
 
 def build_samples(
@@ -111,13 +117,18 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
     return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
 
 
-def _files(source: Path) -> list[Path]:
+def source_files(source: Path) -> list[Path]:
+    """The files of a bulk run's directory, or the file itself.
+
+    Raises:
+        InputError: nothing there.
+    """
     if source.is_file():
         return [source]
     units = sorted((source / "data").glob("unit-*.parquet"))
     if not units:
         raise InputError(
-            f"{source}: no responses there",
+            f"{source}: no prompts or responses there",
             hint="give the directory of a bulk run, or a .jsonl or .parquet file",
         )
     return units

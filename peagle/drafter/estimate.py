@@ -1,4 +1,4 @@
-"""An acceptance length from stored features, without an engine.
+"""An acceptance length from the target's states, without an engine.
 
 Walks each greedy response as an engine would: draft K tokens after the last known one, count how many agree with the
 response, go on behind the first that does not. The engine computes the same with other kernels; what is left between
@@ -13,7 +13,7 @@ import torch
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import head_states
-from peagle.drafter.store import Document, FeatureStore
+from peagle.drafter.store import Document, Features
 from peagle.speculation import SpeculationStats
 
 
@@ -83,12 +83,12 @@ def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[in
 
 
 def estimate_acceptance(
-    head: Any, store: FeatureStore, documents: Sequence[int], *, num_speculative_tokens: int
+    head: Any, store: Features, documents: Sequence[int], *, num_speculative_tokens: int
 ) -> SpeculationStats:
     """Acceptance over documents, as a greedy engine would count it; exact only for greedy responses."""
     histogram = [0] * (num_speculative_tokens + 1)
     for index in documents:
-        document = store[index]
+        (document,) = store.documents([index])
         start = int(document.loss_mask_T.int().argmax())
         drafted = drafted_tokens(head, document, num_speculative_tokens)
         for accepted in walk(document.token_ids_T.tolist(), drafted, start):

@@ -14,19 +14,17 @@ import torch
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import Rows, sample_rows
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import FeatureStore
+from peagle.drafter.store import Features
 
 
-def micro_batches(
-    store: FeatureStore, documents: Sequence[int], config: TrainingConfig, *, step: int
-) -> Iterator[Batch]:
+def micro_batches(store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int) -> Iterator[Batch]:
     """The batches of a step: as few as `config.micro_batch_tokens` allows, with the rows drawn for that step."""
     limit = config.micro_batch_tokens
     packed: list[int] = []
     for index in documents:
         tokens = store.num_tokens(index)
         if limit is not None and tokens > limit:
-            document = store[index]
+            (document,) = store.documents([index])
             for rows in partition_rows(_draw(document.loss_mask_T, index, config, step), -(-tokens // limit)):
                 yield make_batch([document], [rows])
         else:
@@ -59,8 +57,8 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     return parts
 
 
-def _packed(store: FeatureStore, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
-    loaded = [store[index] for index in documents]
+def _packed(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
+    loaded = store.documents(documents)
     rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
     return make_batch(loaded, rows)
 

@@ -66,7 +66,7 @@ Embeddings are the target's and not in the file.
 | Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
 | Draft vocabulary | {config.draft_vocab_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
-| Data | {facts.num_documents:,} responses of the target itself, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
+| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {config.epochs:g} passes |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, AdamW, peak learning rate {config.learning_rate:g}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
@@ -77,6 +77,15 @@ Embeddings are the target's and not in the file.
 
 {_acceptance(facts.held_out, config.num_speculative_tokens)}
 """
+
+
+def _responses(config: TrainConfig) -> str:
+    if config.responses == "given":
+        return "responses, taken as they were given"
+    return (
+        f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
+        " others greedy)"
+    )
 
 
 def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:

@@ -1,6 +1,6 @@
 """From responses to a head that vLLM serves: the steps of `peagle train`, each resumable by itself.
 
-`prepare` reads the documents and computes the target's states; `train_prepared` trains, alone or as one of several
+`prepare` reads the documents and has the target's states computed; `train_prepared` trains, alone or as one of several
 workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
 
 Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl), `head/`
@@ -15,33 +15,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from peagle.catalog.targets import ResolvedModel, resolve_model
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
-from peagle.drafter.data import Sample
 from peagle.drafter.estimate import estimate_acceptance
-from peagle.drafter.features import (
-    HiddenStateReader,
-    default_aux_layers,
-    extract_features,
-    samples_fingerprint,
-    target_fingerprint,
-)
+from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
 from peagle.drafter.head import INITS, HeadSpec, build_head
+from peagle.drafter.hidden_states import load_reader
+from peagle.drafter.on_the_fly import ComputedFeatures
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.store import Features, FeatureSpec, FeatureStore
+from peagle.drafter.target import Target, load_target
 from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
-from peagle.files import sha256
+from peagle.files import sha256, writing
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
     "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
 )  # fmt: skip
+
+# Has a store filled, and tells how far it is: shards done, and in all.
+Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,10 @@ class Prepared:
     """All that a training starts from."""
 
     config: TrainConfig
-    model: ResolvedModel
+    target: Target
     device: torch.device
     corpus: Corpus
-    store: FeatureStore
+    store: Features
     vocabulary: DraftVocabulary
 
     @property
@@ -108,7 +107,7 @@ class Prepared:
 
     def new_head(self) -> Any:
         """The head with its first weights."""
-        head = build_head(Path(self.model.path), self.spec, self.vocabulary, seed=self.config.seed)
+        head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed)
         return head.to(self.device)
 
 
@@ -124,18 +123,15 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     return finish(prepared, head, train_prepared(prepared, head, progress=listener.step))
 
 
-def prepare(config: TrainConfig, listener: Listener) -> Prepared:
-    """Read the documents and compute the target's states, as far as they are not there."""
+def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract) -> Prepared:
+    """Read the documents and have the target's states computed, as far as they are not there; `extract` does it."""
     device = _device(config.device)
-    model = resolve_model(config.target, announce=listener.say)
-    target = Path(model.path)
-    if not target.is_dir():
-        raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
+    target = load_target(config.target, config.aux_layers, listener.say)
     corpus = read_corpus(config, target, listener.say)
-    store = _extract(config, target, corpus.samples, device, listener)
-    vocabulary = _vocabulary(config, model, store, corpus.trained)
+    store = _features(config, target, corpus, device, listener, extract)
+    vocabulary = _vocabulary(config, target, corpus)
     listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
-    return Prepared(config=config, model=model, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
+    return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
 
 
 def train_prepared(
@@ -166,59 +162,58 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             sorted(prepared.corpus.held_out),
             num_speculative_tokens=config.num_speculative_tokens,
         )
-    return publish(
-        config=config,
-        model=prepared.model,
-        head=head,
-        corpus=prepared.corpus,
-        store=prepared.store,
-        vocabulary=prepared.vocabulary,
-        outcome=outcome,
-        estimate=estimate,
-    )
+    with writing(config.output, SafetensorError, hint="free some space; the same command saves the head"):
+        return publish(
+            config=config,
+            model=prepared.target.model,
+            head=head,
+            corpus=prepared.corpus,
+            store=prepared.store,
+            vocabulary=prepared.vocabulary,
+            outcome=outcome,
+            estimate=estimate,
+        )
 
 
-def _extract(
-    config: TrainConfig, target: Path, samples: list[Sample], device: torch.device, listener: Listener
-) -> FeatureStore:
-    """The store of the samples' features, computed as far as it is not there."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = AutoConfig.from_pretrained(target)
+def _features(
+    config: TrainConfig, target: Target, corpus: Corpus, device: torch.device, listener: Listener, extract: Extract
+) -> Features:
+    """The features of the documents: the finished store, or what computes them."""
+    samples = corpus.samples
     spec = FeatureSpec(
-        target=target_fingerprint(target),
-        aux_layers=tuple(config.aux_layers or default_aux_layers(shape.num_hidden_layers)),
-        hidden_size=shape.hidden_size,
+        target=target_fingerprint(target.folder),
+        aux_layers=target.aux_layers,
+        hidden_size=target.hidden_size,
         samples=samples_fingerprint(samples),
     )
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     listener.say(
         f"states entering layers {', '.join(map(str, spec.aux_layers))} and the final norm: {num_tokens:,} tokens,"
         f" {spec.bytes_per_token:,} bytes each, {num_tokens * spec.bytes_per_token / 2**30:.1f} GiB"
+        + (", not stored but computed in each pass" if config.on_the_fly else "")
     )
+    if config.on_the_fly:
+        return ComputedFeatures(
+            samples, lambda: load_reader(target.folder, spec.aux_layers, device), spec, device=device
+        )
     folder = config.features or config.output / "features"
-
-    def load_reader() -> HiddenStateReader:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
-        return HiddenStateReader(model, spec.aux_layers)
-
-    extract_features(samples, load_reader, spec, folder, device=device, progress=listener.shard)
+    extract(
+        FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)), listener.shard
+    )
     return FeatureStore(folder)
 
 
-def _vocabulary(
-    config: TrainConfig, model: ResolvedModel, store: FeatureStore, documents: list[int]
-) -> DraftVocabulary:
+def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVocabulary:
     """Counted over prompts too: responses repeat them, and those of other prompts will repeat other words."""
-    text = model.config.get("text_config") or model.config
-    token_ids = (token for index in documents for token in store[index].token_ids_T.tolist())
+    text = target.model.config.get("text_config") or target.model.config
+    token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
-        return vocabulary_of_head(Path(config.init), token_ids, target_size=text["vocab_size"])
+        return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)
     end = text.get("eos_token_id")
     return frequent_vocabulary(
         token_ids,
         size=config.draft_vocab_size,
-        target_size=text["vocab_size"],
+        target_size=target.vocab_size,
         always=end if isinstance(end, list) else [end] if end is not None else [],
     )
 

@@ -11,7 +11,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus
 from peagle.drafter.head import save_head
 from peagle.drafter.model_card import CardFacts, render_card
-from peagle.drafter.store import FeatureStore
+from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.files import write_atomic, write_json
@@ -24,7 +24,7 @@ def publish(
     model: ResolvedModel,
     head: Any,
     corpus: Corpus,
-    store: FeatureStore,
+    store: Features,
     vocabulary: DraftVocabulary,
     outcome: TrainingOutcome,
     estimate: SpeculationStats,

@@ -1,25 +1,28 @@
 """The feature store: a folder of safetensors shards and an index that says what they are states of.
 
-A shard is written whole and then named in the index with its checksum; readers map shards into memory, so the page
-cache decides what stays. It knows nothing of models.
+A shard is written whole, by whoever computes it, and then named in the index with its checksum, by the one process
+that fills the store; readers map shards into memory, so the page cache decides what stays. It knows nothing of models.
 
 Shapes: T tokens of a shard or document, H hidden size, A aux layers.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from peagle.errors import ConfigError, InputError
-from peagle.files import sha256, write_json
+from peagle.errors import ConfigError, InputError, PeagleError
+from peagle.files import sha256, write_json, writing
 
 INDEX = "index.json"
 _BYTES_PER_STATE = 2  # bfloat16
+_PARTIAL = ".partial"
+_FULL = "free some space, or store nothing: --on-the-fly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,42 @@ class Document:
     last_TH: torch.Tensor
 
 
+class Features(Protocol):
+    """Documents with their states, stored or computed."""
+
+    spec: FeatureSpec
+
+    def __len__(self) -> int:
+        """How many documents."""
+
+    def num_tokens(self, index: int) -> int:
+        """Length of a document."""
+
+    def documents(self, indices: Sequence[int]) -> list[Document]:
+        """The documents with these indices."""
+
+
+def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
+    """Write a shard by rename; its checksum. Of several writers of one shard the last wins.
+
+    Raises:
+        CapacityError: the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    file = folder / _shard_name(number)
+    partial = file.with_suffix(f".{uuid.uuid4().hex}{_PARTIAL}")
+    with writing(file, SafetensorError, hint=_FULL):
+        try:
+            save_file(tensors, partial)
+            checksum = sha256(partial)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    return checksum
+
+
 class StoreWriter:
     """An unfinished store.
 
@@ -79,6 +118,11 @@ class StoreWriter:
         self._index = _open_index(folder, spec, num_shards)
 
     @property
+    def num_shards(self) -> int:
+        """Shards that make it whole."""
+        return int(self._index["num_shards"])
+
+    @property
     def num_written(self) -> int:
         """Shards that are there."""
         return len(self._index["shards"])
@@ -88,16 +132,32 @@ class StoreWriter:
         return _shard_name(number) in self._index["shards"]
 
     def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write a shard by rename, then name it in the index."""
-        from safetensors.torch import save_file
+        """Write a shard, then name it in the index."""
+        self._name(_shard_name(number), write_shard(self._folder, number, tensors))
 
+    def take(self, number: int, checksum: str) -> None:
+        """Name a shard in the index that another process has written.
+
+        Raises:
+            PeagleError: it is not here, or not what was written.
+        """
         file = self._folder / _shard_name(number)
-        partial = file.with_suffix(".partial")
-        save_file(tensors, partial)
-        checksum = sha256(partial)
-        partial.replace(file)
-        self._index["shards"][file.name] = checksum
-        write_json(self._folder / INDEX, self._index)
+        if not file.is_file() or sha256(file) != checksum:
+            raise PeagleError(
+                f"{file}: is not here as a worker wrote it", hint="every node has to see this folder at the same path"
+            )
+        self._name(file.name, checksum)
+
+    def clear(self) -> None:
+        """Delete what killed writers left; only while nobody writes."""
+        for leftover in self._folder.glob(f"*{_PARTIAL}"):
+            leftover.unlink(missing_ok=True)
+
+    def _name(self, shard: str, checksum: str) -> None:
+        shards = {**self._index["shards"], shard: checksum}
+        self._index["shards"] = dict(sorted(shards.items()))
+        with writing(self._folder / INDEX, hint=_FULL):
+            write_json(self._folder / INDEX, self._index)
 
 
 class FeatureStore:
@@ -146,6 +206,10 @@ class FeatureStore:
             aux_TAH=shard["aux"][tokens],
             last_TH=shard["last"][tokens],
         )
+
+    def documents(self, indices: Sequence[int]) -> list[Document]:
+        """The documents with these indices."""
+        return [self[index] for index in indices]
 
     def response_token_ids(self) -> Iterator[int]:
         """Every token under the loss, for counting."""

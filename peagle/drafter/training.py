@@ -2,7 +2,7 @@
 
 A step is a pure function of the seed and its number: which documents (`plan_batches`), which rows (COD, seeded by step
 and document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
-curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows stored
+curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows
 features and a head; it knows nothing of prompts, engines or Ray.
 """
 
@@ -20,11 +20,13 @@ from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
 from peagle.drafter.micro import micro_batches
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import FeatureStore
+from peagle.drafter.store import Features
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import PeagleError
+from peagle.files import writing
 
 METRICS = "metrics.jsonl"
+_FULL = "free some space; the same command goes on from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> 
 
 def train(
     head: Any,
-    store: FeatureStore,
+    store: Features,
     documents: Sequence[int],
     config: TrainingConfig,
     folder: Path,
@@ -101,7 +103,7 @@ def train(
 
     Args:
         head: from `build_head`, on `device`.
-        store: features of the target that the head is for.
+        store: features of the target that the head is for, stored or computed.
         documents: indices in the store to train on.
         config: the recipe.
         folder: for checkpoint.pt and metrics.jsonl.
@@ -114,6 +116,7 @@ def train(
     Raises:
         ConfigError: the folder holds another training.
         PeagleError: the loss is not finite; the last checkpoint is from before.
+        CapacityError: the disk is full; the last checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or Alone()
@@ -149,7 +152,7 @@ class _Trainer:
     def __init__(
         self,
         head: Any,
-        store: FeatureStore,
+        store: Features,
         documents: Sequence[int],
         config: TrainingConfig,
         folder: Path,
@@ -227,7 +230,8 @@ class _Trainer:
             train_s=self.train_s,
             metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
         )
-        save_checkpoint(checkpoint, self.folder)
+        with writing(self.folder, RuntimeError, hint=_FULL):
+            save_checkpoint(checkpoint, self.folder)
 
     @property
     def _metrics(self) -> Path:
@@ -289,7 +293,7 @@ class _Trainer:
             train_s=self.train_s,
         )
         if self.workers.rank == 0:
-            with self._metrics.open("a") as stream:
+            with writing(self._metrics, hint=_FULL), self._metrics.open("a") as stream:
                 stream.write(json.dumps(asdict(record)) + "\n")
         return record
 

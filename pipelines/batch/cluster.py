@@ -127,6 +127,34 @@ def place(hardware: Hardware, *, num_engines: int, accelerators_per_engine: int,
     )
 
 
+def keep_blocks() -> None:
+    """Have Ray Data pass blocks on as they are, in any order, and print nothing."""
+    from ray.data import DataContext, ExecutionOptions
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.target_max_block_size = None  # a block must stay one, however long its rows are
+    context.execution_options = ExecutionOptions(preserve_order=False)
+
+
+def require_workers(count: int, *, on_gpu: bool) -> None:
+    """Make sure that `count` workers of a CPU each, and of a GPU each where there are any, can run at once.
+
+    Raises:
+        CapacityError: they cannot; Ray would wait for ever in silence.
+    """
+    import ray
+
+    kind = "GPU" if on_gpu else "CPU"
+    available = int(ray.cluster_resources().get(kind, 0))
+    if available < count:
+        raise CapacityError(
+            f"{count} workers need a {kind} each; the cluster has {available}",
+            hint=f"use at most --workers {available}",
+        )
+
+
 def require_capacity(placement: Placement, num_engines: int, *, wait_s: float, announce: Callable[[str], None]) -> None:
     """Make sure that the engines and one task beside them can be scheduled; else Ray would wait for ever in silence.
 

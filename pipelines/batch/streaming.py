@@ -68,13 +68,9 @@ def stream(
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
     """units -> prepared units -> receipts; one unit is one block throughout."""
     import ray
-    from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
+    from ray.data import ActorPoolStrategy
 
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.target_max_block_size = None  # a unit must stay one block, however long its rows are
-    context.execution_options = ExecutionOptions(preserve_order=False)
+    cluster.keep_blocks()
     rows_per_unit = units[0].span.num_rows
     calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
     prepare_job, engine_job = _jobs(run, plan, resolved)

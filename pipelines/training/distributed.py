@@ -1,23 +1,27 @@
-"""A training on several workers under Ray Train: gloo on CPU, nccl on CUDA.
+"""A training on several workers under Ray: features by Ray Data actors, then Ray Train (gloo on CPU, nccl on CUDA).
 
 Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
 checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
 node has to see.
 """
 
+import functools
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.features import FeatureJob
 from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
 from peagle.drafter.training import METRICS, Progress, TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
-from pipelines.batch.cluster import ray_cluster
+from pipelines.batch.cluster import ray_cluster, require_workers
+from pipelines.training.features import extract_on_actors
 
 _POLL_S = 2.0
 
@@ -27,12 +31,18 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
     Raises:
         ConfigError: something asked for cannot be; says what.
+        CapacityError: the cluster has no room for the workers, or the disk none for the features.
         PeagleError: the workers died more often than `config.worker_failures` allows, or the loss is not finite; the
             last checkpoint stays.
     """
-    prepared = prepare(config, listener)
-    with ray_cluster(), _Follower(prepared.folder / METRICS, listener):
-        _run(prepared)
+    folder = Path(config.target)
+    reference = str(folder.resolve()) if folder.is_dir() else config.target  # actors have other working directories
+    on_actors = functools.partial(extract_on_actors, reference=reference, workers=config.workers)
+    with ray_cluster():
+        prepared = prepare(config, listener, extract=on_actors)
+        require_workers(config.workers, on_gpu=prepared.device.type == "cuda")
+        with _Follower(prepared.folder / METRICS, listener):
+            _run(prepared)
     head = prepared.new_head()
     checkpoint = load_checkpoint(prepared.folder)
     assert checkpoint is not None
@@ -73,8 +83,12 @@ def _run(prepared: Prepared) -> None:
 
 def _work(settings: dict[str, Any]) -> None:
     """What each worker runs; it reads what the driver has prepared."""
-    prepared = prepare(TrainConfig(**settings), Listener())
+    prepared = prepare(TrainConfig(**settings), Listener(), extract=_leave)
     train_prepared(prepared, prepared.new_head(), workers=Distributed(prepared.device), progress=lambda _: None)
+
+
+def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:
+    """The store is complete; where this node does not see it, opening it says so."""
 
 
 def _reason(error: Exception) -> str:
@@ -107,12 +121,18 @@ class _Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """Whole lines behind those told already; a file cut back by a resume is told again from where it was cut."""
+        """Whole lines behind those told already.
+
+        A resume cuts the file back and writes on, also beyond what was told, so that this place may lie within a line.
+        """
         self._seen = min(self._seen, self._size())
         if not self.metrics.exists():
             return
         with self.metrics.open("rb") as stream:
-            stream.seek(self._seen)
+            stream.seek(max(0, self._seen - 1))
+            at_a_start = not self._seen or stream.read(1) == b"\n"
+            if not at_a_start:
+                self._seen += len(stream.readline())
             new = stream.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._seen += len(whole)

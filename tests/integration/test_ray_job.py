@@ -1,5 +1,6 @@
-"""`ray job submit` of the bulk job to a real local cluster with Ray's own job server."""
+"""`ray job submit` of the jobs to a real local cluster with Ray's own job server."""
 
+import json
 import os
 import re
 import secrets
@@ -39,7 +40,7 @@ def answers(url):
         return False
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def job_server():
     """Address of the job server of a cluster that lives as long as its head process.
 
@@ -63,25 +64,39 @@ def job_server():
     head.communicate(timeout=60)
 
 
-def submit(address, config):
-    return subprocess.run(
-        [RAY, "job", "submit", "--address", address, "--",
-         sys.executable, "-m", "jobs.generate", "--config", str(config)],
-        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False, timeout=180,
-    )  # fmt: skip
+def submit(address, module, config):
+    while True:
+        done = subprocess.run(
+            [RAY, "job", "submit", "--address", address, "--", sys.executable, "-m", module, "--config", str(config)],
+            cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            check=False, timeout=180,
+        )  # fmt: skip
+        if "No available agent" not in done.stderr:
+            break
+        time.sleep(2)  # the server answers before it can run anything
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
-    done = submit(job_server, config)
-    while "No available agent" in done.stderr:  # the server answers before it can run anything
-        time.sleep(2)
-        done = submit(job_server, config)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"9 of 9 committed", done.stdout), done.stdout[-3000:]
+    said = submit(job_server, "jobs.generate", config)
+    assert re.search(r"9 of 9 committed", said), said[-3000:]
     run = RunDirectory(output)
     assert run.committed() == {0, 1, 2, 3, 4}
     assert len(run.sessions()) == 1
+
+
+def test_a_submitted_training_runs_on_the_cluster(job_server, speaking_target, write_jsonl, tmp_path):
+    rows = [{"prompt": f"count to {n}", "response": "1 2 3 " * (n % 7 + 2)} for n in range(12)]
+    config, output = tmp_path / "train.yaml", tmp_path / "head"
+    settings = {
+        "target": speaking_target, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
+        "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu", "workers": 2,
+    }  # fmt: skip
+    config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
+    said = submit(job_server, "jobs.train", config)
+    assert f"head: {output / 'head'}" in said
+    assert json.loads((output / "run.json").read_text())["documents"] == 12

@@ -1,6 +1,9 @@
 """Two workers under Ray Train against one process, on the tiny target in float32."""
 
 import json
+import os
+import signal
+import subprocess
 
 import pytest
 
@@ -24,7 +27,9 @@ def config(speaking_target, write_jsonl):
             "num_depths": 3, "draft_vocab_size": 40, "batch_tokens": 300, "precision": "fp32", "device": "cpu",
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
-        return TrainConfig(target=str(speaking_target), responses=[responses], output=output, **{**values, **changes})
+        return TrainConfig(
+            target=str(speaking_target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+        )
 
     return make
 
@@ -65,3 +70,36 @@ def test_an_error_of_the_workers_is_told_with_its_cause(ray_cluster, config, tmp
         train_on_workers(
             config(tmp_path / "out", workers=2, worker_failures=0, learning_rate=1e30, clip_norm=1e30), Listener()
         )
+
+
+def train_workers():
+    """Process ids of the Ray Train workers of this process's own cluster."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    processes = {
+        int(pid): (int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listing.splitlines())
+    }
+
+    def is_ours(pid):
+        return pid == os.getpid() or (pid in processes and is_ours(processes[pid][0]))
+
+    return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_ours(pid)]
+
+
+def test_a_killed_worker_leaves_no_mark_on_the_curve(ray_cluster, config, tmp_path):
+    killed = []
+
+    def kill(progress):
+        if not killed:
+            killed.append(train_workers()[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    changes = {"epochs": 25}
+    train_head(config(tmp_path / "whole", **changes), Listener())
+    train_head(config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to go on from
+    result = train_on_workers(config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
+    assert killed
+    assert killed[0] not in train_workers()
+    assert result["finished"]
+    whole, cut = curve(tmp_path / "whole"), curve(tmp_path / "cut")
+    assert [line["step"] for line in cut] == [line["step"] for line in whole]
+    assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in whole], abs=1e-4)

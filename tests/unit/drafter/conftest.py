@@ -1,6 +1,9 @@
 """The tiny target loaded, documents for it, and their features."""
 
 import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,12 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
-from peagle.drafter.features import (
-    HiddenStateReader,
-    extract_features,
-    samples_fingerprint,
-    target_fingerprint,
-)
+from peagle.drafter.features import extract_features, samples_fingerprint, target_fingerprint
+from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 
@@ -65,3 +64,19 @@ def store(
 @pytest.fixture(scope="session")
 def vocabulary(store: FeatureStore) -> DraftVocabulary:
     return frequent_vocabulary(store.response_token_ids(), size=48, target_size=VOCABULARY)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """Inside of it files cannot grow beyond 4 KiB: writing fails as on a full disk."""
+
+    @contextmanager
+    def limit() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit

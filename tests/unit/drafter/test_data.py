@@ -99,5 +99,5 @@ def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content
 
 
 def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no responses there"):
+    with pytest.raises(InputError, match="no prompts or responses there"):
         list(read_responses(tmp_path))

@@ -1,11 +1,13 @@
 """`train_head` from responses to a head, on a tiny target with a tokenizer of characters."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
@@ -39,7 +41,9 @@ def _config(target: Path, responses: Path, output: Path, **changes: Any) -> Trai
         "precision": "fp32",
         "num_speculative_tokens": 3,
     }
-    return TrainConfig(target=str(target), responses=[responses], output=output, **{**values, **changes})
+    return TrainConfig(
+        target=str(target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+    )
 
 
 @dataclass
@@ -87,11 +91,54 @@ def test_a_stopped_training_goes_on_without_extracting_again(
     assert shard.stat().st_mtime_ns == written_at
 
 
+def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_features(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    heard = Heard()
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
+    assert any("not stored but computed in each pass" in sentence for sentence in heard.said)
+    assert not (tmp_path / "out" / "features").exists()
+    assert train_head(config, heard.listener)["finished"] is False
+    assert [step.step for step in heard.steps] == [1, 2]
+
+
 def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    twice = config.model_copy(update={"responses": [responses, responses]})
+    twice = config.model_copy(update={"prompts": [responses, responses]})
     result = train_head(twice, Listener())
     assert (result["documents"], result["held_out_documents"]) == (19, 5)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(
+    speaking_target: Path, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(speaking_target, foreign)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["~"] = 120
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "p", "response": "~"}\n')
+    with pytest.raises(ConfigError, match="its tokenizer gives token 120 for row a"):
+        train_head(_config(foreign, tmp_path / "rows.jsonl", tmp_path / "out"), Listener())
+    assert not (tmp_path / "out").exists()
+
+
+def test_features_of_another_revision_of_the_target_are_refused(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config, Listener())
+    revised = tmp_path / "tiny"
+    shutil.copytree(speaking_target, revised)
+    weights = load_file(revised / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, revised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="holds the features of something else: target differ"):
+        train_head(config.model_copy(update={"target": str(revised)}), Listener())
+    elsewhere = {"target": str(revised), "features": tmp_path / "features"}
+    with pytest.raises(ConfigError, match="holds a training with another features"):
+        train_head(config.model_copy(update=elsewhere), Listener())
 
 
 def test_a_target_that_is_not_there_is_refused(responses: Path, tmp_path: Path) -> None:

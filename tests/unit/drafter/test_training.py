@@ -1,4 +1,6 @@
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.errors import ConfigError, PeagleError
+from peagle.errors import CapacityError, ConfigError, PeagleError
 
 CONFIG = TrainingConfig(
     num_steps=9, batch_tokens=40, num_depths=3, learning_rate=3e-3, warmup_steps=2, precision="fp32", seed=5
@@ -104,6 +106,19 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     with pytest.raises(PeagleError, match=r"step 1: the loss is not finite; documents \[\d"):
         _train(head, store, tmp_path)
     assert (tmp_path / "checkpoint.pt").read_bytes() == poisoned != good
+
+
+def test_a_full_disk_stops_and_keeps_the_checkpoint(
+    head: Any, store: FeatureStore, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    _train(head, store, tmp_path, time_budget_s=1e-9)
+    good = (tmp_path / "checkpoint.pt").read_bytes()
+    told = r"cannot be written: .*\n  free some space; the same command goes on"
+    with full_disk(), pytest.raises(CapacityError, match=told):
+        _train(head, store, tmp_path, time_budget_s=1e-9)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == good
+    assert _train(head, store, tmp_path).finished
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
 
 
 def test_batches_hold_every_document_once_and_are_full() -> None:

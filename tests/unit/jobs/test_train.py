@@ -1,24 +1,60 @@
 """`peagle train`: flags reach the configuration, and what went wrong reaches the user. Training: unit/drafter."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from jobs.cli import run
+from peagle.drafter.config import TrainConfig
+
+
+def _train(*arguments: object) -> int:
+    return run(["train", *map(str, arguments)])
 
 
 def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", "--output", "out"]) == 2
-    assert "responses" in capsys.readouterr().err
+    assert _train("--output", "out") == 2
+    assert "--prompts is needed" in capsys.readouterr().err
 
 
-def test_responses_that_are_not_there_end_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompts", "stdlib", "--responses", "given"), "stdlib has no responses"),
+        (("--prompts", "p", "--responses", "given", "--limit", "9"), "limit is for prompts to be answered"),
+        (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
+        (("--prompts", "s3://bucket/p.jsonl"), "copy s3://bucket/p.jsonl to a local path"),
+        (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
+    ],
+)
+def test_what_cannot_be_is_bad_usage(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}')
-    arguments = ["--target", str(target), "--responses", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
-    assert run(["train", *arguments]) == 2
-    assert "no responses there" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert _train(*arguments, "--output", "out") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_yaml_may_name_one_source_without_a_list() -> None:
+    config = TrainConfig(prompts="stdlib", output="out")
+    assert config.prompts == [Path("stdlib")]
+    assert config.response_sources == [Path("out/responses/greedy"), Path("out/responses/sampled")]
+
+
+@pytest.mark.parametrize("responses", ["given", "regenerate"])
+def test_prompts_that_are_not_there_end_before_anything_is_loaded(
+    speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
+) -> None:
+    output = tmp_path / "out"
+    source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
+    assert _train(*source, "--output", output) == 2
+    assert "no prompts or responses there" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_without_ray_responses_have_to_be_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _train("--prompts", "stdlib", "--output", "out") == 2
+    assert "use --responses given" in capsys.readouterr().err

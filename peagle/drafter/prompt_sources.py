@@ -1,0 +1,88 @@
+"""The prompts that a target is to answer for its head's training: read, checked, evaluation problems left out.
+
+It knows files and the source that ships; it knows neither the target nor who has it answer.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.data import Row, read_rows, row_text, source_files
+from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, index_of
+from peagle.drafter.prompts import SOURCES, generate_prompts, stdlib_snippets
+from peagle.errors import InputError, did_you_mean
+
+MESSAGES = "messages"
+
+
+def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
+    """Rows with `id` and either `messages` or the prompt column, the same for all; what is left out is told.
+
+    Raises:
+        InputError: a source is unreadable, or no row has a prompt that may be answered.
+    """
+    index = index_of(config.exclude)
+    rows: list[Row] = []
+    dropped: list[Dropped[Row]] = []
+    for source in config.prompts:
+        found, own = _stdlib(config, index) if str(source) in SOURCES else _file(source, config.prompt_column, index)
+        rows += found
+        dropped += own
+    rows = rows[: config.limit]
+    say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
+    for drop in dropped:
+        say(f"  overlaps {config.exclude}: {drop.item['id']}: {drop.overlap!r}")
+    if not rows:
+        sources = ", ".join(map(str, config.prompts))
+        raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {config.exclude}")
+    return _alike(rows, config.prompt_column)
+
+
+def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+    """Those outside and inside of a share, chosen by a hash of the ids: it stays when rows are added."""
+    parts: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        drawn = int.from_bytes(hashlib.sha256(row["id"].encode()).digest()[:4]) / 2**32
+        parts[drawn < share].append(row)
+    return parts
+
+
+def _stdlib(config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+    """The prompts of `peagle prompts`: every function once, or as many as are asked for."""
+    checked = decontaminate(stdlib_snippets(), index, text=lambda snippet: snippet.code)
+    prompts = generate_prompts(checked.kept, limit=config.limit or len(checked.kept))
+    dropped = [Dropped(item={"id": f"{d.item.module}.{d.item.name}"}, overlap=d.overlap) for d in checked.dropped]
+    return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
+
+
+def _file(source: Path, prompt_column: str, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+    checked = decontaminate(
+        list(_prompts_of(source, prompt_column)), index, text=lambda row: row_text(row, prompt_column)
+    )
+    return checked.kept, checked.dropped
+
+
+def _prompts_of(source: Path, prompt_column: str) -> Iterator[Row]:
+    """What is asked in each row; a response that stands beside it is left behind."""
+    number = -1
+    for number, row in enumerate(row for file in source_files(source) for row in read_rows(file)):
+        if number == 0 and prompt_column not in row and MESSAGES not in row:
+            raise InputError(
+                f"{source}: neither a column {prompt_column!r} nor {MESSAGES!r}",
+                hint=f"name it with --prompt-column; {did_you_mean(prompt_column, row)}",
+            )
+        asked = MESSAGES if row.get(MESSAGES) else prompt_column
+        yield {"id": str(row.get("id", number)), asked: row.get(asked)}
+    if number < 0:
+        raise InputError(f"{source}: there is no row in it")
+
+
+def _alike(rows: list[Row], prompt_column: str) -> list[Row]:
+    """All with messages where one has them, since a bulk run takes its prompts from one column."""
+    if not any(MESSAGES in row for row in rows):
+        return rows
+    return [
+        row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[prompt_column]}]}
+        for row in rows
+    ]

@@ -1,0 +1,113 @@
+"""The target of a training, and what can be refused of it before anything slow begins.
+
+It reads configuration and tokenizer; it loads no weights.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.catalog.targets import ResolvedModel, resolve_model
+from peagle.drafter.data import Sample
+from peagle.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A target in a local folder.
+
+    Attributes:
+        tokenizer: with a chat template.
+        aux_layers: indices of the layers whose inputs a head reads, ascending.
+        hidden_size: H.
+        vocab_size: tokens that it has states for.
+    """
+
+    model: ResolvedModel
+    tokenizer: Any
+    aux_layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def folder(self) -> Path:
+        """Where its weights are."""
+        return Path(self.model.path)
+
+    def require_tokens(self, samples: Sequence[Sample]) -> None:
+        """Make sure that the target has every token of the documents.
+
+        Raises:
+            ConfigError: it does not, so the tokenizer is another model's.
+        """
+        for sample in samples:
+            if (largest := max(sample.token_ids)) >= self.vocab_size:
+                raise ConfigError(
+                    f"{self.folder}: its tokenizer gives token {largest} for row {sample.id}; the target has tokens"
+                    f" 0 to {self.vocab_size - 1}",
+                    hint="put the target's own tokenizer there",
+                )
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers 2, L/2 and L-1 (arXiv 2602.01469)."""
+    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, num_layers - 1}))
+
+
+def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
+    """The target that `name` stands for.
+
+    Args:
+        name: catalog name or folder.
+        aux_layers: layers to read; None for the default ones.
+        announce: told what takes long, such as converting a model.
+
+    Raises:
+        ConfigError: no local folder, no such layers, no tokenizer, or none with a chat template.
+    """
+    model = resolve_model(name, announce=announce)
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
+    shape = _shape(folder)
+    layers = tuple(aux_layers or default_aux_layers(shape.num_hidden_layers))
+    if beyond := [layer for layer in layers if not 0 <= layer < shape.num_hidden_layers]:
+        raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {shape.num_hidden_layers - 1}")
+    return Target(
+        model=model,
+        tokenizer=_tokenizer(folder),
+        aux_layers=layers,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def _shape(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(error)}") from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: no tokenizer there ({_first_line(error)})", hint="put the target's own beside its weights"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{folder}: its tokenizer has no chat template, so prompts cannot be put to the target",
+            hint="add chat_template to tokenizer_config.json: for plain text, the messages' contents side by side",
+        )
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]

@@ -1,0 +1,91 @@
+"""The target answers the prompts itself: bulk runs without a drafter, a share of them sampled, before a training.
+
+    OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and the run that answered them
+    OUTPUT/responses/sampled.jsonl   OUTPUT/responses/sampled/
+
+Each is a run like any other: a killed one continues, a finished one does nothing, another target or other prompts are
+refused with the difference named. No seed is set: vLLM on CPU dies of seeds, and the responses are kept anyway.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.catalog.targets import context_tokens
+from peagle.drafter.config import WAYS, TrainConfig
+from peagle.drafter.data import Row
+from peagle.drafter.prompt_sources import MESSAGES, part_by_hash, read_prompts
+from peagle.drafter.target import Target, load_target
+from peagle.errors import InputError
+from peagle.files import write_atomic, writing
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.progress import Progress
+from pipelines.batch.run import generate
+from pipelines.batch.rundir import RunDirectory
+
+_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "usd_per_hour")
+
+
+def regenerate(
+    config: TrainConfig, progress: Progress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
+) -> None:
+    """Have the target answer the prompts, as far as it has not; `config.response_sources` then has the responses.
+
+    Args:
+        command: the command line, for each run's `run.json`.
+        engine: fake for trying the pipeline.
+
+    Raises:
+        ConfigError: bad usage, or OUTPUT holds the responses of another target or to other prompts.
+        InputError: not one prompt was answered.
+        EngineError: an engine did not start or died; the same command continues.
+        StoppedEarly: interrupted; the same command continues.
+    """
+    target = load_target(config.target, config.aux_layers, progress.say)
+    rows = read_prompts(config, progress.say)
+    letters = []
+    for way, asked in zip(WAYS, part_by_hash(rows, config.sampled_share), strict=True):
+        if asked:
+            progress.say(f"responses: {len(asked):,} {way}")
+            run_config = _run_config(
+                config, way, _write(asked, config.answers(way)), target, MESSAGES in asked[0], engine
+            )
+            generate(run_config, progress, command=command)
+            letters += list(RunDirectory(config.answers(way)).dead_letters())
+    if letters:
+        progress.say(f"{len(letters)} of {len(rows):,} prompts were not answered; the first: {letters[0]['message']}")
+    if len(letters) == len(rows):
+        raise InputError(
+            f"{config.output / 'responses'}: not one of {len(rows):,} prompts was answered; the first:"
+            f" {letters[0]['message']}",
+            hint="the runs' failed/ folders name each row's reason",
+        )
+
+
+def _run_config(
+    config: TrainConfig, way: str, corpus: Path, target: Target, chats: bool, engine: Literal["vllm", "fake"]
+) -> GenerateConfig:
+    values: dict[str, Any] = {
+        "model": config.target,
+        "drafter": "none",
+        "input": str(corpus),
+        "output": config.answers(way),
+        "max_tokens": config.max_response_tokens,
+        "max_model_len": min(config.max_document_tokens, context_tokens(target.model)),
+        "engine": engine,
+        **{name: getattr(config, name) for name in _AS_THEY_ARE},
+    }
+    values |= {"messages_column": MESSAGES} if chats else {"prompt_column": config.prompt_column}
+    if way == "sampled":
+        values |= {"temperature": config.temperature, "top_p": config.top_p}
+    return GenerateConfig(**values)
+
+
+def _write(rows: Sequence[Row], run: Path) -> Path:
+    """The prompts as a corpus beside their run."""
+    corpus = run.with_suffix(".jsonl")
+    with writing(corpus, hint="free some space, or name another --output"):
+        corpus.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(corpus, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return corpus

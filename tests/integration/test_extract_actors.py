@@ -1,0 +1,62 @@
+"""Features by Ray Data actors against those of one process, on the tiny target."""
+
+import json
+
+import pytest
+
+from peagle.drafter import features
+from peagle.drafter.data import Sample
+from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
+from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.errors import CapacityError
+from pipelines.training.features import extract_on_actors
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def job(target, monkeypatch):
+    monkeypatch.setattr(features.plan_shards, "__defaults__", (60,))
+    samples = [
+        Sample(id=str(n), token_ids=tuple((7 * n + i) % 96 for i in range(9 + n % 5)), num_prompt_tokens=3)
+        for n in range(30)
+    ]
+    spec = FeatureSpec(
+        target=target_fingerprint(target), aux_layers=(1, 2), hidden_size=32, samples=samples_fingerprint(samples)
+    )
+
+    def make(folder):
+        return FeatureJob(target=target, samples=samples, spec=spec, folder=folder, device="cpu")
+
+    return make
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job, target, tmp_path):
+    extract(job(tmp_path / "alone"), lambda done, total: None)
+    seen = []
+    together = job(tmp_path / "together")
+    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2)
+    expected = contents(tmp_path / "alone")
+    assert len(expected) > 5
+    assert contents(tmp_path / "together") == expected
+    assert seen == [(done, len(expected) - 1) for done in range(1, len(expected))]
+    assert len(FeatureStore(tmp_path / "together", verify=True)) == 30
+
+    index = json.loads((tmp_path / "together" / "index.json").read_text())
+    del index["shards"]["shard-00002.safetensors"]  # as if killed before it was named
+    (tmp_path / "together" / "index.json").write_text(json.dumps(index))
+    (tmp_path / "together" / "shard-00002.0123.partial").write_bytes(b"cut off")
+    kept = (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns
+    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2)
+    assert contents(tmp_path / "together") == expected
+    assert len(seen) == len(expected)
+    assert (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns == kept
+
+
+def test_more_actors_than_the_cluster_holds_are_refused(job, target, tmp_path):
+    with pytest.raises(CapacityError, match="5 workers need a CPU each; the cluster has 4"):
+        extract_on_actors(job(tmp_path), lambda done, total: None, reference=str(target), workers=5)

@@ -1,0 +1,78 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.decontamination import humaneval_references
+from peagle.drafter.prompt_sources import part_by_hash, read_prompts
+from peagle.drafter.prompts import generate_prompts, stdlib_snippets
+from peagle.errors import InputError
+
+Write = Callable[..., Path]
+
+
+def _read(*sources: Path | str, said: list[str] | None = None, **changes: Any) -> list[dict[str, Any]]:
+    config = TrainConfig(prompts=[Path(source) for source in sources], output=Path("unused"), **changes)
+    return read_prompts(config, (said if said is not None else []).append)
+
+
+def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = write_jsonl([{"id": 7, "prompt": "a", "response": "x", "finish_reason": "stop"}, {"prompt": "b"}])
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([{"id": "r", "prompt": "c"}]), tmp_path / "run" / "data" / "unit-0.parquet")
+    expected = [{"id": "7", "prompt": "a"}, {"id": "1", "prompt": "b"}, {"id": "r", "prompt": "c"}]
+    assert _read(rows, tmp_path / "run") == expected
+    assert _read(rows, tmp_path / "run", limit=2) == expected[:2]
+
+
+def test_where_one_row_has_messages_all_have(write_jsonl: Write) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
+    assert rows == [{"id": "0", "messages": [{"role": "user", "content": "a"}]}, {"id": "1", "messages": chat}]
+
+
+def test_evaluation_problems_are_left_out_and_told(write_jsonl: Write) -> None:
+    problem = humaneval_references()[0]
+    leaks = [{"id": "plain", "prompt": problem}, {"id": "chat", "messages": [{"role": "user", "content": problem}]}]
+    said: list[str] = []
+    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, *leaks]), said=said)
+    assert [row["id"] for row in rows] == ["fine"]
+    assert said[0] == "1 prompts, 2 dropped for overlap"
+    assert [sentence.split(":")[1] for sentence in said[1:]] == [" plain", " chat"]
+    assert len(_read(write_jsonl(leaks), exclude="none")) == 2
+    with pytest.raises(InputError, match="no prompt is left; all 2 overlap humaneval"):
+        _read(write_jsonl(leaks))
+
+
+def test_stdlib_is_the_source_that_ships() -> None:
+    rows = _read("stdlib", limit=20, exclude="none")
+    assert rows == [{"id": p.id, "prompt": p.prompt} for p in generate_prompts(stdlib_snippets(), limit=20)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "there is no row in it"),
+        ('{"promt": "x"}', "neither a column 'prompt' nor 'messages'"),
+        ("{", "invalid JSON"),
+    ],
+)
+def test_a_source_without_prompts_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        _read(tmp_path / "p.jsonl")
+
+
+def test_a_share_depends_on_the_ids_alone() -> None:
+    rows = [{"id": str(number)} for number in range(400)]
+    greedy, sampled = part_by_hash(rows, 0.25)
+    assert 70 < len(sampled) < 130
+    assert sorted(json.dumps(row) for row in greedy + sampled) == sorted(json.dumps(row) for row in rows)
+    assert part_by_hash(rows[:100], 0.25)[1] == sampled[: len(part_by_hash(rows[:100], 0.25)[1])]
+    assert part_by_hash(rows, 0.0) == (rows, [])
+    assert part_by_hash(rows, 1.0) == ([], rows)
