@@ -52,9 +52,9 @@ def grid_line(y: float, label: str) -> str:
     return line + text(LEFT - 6, y + 4, label, "tick", "end")
 
 
-def x_axis_name(words: str) -> str:
+def x_axis_name(words: str, height: int = HEIGHT) -> str:
     """The name of the horizontal axis, at the foot of a chart."""
-    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 2, words, "axis", "middle")
+    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, height - 2, words, "axis", "middle")
 
 
 def drawing(height: int, name: str, parts: Sequence[str]) -> str:
@@ -65,20 +65,23 @@ def drawing(height: int, name: str, parts: Sequence[str]) -> str:
     )
 
 
-def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]]) -> str:
-    """A chart of height `HEIGHT` as a file of its own: heading, chart, legend, and its own style.
+def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]], height: int = HEIGHT) -> str:
+    """A chart as a file of its own: heading, chart, legend, and its own style.
 
     Args:
+        chart: a drawing.
+        heading: above it.
         legend: label and series of each.
+        height: of the drawing.
     """
     width = WIDTH + 2 * _MARGIN
-    legend_top = _MARGIN + _TITLE_HEIGHT + HEIGHT + 12
-    height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
-    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+    legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
+    page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
+    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
     parts = [
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
-        f'<rect class="page" width="{width}" height="{height}"/>',
+        f'<rect class="page" width="{width}" height="{page_height}"/>',
         text(_MARGIN, _MARGIN + 12, heading, "value", "start"),
         chart.replace("<svg ", nested, 1),
     ]
@@ -87,6 +90,6 @@ def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]]) -> s
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
         parts.append(text(_MARGIN + 18, y + 10, label, "label", "start"))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}">'
         f"{''.join(parts)}</svg>\n"
     )

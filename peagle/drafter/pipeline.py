@@ -3,8 +3,8 @@
 `prepare` reads the documents and computes the target's states; `train_prepared` trains, alone or as one of several
 workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
 
-Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl), `head/`
-(config.json, model.safetensors, README.md), `run.json` (configuration, data and figures).
+Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl,
+metrics.svg), `head/` (config.json, model.safetensors, README.md), `run.json` (configuration, data and figures).
 """
 
 import hashlib
@@ -29,14 +29,17 @@ from peagle.drafter.features import (
     target_fingerprint,
 )
 from peagle.drafter.head import INITS, HeadSpec, build_head
+from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
+from peagle.drafter.training import TrainingOutcome, train
+from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
-from peagle.files import sha256
+from peagle.files import sha256, write_atomic
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
@@ -157,8 +160,14 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Estimate the acceptance on the documents held out, and save the head with its card; what run.json says."""
+    """Plot the training, estimate the acceptance on the documents held out, and save the head with its card.
+
+    Returns:
+        What run.json says.
+    """
     config = prepared.config
+    steps, _ = Metrics(prepared.folder).read()
+    write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
     with torch.autocast(prepared.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         estimate = estimate_acceptance(
             head.eval(),

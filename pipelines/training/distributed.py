@@ -5,16 +5,15 @@ checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint 
 node has to see.
 """
 
-import json
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
-from peagle.drafter.training import METRICS, Progress, TrainingOutcome
+from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
 from pipelines.batch.cluster import ray_cluster
@@ -31,7 +30,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             last checkpoint stays.
     """
     prepared = prepare(config, listener)
-    with ray_cluster(), _Follower(prepared.folder / METRICS, listener):
+    with ray_cluster(), _Follower(Metrics(prepared.folder), listener):
         _run(prepared)
     head = prepared.new_head()
     checkpoint = load_checkpoint(prepared.folder)
@@ -88,12 +87,12 @@ def _reason(error: Exception) -> str:
 class _Follower:
     """Tells the listener of the steps that the first worker writes to the metrics file."""
 
-    metrics: Path
+    metrics: Metrics
     listener: Listener
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> None:
-        self._seen = self._size()
+        self._seen = self.metrics.num_bytes
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -107,17 +106,7 @@ class _Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """Whole lines behind those told already; a file cut back by a resume is told again from where it was cut."""
-        self._seen = min(self._seen, self._size())
-        if not self.metrics.exists():
-            return
-        with self.metrics.open("rb") as stream:
-            stream.seek(self._seen)
-            new = stream.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._seen += len(whole)
-        for line in whole.splitlines():
-            self.listener.step(Progress(**json.loads(line)))
-
-    def _size(self) -> int:
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
+        """A file cut back by a resume is told again from where it was cut."""
+        steps, self._seen = self.metrics.read(self._seen)
+        for step in steps:
+            self.listener.step(step)
