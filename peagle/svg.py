@@ -89,7 +89,5 @@ def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]], heig
         y = legend_top + _LEGEND_LINE * line
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
         parts.append(text(_MARGIN + 18, y + 10, label, "label", "start"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}">'
-        f"{''.join(parts)}</svg>\n"
-    )
+    size = f'width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'

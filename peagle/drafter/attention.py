@@ -44,7 +44,7 @@ class Block:
     answering: Rows | None = None
 
     def mask(self) -> torch.Tensor | None:
-        """[Q, K] bool, True where the row may attend; made when asked for, since masks are larger than what they say."""
+        """[Q, K] bool, True where the row may attend; made when asked for: a mask is larger than what it says."""
         if self.asking is None or self.answering is None:
             return None
         return attention_mask(self.asking, self.answering)
@@ -178,7 +178,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.plan, ctx.scaling = plan, scaling
         output = torch.zeros_like(query)
         for block in plan.blocks:
-            output[:, :, block.query] = _attend(block, *_parts(block, query, key, value), scaling)
+            output[:, :, block.query] = _attend(block, _parts(block, query, key, value), scaling)
         return output
 
     @staticmethod
@@ -191,15 +191,15 @@ class _BlockAttention(torch.autograd.Function):
         for block in ctx.plan.blocks:
             parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
-                output = _attend(block, *parts, ctx.scaling)
+                output = _attend(block, parts, ctx.scaling)
             of_query, of_keys, of_values = torch.autograd.grad(output, parts, grad_output[:, :, block.query])
             grad_query[:, :, block.query] = of_query
-            lengths = [keys.stop - keys.start for keys in block.keys]
-            for keys, more_key, more_value in zip(
-                block.keys, of_keys.split(lengths, dim=2), of_values.split(lengths, dim=2), strict=True
-            ):
-                grad_key[:, :, keys] += more_key
-                grad_value[:, :, keys] += more_value
+            start = 0
+            for keys in block.keys:
+                stop = start + keys.stop - keys.start
+                grad_key[:, :, keys] += of_keys[:, :, start:stop]
+                grad_value[:, :, keys] += of_values[:, :, start:stop]
+                start = stop
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
@@ -211,9 +211,8 @@ def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     ]
 
 
-def _attend(
-    block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
+def _attend(block: Block, parts: Sequence[torch.Tensor], scaling: float | None) -> torch.Tensor:
+    query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     mask = block.mask()

@@ -1,6 +1,6 @@
 """Which documents a training step takes: a pure function of the seed and the step's number.
 
-So a resumed training and every worker of several find the same documents without being told. It knows lengths, not texts.
+So a resumed training and every worker of several find the same documents without being told. It knows lengths only.
 """
 
 import random

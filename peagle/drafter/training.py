@@ -145,17 +145,17 @@ class _Trainer:
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
         """Gradients and figures of a step, summed over micro-batches and workers."""
         mine = chosen[self.workers.rank :: self.workers.size]
-        batches = [batch.to(self.device) for batch in micro_batches(self.store, mine, self.config, step=self.step)]
+        batches = list(micro_batches(self.store, mine, self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
-            total_weight += loss_weight(batch, self.config.depth_decay).sum()
+            total_weight += loss_weight(batch, self.config.depth_decay).sum().to(self.device)
         self.workers.sum_([total_weight])
         total = BatchLoss.zeros(self.config.num_depths, self.device)
         for batch in batches:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
                 outcome = batch_loss(
                     self.head,
-                    batch,
+                    batch.to(self.device),
                     num_depths=self.config.num_depths,
                     depth_decay=self.config.depth_decay,
                     total_weight=total_weight,

@@ -1,8 +1,8 @@
 """The plot of a training: its loss, the accuracy at each depth, and the learning rate, over the steps.
 
-The loss of a step is that of its few documents and jumps: so each point is the mean of a run of steps, as many as it takes
-for a curve of at most `_MAX_POINTS`. Depths have an order rather than names: one colour, paler with the depth, and the
-depth's number where its curve ends. It knows figures, not files.
+The loss of a step is that of its few documents and jumps: so each point is the mean of a run of steps, as many as it
+takes for a curve of at most `_MAX_POINTS`. Depths have an order rather than names: one colour, paler with the depth,
+and the depth's number where its curve ends. It knows figures, not files.
 """
 
 import math
