@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from peagle.drafter.metrics import Progress
-from peagle.svg import HEIGHT, LEFT, RIGHT, WIDTH, drawing, grid_line, standalone, text, x_axis_name
+from peagle.svg import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
 
 PLOT = "metrics.svg"
 
@@ -17,7 +17,6 @@ _MAX_POINTS = 100
 _TOP, _BOTTOM, _GAP = 24, 18, 12  # of a panel: its name, its steps; between panels
 _LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
 _NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
-_NUMBER_HEIGHT = 12
 _PALEST = 0.3
 _NICE = (1, 2, 2.5, 5, 10)
 
@@ -88,7 +87,7 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
         parts += [_line(piece, opacity) for piece in _pieces(places)]
         ends += [(at, str(number)) for _, at in places[::-1] if at is not None][:1]
     if len(curves) > 1:
-        parts += [text(WIDTH - RIGHT, at + 4, words, "label", "end") for at, words in _apart(ends)]
+        parts += [text(WIDTH - RIGHT, at + 4, words, "label", "end") for at, words in apart(ends)]
     return "".join(parts)
 
 
@@ -112,26 +111,6 @@ def _line(piece: Sequence[tuple[float, float]], opacity: float) -> str:
         return f'<circle class="series-0" cx="{x:.1f}" cy="{y:.1f}" r="3" opacity="{opacity:.2f}"/>'
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
     return f'<polyline class="line-0" opacity="{opacity:.2f}" points="{points}"/>'
-
-
-def _apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The numbers moved as little as makes them stand at least their height apart, in their order.
-
-    Those that would touch are spread around their own middle (isotonic regression, pooling neighbours).
-    """
-    ordered = sorted(ends)
-    pools: list[tuple[float, int]] = []  # middle of the first of them were they stacked, and how many
-    for number, (at, _) in enumerate(ordered):
-        middle, count = at - number * _NUMBER_HEIGHT, 1
-        while pools and pools[-1][0] > middle:
-            before, others = pools.pop()
-            middle, count = (before * others + middle * count) / (others + count), others + count
-        pools.append((middle, count))
-    firsts = [middle for middle, count in pools for _ in range(count)]
-    return [
-        (first + number * _NUMBER_HEIGHT, words)
-        for number, (first, (_, words)) in enumerate(zip(firsts, ordered, strict=True))
-    ]
 
 
 def _ticks(low: float, high: float, num_steps: int) -> list[float]:
