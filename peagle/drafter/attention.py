@@ -24,7 +24,8 @@ from transformers import AttentionInterface
 from peagle.drafter.cod import Rows, attention_mask
 
 DOCUMENT_ATTENTION = "peagle_documents"
-BLOCK_ROWS = 128
+BLOCK_ROWS = 128  # at least: the rows of a block answer each other, mostly in vain
+_TOKENS_PER_BLOCK_ROW = 16  # and more in a long document, whose tokens are put side by side anew for each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,9 @@ def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
             blocks.append(Block(known, (known,)))
             continue
         anchors = [rows.anchor_S[rows.depth_S == d] for d in range(depth + 1)]
-        for start in range(0, len(anchors[depth]), BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, len(anchors[depth]))
+        block_rows = _block_rows(rows.num_known)
+        for start in range(0, len(anchors[depth]), block_rows):
+            stop = min(start + block_rows, len(anchors[depth]))
             blocks.append(_sequential_block(anchors, begins[:, index].tolist(), first, start, stop))
     return AttentionPlan(tuple(blocks))
 
@@ -121,12 +123,16 @@ def _sequential_block(anchors: list[torch.Tensor], begins: list[int], first: int
     )
 
 
+def _block_rows(num_known: int) -> int:
+    return max(BLOCK_ROWS, num_known // _TOKENS_PER_BLOCK_ROW)
+
+
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of about BLOCK_ROWS, never through the chain of one anchor."""
-    anchors = rows.anchor_S.tolist()
+    """Cut chain rows into blocks of about the same length, never through the chain of one anchor."""
+    anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):
-        if row == chain.stop or (row - start >= BLOCK_ROWS and anchors[row] != anchors[row - 1]):
+        if row == chain.stop or (row - start >= block_rows and anchors[row] != anchors[row - 1]):
             yield start, row
             start = row
 
