@@ -17,7 +17,7 @@ import torch
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
 from peagle.drafter.metrics import Metrics, Progress
-from peagle.drafter.micro import micro_batches
+from peagle.drafter.micro import give_back_freed, micro_batches
 from peagle.drafter.order import Order
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureStore
@@ -162,6 +162,8 @@ class _Trainer:
                 )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             total = total + outcome
+            if len(batches) > 1 and self.device.type == "cpu":
+                give_back_freed()
         num_tokens = sum(self.store.num_tokens(index) for index in chosen)
         for parameter in self.parameters.values():
             if parameter.grad is None:  # no document of this step fell to this worker
