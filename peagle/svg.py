@@ -34,6 +34,8 @@ svg .grid { stroke: var(--grid); stroke-width: 1; }
     for n in range(MAX_SERIES)
 )
 _MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
+_LABEL_HEIGHT = 12
+_HEADING_LETTERS, _LEGEND_LETTERS = 58, 60  # what `WIDTH` holds of bold and of plain letters
 
 
 def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
@@ -52,9 +54,52 @@ def grid_line(y: float, label: str) -> str:
     return line + text(LEFT - 6, y + 4, label, "tick", "end")
 
 
-def x_axis_name(words: str) -> str:
+def x_axis_name(words: str, height: int = HEIGHT) -> str:
     """The name of the horizontal axis, at the foot of a chart."""
-    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 2, words, "axis", "middle")
+    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, height - 2, words, "axis", "middle")
+
+
+def y_axis_name(words: str, *, at_right: bool = False) -> str:
+    """The name of the vertical axis, above the chart; at the right where the left is full."""
+    return text(WIDTH - RIGHT, 9, words, "axis", "end") if at_right else text(LEFT, 9, words, "axis", "start")
+
+
+def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Labels moved as little as makes lines of them, in the order of their heights.
+
+    Those that would touch are spread around their own middle (isotonic regression, pooling neighbours).
+
+    Args:
+        ends: height and words of each.
+
+    >>> apart([(50.0, "b"), (48.0, "a"), (90.0, "c")])
+    [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
+    """
+    ordered = sorted(ends)
+    pools: list[tuple[float, int]] = []  # height of the first of them were they stacked there, and how many
+    for place, (height, _) in enumerate(ordered):
+        first, count = height - place * _LABEL_HEIGHT, 1
+        while pools and pools[-1][0] > first:
+            before, others = pools.pop()
+            first, count = (before * others + first * count) / (others + count), others + count
+        pools.append((first, count))
+    firsts = [first for first, count in pools for _ in range(count)]
+    return [
+        (first + place * _LABEL_HEIGHT, words)
+        for place, (first, (_, words)) in enumerate(zip(firsts, ordered, strict=True))
+    ]
+
+
+def shortened(words: str, num_letters: int) -> str:
+    """Words that fit, without their middle: of a path its end says most, of a name its beginning.
+
+    >>> shortened("heads/2026-11-21/warm/head", 16)
+    'heads/2…arm/head'
+    """
+    if len(words) <= num_letters:
+        return words
+    front = (num_letters - 1) // 2
+    return f"{words[:front]}…{words[front + 1 - num_letters :]}"
 
 
 def drawing(height: int, name: str, parts: Sequence[str]) -> str:
@@ -65,28 +110,29 @@ def drawing(height: int, name: str, parts: Sequence[str]) -> str:
     )
 
 
-def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]]) -> str:
-    """A chart of height `HEIGHT` as a file of its own: heading, chart, legend, and its own style.
+def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]], height: int = HEIGHT) -> str:
+    """A chart as a file of its own: heading, chart, legend, and its own style.
 
     Args:
+        chart: a drawing.
+        heading: above it; without its middle where it is too long, as the labels.
         legend: label and series of each.
+        height: of the drawing.
     """
     width = WIDTH + 2 * _MARGIN
-    legend_top = _MARGIN + _TITLE_HEIGHT + HEIGHT + 12
-    height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
-    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+    legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
+    page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
+    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
     parts = [
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
-        f'<rect class="page" width="{width}" height="{height}"/>',
-        text(_MARGIN, _MARGIN + 12, heading, "value", "start"),
+        f'<rect class="page" width="{width}" height="{page_height}"/>',
+        text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_LETTERS), "value", "start"),
         chart.replace("<svg ", nested, 1),
     ]
     for line, (label, series) in enumerate(legend):
         y = legend_top + _LEGEND_LINE * line
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
-        parts.append(text(_MARGIN + 18, y + 10, label, "label", "start"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f"{''.join(parts)}</svg>\n"
-    )
+        parts.append(text(_MARGIN + 18, y + 10, shortened(label, _LEGEND_LETTERS), "label", "start"))
+    size = f'width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'

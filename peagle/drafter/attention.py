@@ -4,6 +4,10 @@ Rows of a document are its known tokens (depth 0) and, behind them, its chains a
 attend causally among themselves. A block of chain rows attends to the known tokens up to its last anchor and to itself:
 chains never see each other, so one square mask over all rows of a document would be mostly empty.
 
+A block's keys lie apart and have to be put side by side; of a long document that is its length once for every block. So
+neither they nor masks nor scores are kept for the gradient: backward computes each block again. Memory then grows with
+the number of rows, not with its square.
+
 Registered with transformers under a name of its own, so that the head's layers stay the library's.
 
 Shapes: Q rows of a block that ask, K rows that answer.
@@ -20,7 +24,8 @@ from transformers import AttentionInterface
 from peagle.drafter.cod import Rows, attention_mask
 
 DOCUMENT_ATTENTION = "peagle_documents"
-BLOCK_ROWS = 128
+BLOCK_ROWS = 128  # at least: the rows of a block answer each other, mostly in vain
+_TOKENS_PER_BLOCK_ROW = 16  # and more in a long document, whose tokens are put side by side anew for each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +35,26 @@ class Block:
     Attributes:
         query: the rows that ask; blocks follow each other.
         keys: the rows that answer, side by side.
-        mask: [Q, K] bool, True where the row may attend; None for causal attention of the rows among themselves.
+        asking: anchors and depths of `query`; None for causal attention of the rows among themselves.
+        answering: those of `keys`.
     """
 
     query: slice
     keys: tuple[slice, ...]
-    mask: torch.Tensor | None = None
+    asking: Rows | None = None
+    answering: Rows | None = None
+
+    def mask(self) -> torch.Tensor | None:
+        """[Q, K] bool, True where the row may attend; made when asked for: a mask is larger than what it says."""
+        if self.asking is None or self.answering is None:
+            return None
+        return attention_mask(self.asking, self.answering)
+
+    def to(self, device: torch.device | str) -> "Block":
+        """The block with its rows on another device."""
+        if self.asking is None or self.answering is None:
+            return self
+        return replace(self, asking=self.asking.to(device), answering=self.answering.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +64,8 @@ class AttentionPlan:
     blocks: tuple[Block, ...]
 
     def to(self, device: torch.device | str) -> "AttentionPlan":
-        """The plan with its masks on another device."""
-        return AttentionPlan(
-            tuple(
-                block if block.mask is None else replace(block, mask=block.mask.to(device, non_blocking=True))
-                for block in self.blocks
-            )
-        )
+        """The plan with its blocks on another device."""
+        return AttentionPlan(tuple(block.to(device) for block in self.blocks))
 
 
 def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
@@ -62,9 +76,9 @@ def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
         blocks.append(Block(known, (known,)))
         for start, stop in _chain_blocks(rows, range(rows.num_known, len(rows))):
             asked = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
-            mask = attention_mask(rows.select(torch.arange(start, stop)), rows.select(asked))
             own = slice(first + start, first + stop)
-            blocks.append(Block(own, (slice(first, first + len(asked) - (stop - start)), own), mask))
+            keys = (slice(first, first + len(asked) - (stop - start)), own)
+            blocks.append(Block(own, keys, rows.select(torch.arange(start, stop)), rows.select(asked)))
         first += len(rows)
     return AttentionPlan(tuple(blocks))
 
@@ -85,8 +99,9 @@ def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
             blocks.append(Block(known, (known,)))
             continue
         anchors = [rows.anchor_S[rows.depth_S == d] for d in range(depth + 1)]
-        for start in range(0, len(anchors[depth]), BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, len(anchors[depth]))
+        block_rows = _block_rows(rows.num_known)
+        for start in range(0, len(anchors[depth]), block_rows):
+            stop = min(start + block_rows, len(anchors[depth]))
             blocks.append(_sequential_block(anchors, begins[:, index].tolist(), first, start, stop))
     return AttentionPlan(tuple(blocks))
 
@@ -103,16 +118,21 @@ def _sequential_block(anchors: list[torch.Tensor], begins: list[int], first: int
         keys.append(slice(begins[d] + begin, begins[d] + end))
         key_rows.append(Rows(known[begin:end], torch.full((end - begin,), d)))
     answering = Rows(torch.cat([rows.anchor_S for rows in key_rows]), torch.cat([rows.depth_S for rows in key_rows]))
-    mask = attention_mask(Rows(asking, torch.full_like(asking, depth)), answering)
-    return Block(slice(first + start, first + stop), tuple(keys), mask)
+    return Block(
+        slice(first + start, first + stop), tuple(keys), Rows(asking, torch.full_like(asking, depth)), answering
+    )
+
+
+def _block_rows(num_known: int) -> int:
+    return max(BLOCK_ROWS, num_known // _TOKENS_PER_BLOCK_ROW)
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of about BLOCK_ROWS, never through the chain of one anchor."""
-    anchors = rows.anchor_S.tolist()
+    """Cut chain rows into blocks of about the same length, never through the chain of one anchor."""
+    anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):
-        if row == chain.stop or (row - start >= BLOCK_ROWS and anchors[row] != anchors[row - 1]):
+        if row == chain.stop or (row - start >= block_rows and anchors[row] != anchors[row - 1]):
             yield start, row
             start = row
 
@@ -141,22 +161,68 @@ def document_attention(
     Returns:
         [1, rows, heads, head_dim], and no weights.
     """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    output: torch.Tensor = _BlockAttention.apply(query, key, value, attention_mask, scaling)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2).contiguous(), None
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention block by block, in forward and again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: AttentionPlan,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.plan, ctx.scaling = plan, scaling
+        output = torch.zeros_like(query)
+        for block in plan.blocks:
+            output[:, :, block.query] = _attend(block, _parts(block, query, key, value), scaling)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        grad_query = torch.zeros_like(query)
+        # Every block adds to the first keys, and in bf16 the last ones would be lost in the sum.
+        wide = torch.promote_types(key.dtype, torch.float32)
+        grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for block in ctx.plan.blocks:
+            parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
+            with torch.enable_grad():
+                output = _attend(block, parts, ctx.scaling)
+            of_query, of_keys, of_values = torch.autograd.grad(output, parts, grad_output[:, :, block.query])
+            grad_query[:, :, block.query] = of_query
+            start = 0
+            for keys in block.keys:
+                stop = start + keys.stop - keys.start
+                grad_key[:, :, keys] += of_keys[:, :, start:stop]
+                grad_value[:, :, keys] += of_values[:, :, start:stop]
+                start = stop
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The block's own query, keys and values, the latter side by side."""
+    return [
+        query[:, :, block.query],
+        *(torch.cat([tensor[:, :, keys] for keys in block.keys], dim=2) for tensor in (key, value)),
+    ]
+
+
+def _attend(block: Block, parts: Sequence[torch.Tensor], scaling: float | None) -> torch.Tensor:
+    query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    outputs = [
-        F.scaled_dot_product_attention(
-            query[:, :, block.query],
-            torch.cat([key[:, :, keys] for keys in block.keys], dim=2),
-            torch.cat([value[:, :, keys] for keys in block.keys], dim=2),
-            attn_mask=block.mask,
-            is_causal=block.mask is None,
-            scale=scaling,
-        )
-        for block in attention_mask.blocks
-    ]
-    end = attention_mask.blocks[-1].query.stop
-    outputs.append(torch.zeros_like(query[:, :, end:]))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    mask = block.mask()
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, document_attention)

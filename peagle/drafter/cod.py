@@ -41,6 +41,11 @@ class Rows:
         """Rows at depth 0: the document's tokens."""
         return int((self.depth_S == 0).sum())
 
+    def to(self, device: torch.device | str) -> "Rows":
+        """The rows on another device."""
+        anchor, depth = (tensor.to(device, non_blocking=True) for tensor in (self.anchor_S, self.depth_S))
+        return Rows(anchor, depth, self.first_anchor)
+
     def select(self, index: torch.Tensor) -> "Rows":
         """Some of the rows."""
         return Rows(self.anchor_S[index], self.depth_S[index])

@@ -5,16 +5,18 @@ chain attends to the known tokens up to its anchor and to itself. So the chains 
 computes the known tokens before it again and its own chains; the gradients of the parts add up to those of the whole.
 """
 
+import ctypes
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import Rows, sample_rows
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import Features
+from peagle.drafter.store import Document, Features
 
 
 def micro_batches(store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int) -> Iterator[Batch]:
@@ -25,8 +27,8 @@ def micro_batches(store: Features, documents: Sequence[int], config: TrainingCon
         tokens = store.num_tokens(index)
         if limit is not None and tokens > limit:
             (document,) = store.documents([index])
-            for rows in partition_rows(_draw(document.loss_mask_T, index, config, step), -(-tokens // limit)):
-                yield make_batch([document], [rows])
+            rows = _draw(document.loss_mask_T, index, config, step)
+            yield from _in_parts(document, partition_rows(rows, -(-tokens // limit)))
         else:
             if limit is not None and packed and tokens + sum(map(store.num_tokens, packed)) > limit:
                 yield _packed(store, packed, config, step)
@@ -55,6 +57,26 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
             chosen = torch.nonzero(known | own).flatten()
             parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
     return parts
+
+
+def give_back_freed() -> None:
+    """Return what the C library keeps of freed memory to the system, where it can (glibc).
+
+    Parts differ in length, so a tensor of one rarely fits where one of the part before lay: without this, the
+    process keeps room for all of them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
+    """The parts as batches, which share the document's features: they wait for each other in memory."""
+    first = make_batch([document], [parts[0]])
+    yield first
+    for rows in parts[1:]:
+        part = make_batch([document], [rows])
+        yield replace(part, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
 
 
 def _packed(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:

@@ -3,8 +3,8 @@
 `prepare` reads the documents and has the target's states computed; `train_prepared` trains, alone or as one of several
 workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
 
-Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl), `head/`
-(config.json, model.safetensors, README.md), `run.json` (configuration, data and figures).
+Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl,
+metrics.svg), `head/` (config.json, model.safetensors, README.md), `run.json` (configuration, data and figures).
 """
 
 import hashlib
@@ -23,16 +23,19 @@ from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
 from peagle.drafter.head import INITS, HeadSpec, build_head
 from peagle.drafter.hidden_states import load_reader
+from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.on_the_fly import ComputedFeatures
+from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, load_target
-from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
+from peagle.drafter.training import TrainingOutcome, train
+from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
-from peagle.files import sha256, writing
+from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
@@ -153,8 +156,14 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Estimate the acceptance on the documents held out, and save the head with its card; what run.json says."""
+    """Plot the training, estimate the acceptance on the documents held out, and save the head with its card.
+
+    Returns:
+        What run.json says.
+    """
     config = prepared.config
+    steps, _ = Metrics(prepared.folder).read()
+    write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
     with torch.autocast(prepared.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         estimate = estimate_acceptance(
             head.eval(),

@@ -1,13 +1,11 @@
 """The training loop of a head: any device, alone or as one of several workers, resumable at every step.
 
-A step is a pure function of the seed and its number: which documents (`plan_batches`), which rows (COD, seeded by step
-and document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
+A step is a pure function of the seed and its number: which documents (order.py), which rows (COD, seeded by step and
+document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
 curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows
 features and a head; it knows nothing of prompts, engines or Ray.
 """
 
-import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,37 +16,16 @@ import torch
 
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
-from peagle.drafter.micro import micro_batches
+from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.micro import give_back_freed, micro_batches
+from peagle.drafter.order import Order
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import PeagleError
 from peagle.files import writing
 
-METRICS = "metrics.jsonl"
 _FULL = "free some space; the same command goes on from the last checkpoint"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """One step, as it stands in metrics.jsonl.
-
-    Attributes:
-        accuracy: by depth, share of rows whose likeliest token is the target's; None where there were no rows.
-        divergence: by depth, mean KL divergence.
-        tokens_per_s: of the documents, over this attempt.
-    """
-
-    step: int
-    num_steps: int
-    loss: float
-    accuracy: tuple[float | None, ...]
-    divergence: tuple[float | None, ...]
-    learning_rate: float
-    gradient_norm: float
-    num_tokens: int
-    tokens_per_s: float
-    train_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +40,6 @@ class TrainingOutcome:
     finished: bool
     num_tokens: int
     train_s: float
-
-
-def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
-    """One epoch: every document once, shuffled, cut into batches of at least `batch_tokens` but for the last.
-
-    Args:
-        num_tokens: length of each document.
-        batch_tokens: when a batch is full.
-        seed: of the order.
-    """
-    order = list(range(len(num_tokens)))
-    random.Random(seed).shuffle(order)
-    batches: list[list[int]] = [[]]
-    filled = 0
-    for index in order:
-        if filled >= batch_tokens:
-            batches.append([])
-            filled = 0
-        batches[-1].append(index)
-        filled += num_tokens[index]
-    return batches
 
 
 def train(
@@ -167,10 +123,11 @@ class _Trainer:
         self.fingerprint = {**fingerprint, **recipe, "documents": len(self.documents)}
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(_groups(self.parameters, config), betas=(0.9, 0.95))
-        self.lengths = [store.num_tokens(index) for index in self.documents]
+        lengths = [store.num_tokens(index) for index in self.documents]
+        self.order = Order(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
+        self.metrics = Metrics(folder)
         self.step = self.num_tokens = 0
         self.train_s = 0.0
-        self._epochs: dict[int, list[list[int]]] = {}
         self._restore()
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
@@ -180,7 +137,7 @@ class _Trainer:
         learning_rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        chosen = self._documents_of(self.step)
+        chosen = [self.documents[place] for place in self.order.documents(self.step)]
         self.optimizer.zero_grad(set_to_none=True)
         outcome, num_tokens = self._gradients(chosen)
         self._check_finite(outcome.loss, chosen)
@@ -192,23 +149,25 @@ class _Trainer:
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
         """Gradients and figures of a step, summed over micro-batches and workers."""
         mine = chosen[self.workers.rank :: self.workers.size]
-        batches = [batch.to(self.device) for batch in micro_batches(self.store, mine, self.config, step=self.step)]
+        batches = list(micro_batches(self.store, mine, self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
-            total_weight += loss_weight(batch, self.config.depth_decay).sum()
+            total_weight += loss_weight(batch, self.config.depth_decay).sum().to(self.device)
         self.workers.sum_([total_weight])
         total = BatchLoss.zeros(self.config.num_depths, self.device)
         for batch in batches:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
                 outcome = batch_loss(
                     self.head,
-                    batch,
+                    batch.to(self.device),
                     num_depths=self.config.num_depths,
                     depth_decay=self.config.depth_decay,
                     total_weight=total_weight,
                 )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             total = total + outcome
+            if len(batches) > 1 and self.device.type == "cpu":
+                give_back_freed()
         num_tokens = sum(self.store.num_tokens(index) for index in chosen)
         for parameter in self.parameters.values():
             if parameter.grad is None:  # no document of this step fell to this worker
@@ -228,42 +187,22 @@ class _Trainer:
             fingerprint=self.fingerprint,
             num_tokens=self.num_tokens,
             train_s=self.train_s,
-            metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
+            metrics_bytes=self.metrics.num_bytes,
         )
         with writing(self.folder, RuntimeError, hint=_FULL):
             save_checkpoint(checkpoint, self.folder)
 
-    @property
-    def _metrics(self) -> Path:
-        return self.folder / METRICS
-
     def _restore(self) -> None:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
         self.workers.barrier()  # nobody writes before all have read
+        if self.workers.rank == 0:
+            self.metrics.cut(checkpoint.metrics_bytes if checkpoint else 0)
         if checkpoint is None:
-            if self.workers.rank == 0:
-                self._metrics.write_bytes(b"")
             return
         checkpoint.copy_to(self.head)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.step, self.num_tokens = checkpoint.step, checkpoint.num_tokens
         self.train_s = checkpoint.train_s
-        if self.workers.rank == 0:
-            with self._metrics.open("r+b") as stream:  # steps after the checkpoint will be done again
-                stream.truncate(checkpoint.metrics_bytes)
-
-    def _documents_of(self, step: int) -> list[int]:
-        """The documents of a step, counting through the epochs."""
-        epoch = 0
-        while True:
-            if epoch not in self._epochs:
-                seed = self.config.seed * 1_000_003 + epoch
-                batches = plan_batches(self.lengths, batch_tokens=self.config.batch_tokens, seed=seed)
-                self._epochs[epoch] = batches
-            if step < len(self._epochs[epoch]):
-                return [self.documents[index] for index in self._epochs[epoch][step]]
-            step -= len(self._epochs[epoch])
-            epoch += 1
 
     def _check_finite(self, value: torch.Tensor, documents: list[int]) -> None:
         if not torch.isfinite(value):
@@ -293,8 +232,8 @@ class _Trainer:
             train_s=self.train_s,
         )
         if self.workers.rank == 0:
-            with writing(self._metrics, hint=_FULL), self._metrics.open("a") as stream:
-                stream.write(json.dumps(asdict(record)) + "\n")
+            with writing(self.folder, hint=_FULL):
+                self.metrics.append(record)
         return record
 
 

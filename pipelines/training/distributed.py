@@ -6,7 +6,6 @@ node has to see.
 """
 
 import functools
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import Any
 from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.features import FeatureJob
+from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
-from peagle.drafter.training import METRICS, Progress, TrainingOutcome
+from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
 from pipelines.batch.cluster import ray_cluster, require_workers
@@ -41,7 +41,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     with ray_cluster():
         prepared = prepare(config, listener, extract=on_actors)
         require_workers(config.workers, on_gpu=prepared.device.type == "cuda")
-        with _Follower(prepared.folder / METRICS, listener):
+        with _Follower(Metrics(prepared.folder), listener):
             _run(prepared)
     head = prepared.new_head()
     checkpoint = load_checkpoint(prepared.folder)
@@ -102,12 +102,12 @@ def _reason(error: Exception) -> str:
 class _Follower:
     """Tells the listener of the steps that the first worker writes to the metrics file."""
 
-    metrics: Path
+    metrics: Metrics
     listener: Listener
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> None:
-        self._seen = self._size()
+        self._seen = self.metrics.num_bytes
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -121,23 +121,7 @@ class _Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """Whole lines behind those told already.
-
-        A resume cuts the file back and writes on, also beyond what was told, so that this place may lie within a line.
-        """
-        self._seen = min(self._seen, self._size())
-        if not self.metrics.exists():
-            return
-        with self.metrics.open("rb") as stream:
-            stream.seek(max(0, self._seen - 1))
-            at_a_start = not self._seen or stream.read(1) == b"\n"
-            if not at_a_start:
-                self._seen += len(stream.readline())
-            new = stream.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._seen += len(whole)
-        for line in whole.splitlines():
-            self.listener.step(Progress(**json.loads(line)))
-
-    def _size(self) -> int:
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
+        """A file cut back by a resume is told again from where it was cut."""
+        steps, self._seen = self.metrics.read(self._seen)
+        for step in steps:
+            self.listener.step(step)

@@ -1,7 +1,7 @@
 """The two plots of an evaluation, each an SVG file of its own: acceptance length by K, and acceptance by position."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.economics.report.plots import Rates, acceptance_svg
@@ -13,15 +13,21 @@ from peagle.svg import (
     RIGHT,
     TOP,
     WIDTH,
+    apart,
     drawing,
     grid_line,
     standalone,
     text,
     title,
     x_axis_name,
+    y_axis_name,
 )
 
+Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and (K, acceptance length)
+
 _INSET = 20  # between the axis and the first K
+_VALUE_WIDTH = 30  # right of the last K, where only that one's values are written
+_LABELLED_CURVES = 2  # of more, the values would run into each other
 _LABEL_HEIGHT = 24  # a value whose point has another this close above it stands below its point
 
 
@@ -63,16 +69,18 @@ def _legend(labels: Sequence[str]) -> list[tuple[str, int]]:
     return [(label, series) for series, label in enumerate(labels)]
 
 
-def _lines(curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
+def _lines(curves: Sequence[Curve]) -> str:
     """Lines with a point at each K; the vertical axis begins at 1, where no draft is accepted."""
     ks = sorted({k for _, points in curves for k, _ in points})
     span = max(length for _, points in curves for _, length in points) - 1
     step = _step(span)
     num_steps = max(1, math.ceil(span / step))
+    every_value = len(curves) <= _LABELLED_CURVES
+    width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else _VALUE_WIDTH)
 
     def x(k: int) -> float:
         share = (k - ks[0]) / (ks[-1] - ks[0]) if len(ks) > 1 else 0.5
-        return LEFT + _INSET + share * (WIDTH - LEFT - RIGHT - 2 * _INSET)
+        return LEFT + _INSET + share * width
 
     def y(length: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (length - 1) / (step * num_steps))
@@ -85,11 +93,25 @@ def _lines(curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
         for k, length in points:
             words = title(f"{label}, K={k}: {length:.2f}")
             parts.append(f'<circle class="series-{series}" cx="{x(k):.1f}" cy="{y(length):.1f}" r="4">{words}</circle>')
-            others = [y(other) for _, points in curves for other_k, other in points if other_k == k]
-            is_crowded = any(0 < y(length) - other < _LABEL_HEIGHT for other in others)
-            parts.append(text(x(k), y(length) + (18 if is_crowded else -8), f"{length:.2f}", "value", "middle"))
-    parts.append(x_axis_name("draft tokens a step (K)"))
+    parts += _every_value(curves, x, y) if every_value else _last_values(curves, x(ks[-1]), ks[-1], y)
+    parts += [x_axis_name("draft tokens a step (K)"), y_axis_name("tokens a verify step")]
     return drawing(HEIGHT, "Acceptance length by K", parts)
+
+
+def _every_value(curves: Sequence[Curve], x: Callable[[int], float], y: Callable[[float], float]) -> list[str]:
+    """Each value above its point, or below where another point is right above."""
+    parts = []
+    for k, length in (point for _, points in curves for point in points):
+        others = [y(other) for _, points in curves for other_k, other in points if other_k == k]
+        is_crowded = any(0 < y(length) - other < _LABEL_HEIGHT for other in others)
+        parts.append(text(x(k), y(length) + (18 if is_crowded else -8), f"{length:.2f}", "value", "middle"))
+    return parts
+
+
+def _last_values(curves: Sequence[Curve], x: float, k: int, y: Callable[[float], float]) -> list[str]:
+    """The values at the last K alone, right of their points."""
+    last = [(y(length), f"{length:.2f}") for _, points in curves for at, length in points if at == k]
+    return [text(x + 10, height + 4, words, "value", "start") for height, words in apart(last)]
 
 
 def _step(span: float) -> float:

@@ -5,7 +5,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from peagle.economics.report.figures import SHARES, in_words_share
-from peagle.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, drawing, grid_line, text, title, x_axis_name
+from peagle.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    drawing,
+    grid_line,
+    text,
+    title,
+    x_axis_name,
+    y_axis_name,
+)
+
+_LABELLED_BAR = 18  # narrower ones' values would run into each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +56,9 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
                 x = centre + bar * (index - len(runs) / 2)
                 words = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
                 parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, words))
-                if bar >= 15:
+                if bar >= _LABELLED_BAR:
                     parts.append(_value_label(x + bar / 2, y(run.rates[position]), run.rates[position], bar))
-    parts.append(x_axis_name("position in the draft"))
+    parts += [x_axis_name("position in the draft"), y_axis_name("share of drafts", at_right=True)]
     return drawing(HEIGHT, "Acceptance by position", parts)
 
 

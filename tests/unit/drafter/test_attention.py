@@ -30,6 +30,11 @@ def _reference(documents: Sequence[Rows], query: torch.Tensor, key: torch.Tensor
     return F.scaled_dot_product_attention(query[:, :, : len(mask)], key, value, attn_mask=mask).transpose(1, 2)
 
 
+def _gradients(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    weight = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+    return torch.autograd.grad((output * weight).sum(), tensors)
+
+
 def _tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query = torch.randn(1, HEADS, rows, HEAD_DIM, dtype=torch.float64)
     return query, *(torch.randn(1, KV_HEADS, rows, HEAD_DIM, dtype=torch.float64) for _ in range(2))
@@ -42,6 +47,36 @@ def test_all_depths_at_once_equal_one_full_mask(documents: list[Rows]) -> None:
     torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
     assert output.shape[1] == total + PADDING
     assert not output[:, total:].any()
+
+
+def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents: list[Rows]) -> None:
+    total = sum(map(len, documents))
+    tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
+    output, _ = document_attention(None, *tensors, parallel_plan(documents))
+    torch.testing.assert_close(
+        _gradients(output, tensors), _gradients(_reference(documents, *tensors).contiguous(), tensors)
+    )
+
+
+def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents: list[Rows]) -> None:
+    tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
+    depth_S = torch.cat([rows.depth_S for rows in documents])
+    rows = torch.nonzero(depth_S == 2).flatten()
+    cached = torch.cat([torch.nonzero(depth_S == depth).flatten() for depth in range(3)])
+    query, key, value = tensors
+    plan = sequential_plan(documents, 2)
+    output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
+    expected = _reference(documents, query, key, value)[:, rows]
+    torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
+
+
+def test_nothing_as_large_as_a_block_with_its_keys_is_kept_for_the_gradient() -> None:
+    rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
+    query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        document_attention(None, query, key, value, parallel_plan([rows]))
+    assert sum(kept) == query.numel() + key.numel() + value.numel()
 
 
 def test_depth_after_depth_equals_one_full_mask(documents: list[Rows]) -> None:
@@ -59,6 +94,6 @@ def test_depth_after_depth_equals_one_full_mask(documents: list[Rows]) -> None:
 def test_blocks_do_not_ask_the_chains_of_others(documents: list[Rows]) -> None:
     plan = parallel_plan(documents)
     answers = sum(keys.stop - keys.start for block in plan.blocks for keys in block.keys)
-    largest = max(len(block.mask) for block in plan.blocks if block.mask is not None)
+    largest = max(len(block.asking) for block in plan.blocks if block.asking is not None)
     assert largest < BLOCK_ROWS + 4
     assert answers <= sum(len(rows) * (rows.num_known / BLOCK_ROWS + 2) + BLOCK_ROWS for rows in documents)

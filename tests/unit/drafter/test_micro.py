@@ -122,4 +122,6 @@ def test_a_document_over_the_limit_comes_in_parts_with_the_rows_of_the_whole(sto
     (whole,) = micro_batches(store, [longest], CONFIG, step=1)
     parts = list(micro_batches(store, [longest], config, step=1))
     assert len(parts) == 3
+    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # held once, however many parts wait
+    assert torch.equal(parts[0].aux_TAH, whole.aux_TAH)
     assert sum(batch.num_loss_rows for batch in parts) == whole.num_loss_rows

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.head import load_head
+from peagle.drafter.metrics import Progress
 from peagle.drafter.pipeline import Listener, train_head
-from peagle.drafter.training import Progress
 from peagle.errors import ConfigError, InputError
 
 
@@ -73,6 +73,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert "# P-EAGLE head for tiny" in card
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
     assert str(tmp_path) not in card + (head / "config.json").read_text()
+    assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
 
 
 def test_a_stopped_training_goes_on_without_extracting_again(
@@ -83,12 +84,15 @@ def test_a_stopped_training_goes_on_without_extracting_again(
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
     written_at = shard.stat().st_mtime_ns
+    plot = tmp_path / "out" / "training" / "metrics.svg"
+    assert "Training, 1 of" in plot.read_text()
 
     resumed = Heard()
     result = train_head(config.model_copy(update={"time_budget_s": None}), resumed.listener)
     assert result["finished"]
     assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
     assert shard.stat().st_mtime_ns == written_at
+    assert f"Training, {result['steps']} of" in plot.read_text()
 
 
 def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_features(

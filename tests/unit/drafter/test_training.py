@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.metrics import Progress
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.training import Progress, TrainingOutcome, plan_batches, train
+from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import CapacityError, ConfigError, PeagleError
 
@@ -119,15 +120,6 @@ def test_a_full_disk_stops_and_keeps_the_checkpoint(
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
     assert _train(head, store, tmp_path).finished
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
-
-
-def test_batches_hold_every_document_once_and_are_full() -> None:
-    lengths = [5, 9, 3, 7, 8, 2, 6]
-    batches = plan_batches(lengths, batch_tokens=12, seed=0)
-    assert sorted(i for batch in batches for i in batch) == list(range(7))
-    assert all(sum(lengths[i] for i in batch) >= 12 for batch in batches[:-1])
-    assert batches == plan_batches(lengths, batch_tokens=12, seed=0)
-    assert batches != plan_batches(lengths, batch_tokens=12, seed=1)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

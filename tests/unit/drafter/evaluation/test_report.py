@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
@@ -87,3 +88,17 @@ def test_more_drafters_than_colours_are_left_out_of_the_plots_alone(report: dict
     report["cells"] = [at_k(2, f"head-{n}") for n in range(8)]
     assert length_plot(report).count("<circle") == 6
     assert text_report(report).count("head-7") == 2
+
+
+def test_the_values_of_many_drafters_stand_apart(report: dict[str, Any]) -> None:
+    report["cells"] = [at_k(k, f"head-{n}") for n in range(4) for k in (3, 5)]  # all alike
+    root = ElementTree.fromstring(length_plot(report))
+    values = [node for node in root.iter(f"{SVG}text") if node.attrib["class"] == "value"][1:]  # the heading is one
+    heights = sorted(float(node.attrib["y"]) for node in values)
+    assert len(values) == 4
+    assert min(below - above for above, below in pairwise(heights)) >= 11.9
+
+
+def test_axes_are_named_with_their_units(report: dict[str, Any]) -> None:
+    assert {">tokens a verify step<", ">draft tokens a step (K)<"} <= set(re.findall(">[^<>]+<", length_plot(report)))
+    assert {">share of drafts<", ">position in the draft<"} <= set(re.findall(">[^<>]+<", position_plot(report)))

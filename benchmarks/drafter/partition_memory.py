@@ -1,0 +1,155 @@
+"""Peak memory of one training step on one long document, computed in 1, 2, 4 and 8 parts (peagle/drafter/micro.py).
+
+    python benchmarks/drafter/partition_memory.py --target FOLDER --output partition.json
+
+The step is that of `peagle train` (bf16 autocast over float32 weights, features read from a store), on random
+features: what they hold changes neither memory nor work. Each number of parts has a process of its own, which first
+does a step on 64 tokens, so that libraries and kernels are loaded, and then states how far its resident memory rose
+above where it stood right before the step (Linux: the peak is set back through /proc/self/clear_refs). A process that
+rises above the limit is killed, and the table says so.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+_POLL_S = 0.05
+_SPARE_GIB = 2.0  # left to everybody else
+_WARM_UP_TOKENS = 64
+
+
+def main() -> None:
+    """Measure every number of parts, write what was found, and print it as a Markdown table."""
+    options = _options()
+    if options.child is not None:
+        print(json.dumps(_measure(options)))  # noqa: T201 - read by the parent
+        return
+    limit = options.limit_gib or _available() / GIB - _SPARE_GIB
+    found = {"tokens": options.tokens, "num_layers": options.num_layers, "limit_gib": round(limit, 1)}
+    results: list[dict[str, Any]] = []
+    for parts in options.parts:
+        results.append(_in_a_process(parts, limit))
+        options.output.write_text(json.dumps({**found, "parts": results}, indent=2) + "\n")
+    print(_table(results, limit))  # noqa: T201
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target whose shape the head takes")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--tokens", type=int, default=20_480)
+    parser.add_argument("--parts", type=lambda words: [int(word) for word in words.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--num-layers", type=int, default=1)
+    parser.add_argument("--limit-gib", type=float, help="of a process; default: what is available, less 2")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _in_a_process(parts: int, limit_gib: float) -> dict[str, Any]:
+    """Run a measurement, and kill it when it rises above the limit."""
+    process = subprocess.Popen([sys.executable, *sys.argv, "--child", str(parts)], stdout=subprocess.PIPE, text=True)
+    highest = 0
+    while process.poll() is None:
+        highest = max(highest, _status("VmRSS", process.pid))
+        if highest > limit_gib * GIB:
+            process.kill()
+            process.wait()
+            return {"parts": parts, "over_the_limit": True}
+        time.sleep(_POLL_S)
+    assert process.stdout is not None
+    if process.returncode:
+        raise SystemExit(f"{parts} parts: exit code {process.returncode}")
+    return {"parts": parts, "over_the_limit": False, **json.loads(process.stdout.read())}
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One step in this process: seconds, and peak resident memory above where it stood."""
+    import gc
+
+    from peagle.drafter.head import HeadSpec, build_head
+    from peagle.drafter.recipe import TrainingConfig
+    from peagle.drafter.store import FeatureStore
+    from peagle.drafter.training import train
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shape = HeadSpec(aux_layers=(2, 15, 29), num_layers=options.num_layers, num_depths=8)
+        head = build_head(options.target, shape, _vocabulary(options.target))
+        _write_features(folder / "features", options)
+        store = FeatureStore(folder / "features")
+        for document, name in ((0, "warm-up"), (1, "step")):
+            gc.collect()
+            before = _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            limit = -(-options.tokens // options.child)
+            config = TrainingConfig(num_steps=1, num_depths=8, micro_batch_tokens=limit)
+            outcome = train(head, store, [document], config, folder / name, fingerprint={})
+        peak = _status("VmHWM")
+    return {
+        "before_gib": round(before / GIB, 3),
+        "above_gib": round((peak - before) / GIB, 3),
+        "step_s": round(outcome.train_s, 1),
+    }
+
+
+def _vocabulary(target: Path) -> Any:
+    from peagle.drafter.vocabulary import DraftVocabulary
+
+    size = json.loads((target / "config.json").read_text())["vocab_size"]
+    return DraftVocabulary(token_ids=tuple(range(8192)), target_size=size, coverage=1.0)
+
+
+def _write_features(folder: Path, options: argparse.Namespace) -> None:
+    """Two documents of random states: one to warm up, and the long one, a sixteenth of which is prompt."""
+    import torch
+
+    from peagle.drafter.store import FeatureSpec, StoreWriter
+
+    hidden = json.loads((options.target / "config.json").read_text())["hidden_size"]
+    spec = FeatureSpec(target="random", aux_layers=(2, 15, 29), hidden_size=hidden, samples="random")
+    torch.manual_seed(0)
+    for number, length in enumerate((_WARM_UP_TOKENS, options.tokens)):
+        tensors = {
+            "token_ids": torch.randint(8192, (length,), dtype=torch.int32),
+            "lengths": torch.tensor([length]),
+            "num_prompt_tokens": torch.tensor([length // 16]),
+            "aux": torch.randn(length, 3 * hidden, dtype=torch.bfloat16),
+            "last": torch.randn(length, hidden, dtype=torch.bfloat16),
+        }
+        StoreWriter(folder, spec, num_shards=2).add(number, tensors)
+
+
+def _status(field: str, process: int | str = "self") -> int:
+    """Bytes that /proc states of a process; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _table(results: list[dict[str, Any]], limit_gib: float) -> str:
+    lines = ["| parts | peak above the start, GiB | of one part | seconds |", "|---:|---:|---:|---:|"]
+    whole = results[0].get("above_gib")
+    for result in results:
+        if result["over_the_limit"]:
+            lines.append(f"| {result['parts']} | killed above {limit_gib:.1f} in all | | |")
+            continue
+        share = f"{result['above_gib'] / whole:.0%}" if whole else ""
+        lines.append(f"| {result['parts']} | {result['above_gib']:.2f} | {share} | {result['step_s']:.0f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
