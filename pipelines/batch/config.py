@@ -32,7 +32,13 @@ class GenerateConfig(PromptKeys):
         "auto", description="weights and KV cache of the target"
     )
 
-    input: str = Field(description="corpus: a Parquet or JSONL file, a folder of them, or a glob")
+    input: str = Field(
+        description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
+        "text formats also as .gz or .zst; local or s3://"
+    )
+    input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
+        "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
+    )
     output: Path = Field(description="run directory; an unfinished run there is continued")
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from peagle.engine.generation import Generation
 from peagle.prompting import PromptBuilder, RowError
-from pipelines.batch.corpus import RawRow, to_table
+from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.inputs.span import RawRow
 from pipelines.batch.plan import WorkUnit, unit_from_row, unit_to_row
 
 OUTPUT_SCHEMA = pa.schema(
@@ -136,7 +137,7 @@ class PreparedUnit:
 
 def _prompt(row: RawRow, builder: PromptBuilder) -> list[int] | RowError:
     if row.error is not None:
-        return RowError(reason="invalid_row", message=row.error)
+        return RowError(reason=row.reason, message=row.error)
     return builder.build(row.columns)
 
 

@@ -5,7 +5,7 @@ from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.speculation import SpeculationStats
-from pipelines.batch.corpus import RawRow, Span
+from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, prepare
 
