@@ -5,7 +5,8 @@ import sys
 from typing import Any
 
 from jobs import flags
-from pipelines.batch.config import PROMPT_KEYS, SAMPLING_KEYS, GenerateConfig
+from peagle.sampling import SAMPLING_KEYS
+from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
 HELP = """\
 Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every second.
@@ -27,7 +28,7 @@ _GROUPS = {
     "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
     "corpus and run": ["input", "input_format", "output", "limit", "rows_per_unit"],
     "prompts": list(PROMPT_KEYS),
-    "sampling": list(SAMPLING_KEYS),
+    "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
         "engines",
         "max_num_seqs",

@@ -48,6 +48,11 @@ class Plan:
         """Rows of the corpus that the run takes."""
         return sum(unit.span.num_rows for unit in self.units)
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether the corpus is an OpenAI batch."""
+        return self.units[0].span.format == "openai-batch"
+
 
 def make_plan(config: GenerateConfig) -> Plan:
     """Cut the corpus that `config` names.

@@ -62,6 +62,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             config,
             here,
             plan.schema.names,
+            is_batch=plan.is_batch,
             num_nodes=cluster.num_nodes() if is_remote else 1,
             announce=progress.say,
         )
