@@ -26,7 +26,7 @@ exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configura
 """
 _GROUPS = {
     "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
-    "corpus and run": ["input", "input_format", "output", "limit", "rows_per_unit"],
+    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))
+    if outcome.export is not None:
+        print(f"exported {outcome.export.describe()}")
     print(f"report: {config.output / 'report.html'}")
     return 0, outcome.report
 

@@ -110,8 +110,10 @@ def parse_overrides(values: Any) -> dict[str, Any] | str:
     """A row's own parameters, or what is wrong with them. Null is not set, as columnar files give every row every key.
 
     Args:
-        values: an object, or one as JSON text; None is none.
+        values: an object, or one as JSON text; None and empty text (CSV) are none.
     """
+    if values == "":
+        return {}
     if isinstance(values, str):
         try:
             values = json.loads(values)

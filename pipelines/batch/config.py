@@ -40,6 +40,11 @@ class GenerateConfig(PromptKeys, SamplingKeys):
         "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
     )
     output: Path = Field(description="run directory; an unfinished run there is continued")
+    output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(
+        "auto",
+        description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
+        "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
+    )
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,

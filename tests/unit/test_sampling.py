@@ -8,7 +8,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 def test_a_rows_parameters_are_those_that_it_names():
     assert parse_overrides({"temperature": 1, "stop": "x", "n": None}) == {"temperature": 1.0, "stop": ["x"]}
     assert parse_overrides('{"max_tokens": 3}') == {"max_tokens": 3}
-    assert parse_overrides(None) == {}
+    assert parse_overrides(None) == parse_overrides("") == {}
     assert parse_overrides({"json_schema": SCHEMA}) == parse_overrides(
         {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
     )
