@@ -61,7 +61,7 @@ def compression_of(path: str) -> str | None:
 def open_raw(path: str) -> BinaryIO:
     """The file's bytes as they are stored; it can seek."""
     if "://" in path:
-        return cast(BinaryIO, filesystem(path).open(path, "rb"))
+        return io.BufferedReader(filesystem(path).open(path, "rb"), 1 << 20)
     return Path(path).open("rb")
 
 
