@@ -94,6 +94,13 @@ class GenerateConfig(PromptKeys, SamplingKeys):
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
         return self
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output_is_a_folder(cls, value: Any) -> Any:
+        if "://" in str(value):  # as a path it would become a folder of that name
+            raise ValueError("a run directory is a folder, local or on a mounted file system")
+        return value
+
     @field_validator("json_schema", mode="before")
     @classmethod
     def _schema_from_a_file(cls, value: Any) -> Any:

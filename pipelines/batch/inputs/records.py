@@ -63,7 +63,17 @@ def _json_row(line: bytes, where: str) -> RawRow:
         return _no_row(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
         return _no_row(line, f"{where}: a JSON {type(value).__name__}, not an object")
+    if b"\\ud" in line.lower() and not _is_unicode(value):
+        return _no_row(line, f"{where}: half a surrogate pair, which is no text")
     return RawRow(value)
+
+
+def _is_unicode(value: dict[str, Any]) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _batch_row(line: bytes, where: str) -> RawRow:

@@ -33,3 +33,8 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
 def test_sampling_keys_are_checked_before_anything_else(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         config(**keys)
+
+
+def test_a_run_directory_is_no_uri():
+    with pytest.raises(pydantic.ValidationError, match="a run directory is a folder"):
+        GenerateConfig(input="i", output="s3://bucket/run")

@@ -47,6 +47,7 @@ def test_the_last_line_needs_no_newline_and_blank_lines_are_no_rows(tmp_path):
     [
         (b'{"n": 1\n', "not valid JSON"),
         (b'{"n": "\xff"}\n', "not valid JSON"),
+        (b'{"n": "\\uD83d"}\n', "half a surrogate pair"),
         (b"[1, 2]\n", "a JSON list"),
         (b'"text"\n', "a JSON str"),
         (b"[" * 100_000 + b"\n", "not valid JSON"),
@@ -58,6 +59,12 @@ def test_a_bad_line_is_a_row_with_an_error(tmp_path, line, why):
     assert (good.columns, last.columns) == ({"n": 1}, {"n": 3})
     assert why in bad.error
     assert bad.raw == line.decode(errors="replace").rstrip("\n")
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}])
+    assert b"\\ud83d" in file.read_bytes()
+    assert [row.columns for row in rows_of(scan([file], 1, None)[0])] == [{"text": "\U0001f600"}]
 
 
 def test_columns_are_the_union_and_numbers_widen(tmp_path):
