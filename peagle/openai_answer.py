@@ -7,6 +7,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ANSWER_COLUMNS = frozenset(
+    {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
+     "completions"}
+)  # fmt: skip
 _REQUEST_FAULTS = frozenset(
     {"invalid", "invalid_row", "invalid_prompt", "invalid_messages", "empty_prompt", "prompt_too_long",
      "template_error", "refused"}
@@ -17,7 +21,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
     """A line of the output file.
 
     Args:
-        row: an output row of a run (`pipelines/batch/rows.py` lists the columns).
+        row: an output row of a run, with `ANSWER_COLUMNS` at least.
         created: when it was answered, in Unix seconds.
         run_id: makes ids unique among runs.
     """

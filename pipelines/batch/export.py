@@ -12,7 +12,7 @@ import base64
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import atomic_file, remove_temporaries, write_json
-from peagle.openai_answer import error_line, output_line
+from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from pipelines.batch.rundir import RunDirectory
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
@@ -83,7 +83,7 @@ def _write(run: RunDirectory, run_id: str, units: list[int], output_format: Form
     errors = folder / "errors.jsonl"
     with atomic_file(output) as file:
         write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
-        num_rows = write_rows(run, units, file, lines.row)
+        num_rows = write_rows(run, units, file, lines)
     num_failed_rows = 0
     with atomic_file(errors) as file:
         for letter in run.dead_letters():
@@ -111,7 +111,9 @@ def _made(folder: Path) -> Export | None:
 
 
 class _PlainLines:
-    """Rows and letters as they are."""
+    """Rows and letters as they are. `columns` are those that are read; None is all."""
+
+    columns: frozenset[str] | None = None
 
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
         return row
@@ -122,6 +124,8 @@ class _PlainLines:
 
 class _OpenAiLines(_PlainLines):
     """Rows and letters as OpenAI has them. Rows of a corpus that was no batch are named by their `custom_id` or id."""
+
+    columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
     def __init__(self, run: RunDirectory, run_id: str) -> None:
         self._run_id = run_id
@@ -147,25 +151,23 @@ class _OpenAiLines(_PlainLines):
         return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 
-def _write_jsonl(
-    run: RunDirectory, units: list[int], file: BinaryIO, line_of: Callable[[dict[str, Any], int], dict[str, Any]]
-) -> int:
+def _write_jsonl(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
     num_rows = 0
     for unit in units:
         finished_at = int(run.usage(unit).finished_at)
-        for batch in _batches(run, unit):
-            file.write(b"".join(_json_line(line_of(row, finished_at)) for row in batch.to_pylist()))
+        for batch in _batches(run, unit, lines.columns):
+            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in batch.to_pylist()))
             num_rows += batch.num_rows
     return num_rows
 
 
-def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, line_of: object) -> int:
+def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
     """Row groups of many units: a unit by itself is too small for one."""
     num_rows = 0
     schema = pq.read_schema(run.unit_path(units[0])).remove_metadata() if units else pa.schema([])
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
-        for batch in (batch for unit in units for batch in _batches(run, unit)):
+        for batch in (batch for unit in units for batch in _batches(run, unit, lines.columns)):
             pending.append(batch)
             num_rows += batch.num_rows
             if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
@@ -176,11 +178,12 @@ def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, line_of:
     return num_rows
 
 
-def _batches(run: RunDirectory, unit: int) -> Iterator[pa.RecordBatch]:
+def _batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
     path = run.unit_path(unit)
     try:
         with pq.ParquetFile(path) as parquet:
-            for batch in parquet.iter_batches(_BATCH_ROWS):
+            read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
                 yield batch.replace_schema_metadata(None)
     except (OSError, pa.ArrowException) as error:
         raise PeagleError(
