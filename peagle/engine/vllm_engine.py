@@ -40,6 +40,7 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -48,7 +49,7 @@ class VllmEngine:
             outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
         except EngineDeadError as error:
             raise EngineError("the vLLM engine process died") from error
-        except ValueError as error:
+        except (VLLMClientError, ValueError) as error:  # vLLM's own is no ValueError
             raise RequestRefused(str(error)) from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")

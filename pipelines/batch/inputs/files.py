@@ -50,7 +50,7 @@ def discover(uri: str, input_format: str = "auto") -> list[SourceFile]:
 
 
 def compression_of(path: str) -> str | None:
-    """ "gzip", "zstd" or None, by the file's last suffix.
+    """Its compression by the last suffix, or None.
 
     >>> compression_of("a.jsonl.gz"), compression_of("a.jsonl")
     ('gzip', None)

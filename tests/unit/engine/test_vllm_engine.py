@@ -1,9 +1,20 @@
 """What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from peagle.engine.vllm_engine import _generation, _sampling_params, _totals, has_request_metrics, with_root_cause
+import pytest
+
+from peagle.engine.generation import RequestRefused
+from peagle.engine.vllm_engine import (
+    VllmEngine,
+    _generation,
+    _sampling_params,
+    _totals,
+    has_request_metrics,
+    with_root_cause,
+)
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -98,3 +109,20 @@ def test_every_sampling_key_is_one_of_vllms():
     assert params.structured_outputs.json == '{"type": "object"}'
     assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
     assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
+
+
+def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
+    from vllm.exceptions import VLLMValidationError
+
+    class Refusing:
+        async def generate(self, *_):
+            raise VLLMValidationError("Grammar error: no such pointer")
+            yield
+
+    engine = object.__new__(VllmEngine)
+    engine._llm = Refusing()
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    with pytest.raises(RequestRefused, match="no such pointer"):
+        asyncio.run(engine.generate("r", [1], sampling))
+    with pytest.raises(RequestRefused, match="temperature"):
+        asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
