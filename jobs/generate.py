@@ -5,7 +5,8 @@ import sys
 from typing import Any
 
 from jobs import flags
-from pipelines.batch.config import PROMPT_KEYS, SAMPLING_KEYS, GenerateConfig
+from peagle.sampling import SAMPLING_KEYS
+from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
 HELP = """\
 Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every second.
@@ -25,9 +26,9 @@ exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configura
 """
 _GROUPS = {
     "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
-    "corpus and run": ["input", "output", "limit", "rows_per_unit"],
+    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit"],
     "prompts": list(PROMPT_KEYS),
-    "sampling": list(SAMPLING_KEYS),
+    "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
         "engines",
         "max_num_seqs",
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))
+    if outcome.export is not None:
+        print(f"exported {outcome.export.describe()}")
     print(f"report: {config.output / 'report.html'}")
     return 0, outcome.report
 

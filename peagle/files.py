@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from peagle.errors import CapacityError
 
@@ -63,6 +63,24 @@ def writing(path: Path, *also: type[Exception], hint: str) -> Iterator[None]:
         raise CapacityError(f"{path}: cannot be written: {error}", hint=hint) from error
 
 
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when it is whole; for what is too big for `write_atomic`.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    temporary = _temporary_name(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` with `value` as indented JSON."""
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
@@ -87,7 +105,7 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _temporary(path: Path, data: bytes) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -96,3 +114,7 @@ def _temporary(path: Path, data: bytes) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")

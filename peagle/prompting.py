@@ -13,6 +13,7 @@ import jinja2.sandbox
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.errors import ConfigError, InputError, did_you_mean
+from peagle.messages import kind_of, parse_messages
 
 
 class PromptKeys(BaseModel):
@@ -65,11 +66,15 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """Where a row's prompt comes from. Exactly one of the three sources is set."""
+    """Where a row's prompt comes from. Exactly one of the four sources is set.
+
+    `body_column` holds bodies of OpenAI requests; each says itself whether it is a chat.
+    """
 
     column: str | None = None
     template: str | None = None
     messages_column: str | None = None
+    body_column: str | None = None
     system_prompt: str | None = None
     chat: bool
 
@@ -78,22 +83,35 @@ class PromptSpec:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def resolve_prompts(keys: PromptKeys, columns: list[str], has_chat_template: bool) -> PromptSpec:
+def resolve_prompts(
+    keys: PromptKeys,
+    columns: list[str],
+    has_chat_template: bool,
+    *,
+    body_column: str | None = None,
+    where: str = "the corpus",
+) -> PromptSpec:
     """Decide, before an engine starts, where prompts come from.
+
+    Args:
+        body_column: the column with OpenAI bodies, where the corpus is a batch of them.
+        where: the corpus's name, for errors.
 
     Raises:
         InputError: the column that is named, or any that would do, is not in the corpus.
         ConfigError: the template does not compile, or chat is asked of a model without a chat template.
     """
+    if body_column is not None:
+        return _batch_prompts(keys, body_column, has_chat_template)
     messages_column = keys.messages_column
     column = keys.prompt_column
     if keys.prompt_template is not None:
         _check_template(keys.prompt_template, columns)
     elif messages_column is None and column is None:
-        column, messages_column = _default_source(columns)
+        column, messages_column = _default_source(columns, where)
     for name in (column, messages_column):
         if name is not None and name not in columns:
-            raise InputError(f"the corpus has no column {name!r}", hint=did_you_mean(name, columns))
+            raise InputError(f"{where} has no column {name!r}", hint=did_you_mean(name, columns))
     chat = has_chat_template if keys.chat is None else keys.chat
     if not has_chat_template and (chat or messages_column is not None):
         raise ConfigError("the model has no chat template", hint="give plain prompts, and chat: false")
@@ -108,6 +126,16 @@ def resolve_prompts(keys: PromptKeys, columns: list[str], has_chat_template: boo
     )
 
 
+def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) -> PromptSpec:
+    for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
+        if getattr(keys, name) is not None:
+            raise ConfigError(
+                f"{name} means nothing for an OpenAI batch: its prompts are in the bodies",
+                hint=f"leave {name} out, or say --input-format jsonl to take the lines as plain rows",
+            )
+    return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
+
+
 class PromptBuilder:
     """Turns rows into token ids under one `PromptSpec`.
 
@@ -118,7 +146,7 @@ class PromptBuilder:
     """
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
-        self._spec = spec
+        self.spec = spec
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = None if spec.template is None else _environment().from_string(spec.template)
@@ -126,16 +154,33 @@ class PromptBuilder:
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
         """Token ids of the row's prompt, or why there are none."""
         content = self._content(columns)
-        if isinstance(content, RowError):
-            return content
+        return content if isinstance(content, RowError) else self._tokens(content, chat=self.spec.chat)
+
+    def of_body(self, content: Any, *, chat: bool) -> list[int] | RowError:
+        """Token ids of an OpenAI request: a chat's messages, or a completion's text or token ids."""
+        if chat and not self.spec.chat:
+            return RowError(reason="invalid", message="the model has no chat template")
+        if chat:
+            messages = _messages(content, "body.messages")
+            return messages if isinstance(messages, RowError) else self._tokens(messages, chat=True)
+        if isinstance(content, str):
+            return self._tokens(content, chat=False)
+        if isinstance(content, list) and content and all(map(_is_token_id, content)):
+            return self._fitting(content)
+        return RowError(reason="invalid_prompt", message=f"body.prompt holds {kind_of(content)}, not text or token ids")
+
+    def _tokens(self, content: str | list[dict[str, Any]], *, chat: bool) -> list[int] | RowError:
         try:
-            token_ids = self._encode(content)
+            token_ids = self._encode(content, chat=chat)
         except (
             jinja2.TemplateError,
             TypeError,
             ValueError,
         ) as error:  # a chat template may refuse a role order
             return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
+        return self._fitting(token_ids)
+
+    def _fitting(self, token_ids: list[int]) -> list[int] | RowError:
         if not token_ids:
             return RowError(reason="empty_prompt", message="the prompt has no token")
         if len(token_ids) >= self._max_model_len:
@@ -146,9 +191,9 @@ class PromptBuilder:
         return token_ids
 
     def _content(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]] | RowError:
-        spec = self._spec
+        spec = self.spec
         if spec.messages_column is not None:
-            return _messages(columns.get(spec.messages_column), spec.messages_column)
+            return _messages(columns.get(spec.messages_column), f"column {spec.messages_column!r}")
         if self._template is not None:
             try:
                 return self._template.render(columns)
@@ -156,27 +201,27 @@ class PromptBuilder:
                 return RowError(reason="template_error", message=f"prompt_template: {error}")
         value = columns.get(spec.column or "")
         if not isinstance(value, str):
-            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {_kind(value)}, not text")
+            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {kind_of(value)}, not text")
         return value
 
-    def _encode(self, content: str | list[dict[str, Any]]) -> list[int]:
-        if not self._spec.chat:
+    def _encode(self, content: str | list[dict[str, Any]], *, chat: bool) -> list[int]:
+        if not chat:
             return list(self._tokenizer.encode(content))  # type: ignore[arg-type]
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        if self._spec.system_prompt is not None:
-            messages = [{"role": "system", "content": self._spec.system_prompt}, *messages]
+        if self.spec.system_prompt is not None:
+            messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         # The template writes its own special tokens; the tokenizer must not add them a second time.
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _default_source(columns: list[str]) -> tuple[str | None, str | None]:
+def _default_source(columns: list[str], where: str) -> tuple[str | None, str | None]:
     if "messages" in columns:
         return None, "messages"
     if "prompt" in columns:
         return "prompt", None
     raise InputError(
-        f"the corpus has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}",
+        f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}",
         hint="name one with --prompt-column or --messages-column, or build prompts with --prompt-template",
     )
 
@@ -197,26 +242,12 @@ def _check_template(template: str, columns: list[str]) -> None:
         raise InputError(f"prompt_template uses {name!r}, which is no column", hint=did_you_mean(name, columns))
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]] | RowError:
-    if not isinstance(value, list) or not value:
-        return RowError(
-            reason="invalid_messages",
-            message=f"column {column!r} holds {_kind(value)}, not a list of messages",
-        )
-    messages = []
-    for index, message in enumerate(value):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            return RowError(
-                reason="invalid_messages",
-                message=f"column {column!r}, message {index}: it needs a role and a content, both text",
-            )
-        # Columnar files give every struct every key; a key that is null was not there.
-        messages.append({key: item for key, item in message.items() if item is not None})
+def _messages(value: Any, where: str) -> list[dict[str, Any]] | RowError:
+    messages = parse_messages(value)
+    if isinstance(messages, str):
+        return RowError(reason="invalid_messages", message=f"{where}{messages}")
     return messages
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    return "an empty list" if value == [] else f"a {type(value).__name__}"
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31

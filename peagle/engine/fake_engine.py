@@ -9,9 +9,10 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from peagle.engine.generation import Generation, RequestRefused
+from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.speculation import SpeculationStats
 
 
@@ -37,23 +38,23 @@ class FakeEngine:
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
         started = time.monotonic()
-        digest = hashlib.sha256(json.dumps([prompt_token_ids, sampling["temperature"]]).encode()).hexdigest()
-        wanted = 1 + int(digest[:8], 16) % 32
-        num_tokens = min(wanted, sampling["max_tokens"])
+        completions = [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
         await asyncio.sleep(self._token_s)
         first_token = time.monotonic()
-        await asyncio.sleep(self._token_s * (num_tokens - 1))
+        await asyncio.sleep(self._token_s * (max(c.num_output_tokens for c in completions) - 1))
+        num_tokens = sum(c.num_output_tokens for c in completions)
         speculation = self._speculation(num_tokens)
         self._totals += speculation or SpeculationStats.empty()
         return Generation(
-            text=" ".join([digest[:16]] * num_tokens),
-            finish_reason="stop" if num_tokens == wanted else "length",
+            text=completions[0].text,
+            finish_reason=completions[0].finish_reason,
             num_prompt_tokens=len(prompt_token_ids),
             num_cached_tokens=0,
             num_output_tokens=num_tokens,
             speculation=speculation,
             ttft_s=first_token - started,
             latency_s=time.monotonic() - started,
+            completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
         )
 
     def speculation_totals(self) -> SpeculationStats | None:
@@ -72,15 +73,34 @@ class FakeEngine:
         return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
 
 
-class ByteTokenizer:
-    """The fake engine's tokenizer: a token is a byte of UTF-8. It has no chat template."""
+def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:
+    """Digests, as many as the prompt decides; `index` tells several responses to one prompt apart."""
+    seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
+    digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
+    wanted = 1 + int(digest[:8], 16) % 32
+    num_tokens = min(wanted, sampling["max_tokens"])
+    word, logprobs = digest[:16], None
+    if (num_top := sampling.get("logprobs")) is not None:
+        likeliest = [(f" {word}", -0.5), *((f" other{rank}", -1.0 - rank) for rank in range(1, num_top))]
+        token = TokenLogprob(token=f" {word}", logprob=-0.5, top=tuple(likeliest[:num_top]))
+        logprobs = (replace(token, token=word), *[token] * (num_tokens - 1))
+    return Completion(
+        text=" ".join([word] * num_tokens),
+        finish_reason="stop" if num_tokens == wanted else "length",
+        num_output_tokens=num_tokens,
+        logprobs=logprobs,
+    )
 
-    chat_template = None
+
+class ByteTokenizer:
+    """The fake engine's tokenizer: a token is a byte of UTF-8, and a chat is its messages with their roles."""
+
+    chat_template = "role: content"
 
     def encode(self, text: str, **_: Any) -> list[int]:
         """Text to its bytes."""
         return list(text.encode())
 
     def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        """Never called: there is no template."""
-        raise ValueError("bytes have no chat template")
+        """A line for each message, and the role that is to answer."""
+        return "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "

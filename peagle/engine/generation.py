@@ -12,16 +12,36 @@ from peagle.speculation import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token of a response and its log-probability; `top` are the likeliest in its place, as they were asked for."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One of the responses to a prompt."""
+
+    text: str
+    finish_reason: str
+    num_output_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One finished response.
+    """What came of one request.
 
     Attributes:
-        text: the response.
-        finish_reason: "stop" or "length".
+        text: the response; the first, where several were asked for.
+        finish_reason: "stop" or "length"; the first response's.
         num_prompt_tokens: tokens of the prompt.
         num_cached_tokens: those of them that came from the prefix cache; None where the engine cannot say.
-        num_output_tokens: tokens of the response.
-        speculation: drafts of this response; None without a drafter, or where the engine cannot say.
+        num_output_tokens: tokens of all responses.
+        speculation: drafts of all responses; None without a drafter, or where the engine cannot say.
+        completions: every response, where several or log-probabilities were asked for; else empty.
         ttft_s: from the first step that the engine scheduled it in to its first token (time in the queue is not in it).
         latency_s: from the same moment to its last token.
     """
@@ -34,6 +54,7 @@ class Generation:
     speculation: SpeculationStats | None
     ttft_s: float | None
     latency_s: float | None
+    completions: tuple[Completion, ...] = ()
 
 
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
@@ -49,6 +70,10 @@ class Engine(Protocol):
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.
+
+        Args:
+            sampling: keys of `peagle.sampling.SamplingKeys`; those that are not there have its defaults, but
+                `temperature` and `max_tokens`, which must be there.
 
         Raises:
             RequestRefused: this request cannot run.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from peagle.engine.generation import Generation, RequestRefused
+from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -39,22 +39,21 @@ class VllmEngine:
         self.max_model_len: int = self._llm.model_config.max_model_len
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
-        """See `Engine.generate`; `sampling` holds keyword arguments of `vllm.SamplingParams`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        """See `Engine.generate`."""
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = _sampling_params(sampling)
             answers = self._llm.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
             outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
         except EngineDeadError as error:
             raise EngineError("the vLLM engine process died") from error
-        except ValueError as error:
+        except (VLLMClientError, ValueError) as error:  # vLLM's own is no ValueError
             raise RequestRefused(str(error)) from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
-        return _generation(outputs[-1])
+        return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
     def speculation_totals(self) -> SpeculationStats | None:
         """See `Engine.speculation_totals`; read from the counters that vLLM keeps for Prometheus."""
@@ -119,20 +118,63 @@ def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
     )
 
 
-def _generation(output: Any) -> Generation:
-    completion = output.outputs[0]
-    drafts = getattr(completion, "spec_decode_metrics", None)  # vLLM 0.24 does not have it
+def _sampling_params(sampling: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    arguments = {key: value for key, value in sampling.items() if key not in ("json_schema", "stop")}
+    if schema := sampling.get("json_schema"):
+        arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
+    return SamplingParams(**arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _generation(output: Any, num_top: int = 0) -> Generation:
+    first = output.outputs[0]
     times = output.metrics
     started = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
+    with_completions = len(output.outputs) > 1 or first.logprobs is not None
     return Generation(
-        text=completion.text,
-        finish_reason=str(completion.finish_reason),
+        text=first.text,
+        finish_reason=str(first.finish_reason),
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
-        num_output_tokens=len(completion.token_ids),
-        speculation=None
-        if drafts is None
-        else SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens),
+        num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+        speculation=_speculation(output.outputs),
         ttft_s=times.first_token_ts - times.scheduled_ts if started else None,
         latency_s=times.last_token_ts - times.scheduled_ts if started else None,
+        completions=tuple(_completion(c, num_top) for c in output.outputs) if with_completions else (),
+    )
+
+
+def _speculation(completions: Sequence[Any]) -> SpeculationStats | None:
+    # vLLM 0.24 does not have the attribute.
+    drafts = [d for c in completions if (d := getattr(c, "spec_decode_metrics", None)) is not None]
+    if not drafts:
+        return None
+    return sum(
+        (SpeculationStats.from_histogram(d.histogram, d.num_draft_tokens) for d in drafts),
+        start=SpeculationStats.empty(),
+    )
+
+
+def _completion(completion: Any, num_top: int) -> Completion:
+    logprobs = None
+    if completion.logprobs is not None:
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        logprobs = tuple(_token_logprob(token_id, candidates, num_top) for token_id, candidates in pairs)
+    return Completion(
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
+        num_output_tokens=len(completion.token_ids),
+        logprobs=logprobs,
+    )
+
+
+def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -> TokenLogprob:
+    """vLLM lists the sampled token beside the likeliest, whether it is one of them or not; ranks begin at 1."""
+    likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
+    return TokenLogprob(
+        token=candidates[token_id].decoded_token or "",
+        logprob=candidates[token_id].logprob,
+        top=tuple((c.decoded_token or "", c.logprob) for c in likeliest),
     )

@@ -1,20 +1,20 @@
 """What a user can ask of a bulk run: one flat set of keys, the same in YAML and on the command line.
 
-It checks what can be checked without a file, a model or a cluster; it resolves nothing.
+It checks what can be checked without a corpus, a model or a cluster; it resolves nothing.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from peagle.prompting import PromptKeys
+from peagle.sampling import SAMPLING_KEYS, SamplingKeys
 
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "ignore_eos")
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
 
-class GenerateConfig(PromptKeys):
+class GenerateConfig(PromptKeys, SamplingKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
 
     model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
@@ -32,8 +32,19 @@ class GenerateConfig(PromptKeys):
         "auto", description="weights and KV cache of the target"
     )
 
-    input: str = Field(description="corpus: a Parquet or JSONL file, a folder of them, or a glob")
+    input: str = Field(
+        description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
+        "text formats also as .gz or .zst; local or s3://"
+    )
+    input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
+        "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
+    )
     output: Path = Field(description="run directory; an unfinished run there is continued")
+    output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(
+        "auto",
+        description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
+        "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
+    )
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,
@@ -42,14 +53,11 @@ class GenerateConfig(PromptKeys):
         description="rows that are committed together; default: from corpus and concurrency",
     )
 
-    temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy, and exactly repeatable")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
-    top_k: int = Field(0, ge=0, description="0 keeps every token")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
-    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
-    stop: list[str] = Field(default_factory=list, description="strings that end a response")
-    seed: int | None = Field(None, description="makes sampling repeatable, row by row")
-    ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+    sampling_column: str | None = Field(
+        None,
+        description="column with a row's own sampling parameters (an object, or one as JSON text), or none; "
+        "default: sampling, if there",
+    )
 
     engines: int = Field(1, ge=1, description="engine actors")
     max_num_seqs: int | None = Field(
@@ -85,6 +93,24 @@ class GenerateConfig(PromptKeys):
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
         return self
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output_is_a_folder(cls, value: Any) -> Any:
+        if "://" in str(value):  # as a path it would become a folder of that name
+            raise ValueError("a run directory is a folder, local or on a mounted file system")
+        return value
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_from_a_file(cls, value: Any) -> Any:
+        """What is no schema is the name of a file with one; the run is what it holds, not its name."""
+        if not isinstance(value, str) or value.lstrip().startswith("{"):
+            return value
+        try:
+            return Path(value).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"no schema can be read there ({error})") from error
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters alone, as the fingerprint and the report carry them."""

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.corpus import Span, count_rows, discover, scan
+from pipelines.batch.corpus import count_rows, find, scan
+from pipelines.batch.inputs.files import SourceFile
+from pipelines.batch.inputs.span import Span
 
 _MAX_AUTO_ROWS = 256
 _UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
@@ -46,6 +48,11 @@ class Plan:
         """Rows of the corpus that the run takes."""
         return sum(unit.span.num_rows for unit in self.units)
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether the corpus is an OpenAI batch."""
+        return self.units[0].span.format == "openai-batch"
+
 
 def make_plan(config: GenerateConfig) -> Plan:
     """Cut the corpus that `config` names.
@@ -53,10 +60,8 @@ def make_plan(config: GenerateConfig) -> Plan:
     Raises:
         InputError: the corpus cannot be read, or holds no row.
     """
-    files = discover(config.input)
-    rows_per_unit = config.rows_per_unit or auto_rows_per_unit(
-        min(count_rows(files), config.limit or 2**63), config.engines
-    )
+    files = find(config.input, config.input_format)
+    rows_per_unit = config.rows_per_unit or _auto_rows_per_unit_of(files, config)
     spans, schema, fingerprint = scan(files, rows_per_unit, config.limit)
     return Plan(units=_number(spans), rows_per_unit=rows_per_unit, schema=schema, corpus_fingerprint=fingerprint)
 
@@ -68,6 +73,11 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
     (3, 256)
     """
     return max(1, min(_MAX_AUTO_ROWS, math.ceil(num_rows / (_UNITS_PER_ENGINE * num_engines))))
+
+
+def _auto_rows_per_unit_of(files: Sequence[SourceFile], config: GenerateConfig) -> int:
+    enough = _MAX_AUTO_ROWS * _UNITS_PER_ENGINE * config.engines  # more rows do not change the answer
+    return auto_rows_per_unit(count_rows(files, min(config.limit or enough, enough)), config.engines)
 
 
 def plan_to_bytes(plan: Plan) -> bytes:

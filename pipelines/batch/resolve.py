@@ -18,9 +18,11 @@ from peagle.economics.prices import Price, PriceTable, default_instance
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
+from peagle.requests import SamplingSpec
+from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.cluster import Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.worker import load_tokenizer
@@ -51,14 +53,9 @@ class ResolvedRun:
     drafter: ResolvedDrafter
     tokenizer: str | None
     prompts: PromptSpec
+    sampling: SamplingSpec
     price: Price
     placement: Placement
-
-    @property
-    def max_model_len(self) -> int:
-        """Context in tokens."""
-        assert self.spec.max_model_len is not None, "resolve() sets it"
-        return self.spec.max_model_len
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """What must be equal for another attempt to continue this run."""
@@ -71,8 +68,8 @@ class ResolvedRun:
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             },
             "precision": self.precision.describe(),
-            "max_model_len": self.max_model_len,
-            "sampling": self.config.sampling(),
+            "max_model_len": self.spec.max_model_len,
+            "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
             "corpus": {"content": corpus, "limit": self.config.limit},
         }
@@ -83,6 +80,7 @@ def resolve(
     hardware: Hardware,
     columns: list[str],
     *,
+    is_batch: bool = False,
     num_nodes: int = 1,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
@@ -90,6 +88,7 @@ def resolve(
 
     Args:
         columns: of the corpus.
+        is_batch: whether the corpus is an OpenAI batch.
         announce: told what takes long, such as converting a model.
 
     Raises:
@@ -102,7 +101,6 @@ def resolve(
         accelerators_per_engine=config.tensor_parallel_size,
         num_nodes=num_nodes,
     )
-    _check_seed(config, hardware)
     price = resolve_price(config, hardware)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform]
     if config.engine == "fake":
@@ -129,7 +127,14 @@ def resolve(
         model=model,
         drafter=drafter,
         tokenizer=tokenizer,
-        prompts=resolve_prompts(config, columns, bool(load_tokenizer(tokenizer).chat_template)),
+        prompts=resolve_prompts(
+            config,
+            columns,
+            bool(load_tokenizer(tokenizer).chat_template),
+            body_column="body" if is_batch else None,
+            where=f"input {config.input}",
+        ),
+        sampling=_sampling(config, hardware, spec, columns, is_batch),
         price=price,
         placement=placement,
     )
@@ -168,13 +173,33 @@ def _spec(config: GenerateConfig, model: ResolvedModel, drafter: ResolvedDrafter
     )
 
 
-def _check_seed(config: GenerateConfig, hardware: Hardware) -> None:
-    """vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot, and it dies."""
-    if config.seed is not None and config.temperature > 0 and hardware.platform == "cpu" and config.engine == "vllm":
-        raise ConfigError(
-            "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset')",
-            hint="leave --seed out, or use --temperature 0, which is exactly repeatable",
-        )
+def _sampling(
+    config: GenerateConfig, hardware: Hardware, spec: EngineSpec, columns: list[str], is_batch: bool
+) -> SamplingSpec:
+    """The run's parameters, and where rows have their own.
+
+    Raises:
+        ConfigError: the engine would not take them.
+        InputError: the column that is named is not in the corpus.
+    """
+    assert spec.max_model_len is not None, "_spec() sets it"
+    limits = SamplingLimits(
+        max_model_len=spec.max_model_len,
+        has_drafter=spec.drafter is not None,
+        can_seed=hardware.platform != "cpu" or config.engine == "fake",
+    )
+    if wrong := conflict(config.sampling(), limits):
+        raise ConfigError(wrong)
+    column = config.sampling_column
+    if is_batch and column is not None:
+        raise ConfigError("sampling_column means nothing for an OpenAI batch: each body has its own parameters")
+    if column is None and not is_batch:
+        column = "sampling" if "sampling" in columns else None
+    elif column == "none":
+        column = None
+    elif column is not None and column not in columns:
+        raise InputError(f"input {config.input} has no column {column!r}", hint=did_you_mean(column, columns))
+    return SamplingSpec(base=config.sampling(), column=column, limits=limits)
 
 
 def _reference(config: GenerateConfig, model: ResolvedModel) -> str:

@@ -9,11 +9,28 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.engine.generation import Generation
-from peagle.prompting import PromptBuilder, RowError
-from pipelines.batch.corpus import RawRow, to_table
+from peagle.engine.generation import Completion, Generation
+from peagle.prompting import RowError
+from peagle.requests import Request, RequestBuilder
+from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.inputs.span import RawRow
 from pipelines.batch.plan import WorkUnit, unit_from_row, unit_to_row
 
+_LOGPROB = pa.struct(
+    [
+        ("token", pa.string()),
+        ("logprob", pa.float64()),
+        ("top", pa.list_(pa.struct([("token", pa.string()), ("logprob", pa.float64())]))),
+    ]
+)
+_COMPLETION = pa.struct(
+    [
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_output_tokens", pa.int32()),
+        ("logprobs", pa.list_(_LOGPROB)),
+    ]
+)
 OUTPUT_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -29,10 +46,13 @@ OUTPUT_SCHEMA = pa.schema(
         ("latency_s", pa.float64()),
         ("model", pa.string()),
         ("drafter", pa.string()),
+        # Every response, where a row asked for several or for log-probabilities; null otherwise.
+        ("completions", pa.list_(_COMPLETION)),
     ]
 )
 # Columns that a prepared unit carries beside the input's own, on its way from a CPU task to an engine.
 _UNIT, _PROMPT, _ERROR = "__peagle_unit", "__peagle_prompt_token_ids", "__peagle_error"
+_SAMPLING = "__peagle_sampling"
 
 
 def output_names(columns: Sequence[str]) -> dict[str, str]:
@@ -52,18 +72,21 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: PromptBuilder) -> pa.Table:
-    """A unit ready for an engine: the input's columns, and for each row its prompt's token ids or its dead letter."""
+def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
+    """A unit ready for an engine: the input's columns, and for each row its request or its dead letter."""
     prompts: list[list[int] | None] = []
+    sampling: list[str | None] = []
     errors: list[str | None] = []
     for row in rows:
-        outcome = _prompt(row, builder)
-        prompts.append(None if isinstance(outcome, RowError) else outcome)
+        outcome = _request(row, builder)
+        prompts.append(None if isinstance(outcome, RowError) else outcome.prompt_token_ids)
+        sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
         errors.append(json.dumps(_letter(outcome, row), default=str) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
     table = table.rename_columns(list(output_names(table.column_names).values())).replace_schema_metadata(None)
     table = table.append_column(_UNIT, pa.array([json.dumps(unit_to_row(unit))] * len(rows), pa.string()))
     table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
+    table = table.append_column(_SAMPLING, pa.array(sampling, pa.string()))
     return table.append_column(_ERROR, pa.array(errors, pa.string()))
 
 
@@ -83,16 +106,20 @@ class PreparedUnit:
     Attributes:
         unit: the unit.
         prompts: token ids by row; None where the row has a dead letter already.
+        sampling: by row, the parameters in which it differs from the run.
         dead_letters: by row index.
     """
 
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_row(json.loads(table.column(_UNIT)[0].as_py()))
         self.prompts: list[list[int] | None] = table.column(_PROMPT).to_pylist()
+        self.sampling: list[dict[str, Any]] = [
+            json.loads(text) if text else {} for text in table.column(_SAMPLING).to_pylist()
+        ]
         self.dead_letters = {
             index: json.loads(text) for index, text in enumerate(table.column(_ERROR).to_pylist()) if text is not None
         }
-        self._input = table.drop_columns([_UNIT, _PROMPT, _ERROR])
+        self._input = table.drop_columns([_UNIT, _PROMPT, _SAMPLING, _ERROR])
 
     def refuse(self, index: int, error: RowError) -> None:
         """Set row `index` aside."""
@@ -131,12 +158,30 @@ class PreparedUnit:
             "latency_s": generation.latency_s,
             "model": model,
             "drafter": drafter,
+            "completions": list(map(_completion, generation.completions)) or None,
         }
 
 
-def _prompt(row: RawRow, builder: PromptBuilder) -> list[int] | RowError:
+def _completion(completion: Completion) -> dict[str, Any]:
+    logprobs = completion.logprobs and [
+        {
+            "token": token.token,
+            "logprob": token.logprob,
+            "top": [{"token": text, "logprob": logprob} for text, logprob in token.top],
+        }
+        for token in completion.logprobs
+    ]
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "num_output_tokens": completion.num_output_tokens,
+        "logprobs": logprobs,
+    }
+
+
+def _request(row: RawRow, builder: RequestBuilder) -> Request | RowError:
     if row.error is not None:
-        return RowError(reason="invalid_row", message=row.error)
+        return RowError(reason=row.reason, message=row.error)
     return builder.build(row.columns)
 
 

@@ -16,6 +16,7 @@ from peagle import hardware, manifest
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.export import Export, export
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
@@ -32,10 +33,12 @@ class Outcome:
     Attributes:
         report: as in `report.json`.
         did_nothing: the run was finished before.
+        export: the rows in the form that was asked for; None where that is the units themselves.
     """
 
     report: dict[str, Any]
     did_nothing: bool = False
+    export: Export | None = None
 
 
 def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[str]) -> Outcome:
@@ -62,6 +65,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             config,
             here,
             plan.schema.names,
+            is_batch=plan.is_batch,
             num_nodes=cluster.num_nodes() if is_remote else 1,
             announce=progress.say,
         )
@@ -70,7 +74,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         committed = run.committed()
         units = [unit for unit in plan.units if unit.unit not in committed]
         if not units:
-            return Outcome(report=make_report(run), did_nothing=True)
+            return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
         quiet.move_to(run.logs / "driver.log")
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
@@ -80,7 +84,14 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         stop = stack.enter_context(stop_on_signal())  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, progress, stop)
     run.remove_orphans()
-    return Outcome(report=make_report(run))
+    return Outcome(report=make_report(run), export=_export(run, plan, config))
+
+
+def _export(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Export | None:
+    output_format = config.output_format
+    if output_format == "auto":
+        output_format = "openai-batch" if plan.is_batch else "parquet"
+    return None if output_format == "parquet" else export(run, output_format, again=False)
 
 
 def _announcement(resolved: ResolvedRun, plan: Plan) -> str:

@@ -105,17 +105,16 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         run_dir=str(run),
         model=resolved.tokenizer,
         prompts=resolved.prompts,
-        max_model_len=resolved.max_model_len,
+        sampling=resolved.sampling,
         schema=plan.schema,
     )
-    sampling = {**config.sampling(), "stop": list(config.stop) or None}
     engine_job = EngineJob(
         run_dir=str(run),
         run_id=run.manifest()["run_id"],
         spec=resolved.spec,
         model=resolved.model.name,
         drafter=resolved.drafter.name,
-        sampling=sampling,
+        sampling=dict(resolved.sampling.base),
         backend=config.engine,
         fake_token_s=config.fake_token_s,
         num_devices=placement.num_devices,

@@ -26,6 +26,7 @@ from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
+from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.speculation import SpeculationStats
 from pipelines.batch.corpus import read
 from pipelines.batch.meter import EngineMeter
@@ -37,12 +38,12 @@ from pipelines.batch.rundir import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareJob:
-    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the prompts, the schema."""
+    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema."""
 
     run_dir: str
     model: str | None
     prompts: PromptSpec
-    max_model_len: int
+    sampling: SamplingSpec
     schema: pa.Schema
 
 
@@ -73,8 +74,8 @@ def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
     unit = unit_from_row(row)
     if RunDirectory(Path(job.run_dir)).stop_deadline() is not None:
         return given_back(unit)
-    builder = PromptBuilder(job.prompts, load_tokenizer(job.model), job.max_model_len)
-    return prepare(unit, list(read(unit.span)), job.schema, builder)
+    prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
+    return prepare(unit, list(read(unit.span)), job.schema, RequestBuilder(prompts, job.sampling))
 
 
 @functools.lru_cache(maxsize=2)
@@ -152,7 +153,9 @@ class EngineWorker:
             try:
                 # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
                 request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
-                generation = await self._engine.generate(request_id, prompt, self._sampling(row_id))
+                generation = await self._engine.generate(
+                    request_id, prompt, self._sampling(row_id, prepared.sampling[index])
+                )
                 num_tokens = generation.num_output_tokens
             except RequestRefused as error:
                 prepared.refuse(index, RowError(reason="refused", message=str(error)))
@@ -161,12 +164,15 @@ class EngineWorker:
                 self._meter.finish(unit, num_tokens)
         return generation
 
-    def _sampling(self, row_id: str) -> dict[str, Any]:
-        """The run's sampling parameters; a seed varies by row, else equal prompts would get equal answers."""
+    def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
+        """The run's sampling parameters and the row's own.
+
+        The run's seed varies by row, else equal prompts would get equal answers; a row's own is taken as it is.
+        """
         sampling = dict(self._job.sampling)
         if sampling.get("seed") is not None:
             sampling["seed"] = (sampling["seed"] + int(row_id)) % 2**31
-        return sampling
+        return sampling | own
 
     def _usage(self, prepared: PreparedUnit, generations: list[Generation], started_at: float) -> UnitUsage:
         drafts = [g.speculation for g in generations if g.speculation is not None]

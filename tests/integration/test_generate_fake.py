@@ -1,11 +1,14 @@
 """Bulk runs on a real Ray cluster with the engine's stand-in: every row once, whatever happens."""
 
+import gzip
 import json
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from jobs import cli
 from pipelines.batch.rows import OUTPUT_SCHEMA
@@ -154,6 +157,71 @@ def test_a_cluster_that_can_never_hold_the_engines_is_refused(write_jsonl, tmp_p
     corpus = write_jsonl([{"prompt": "a"}])
     assert generate(corpus, tmp_path / "run", "--engines", "64") in (1, 2)
     assert "--engines" in capsys.readouterr().err
+
+
+def test_an_openai_batch_becomes_openai_output_and_error_files(tmp_path, capsys):
+    def request(custom_id, url="/v1/chat/completions", **body):
+        source = {"messages": [{"role": "user", "content": custom_id}]} if "chat" in url else {"prompt": custom_id}
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "any", **source, **body}}
+
+    requests = [
+        *(request(f"chat-{n}") for n in range(5)),
+        request("short", max_tokens=1, temperature=0.5, seed=3),
+        request("text", "/v1/completions", logprobs=1),
+        request("several", n=2, temperature=1, logprobs=True, top_logprobs=2),
+        request("formatted", response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}),
+        request("image", "/v1/images"),
+        request("wrong", temperature=-1),
+        request("unknown", temprature=1),
+        request("long", "/v1/completions", prompt="x" * 9000),
+    ]
+    corpus, output = tmp_path / "batch.jsonl.gz", tmp_path / "run"
+    corpus.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in requests).encode() + b"{bad"))
+    assert generate(corpus, output, "--rows-per-unit", "3", "--max-tokens", "4") == 0
+
+    def lines(name):
+        return [json.loads(line) for line in (output / "export" / "openai-batch" / name).read_text().splitlines()]
+
+    answers = {line["custom_id"]: line["response"]["body"] for line in lines("output.jsonl")}
+    assert list(answers) == [r["custom_id"] for r in requests[:9]]
+    chats = {k: ChatCompletion.model_validate(body, strict=True) for k, body in answers.items() if k != "text"}
+    assert chats["short"].usage.completion_tokens == 1
+    assert len(chats["several"].choices) == 2
+    first = chats["several"].choices[0]
+    assert "".join(token.token for token in first.logprobs.content) == first.message.content
+    text = Completion.model_validate(answers["text"], strict=True)
+    assert (text.object, len(text.choices[0].logprobs.tokens)) == ("text_completion", text.usage.completion_tokens)
+
+    errors = {line["custom_id"]: line["response"]["body"]["error"] for line in lines("errors.jsonl")}
+    assert {k: error["code"] for k, error in errors.items()} == {
+        "image": "invalid", "wrong": "invalid", "unknown": "invalid", "long": "prompt_too_long", None: "invalid_row",
+    }  # fmt: skip
+    assert "batch.jsonl.gz line 10: url must be" in errors["image"]["message"]
+    assert "batch.jsonl.gz line 14: not valid JSON" in errors[None]["message"]
+
+    rows = {row["custom_id"]: row for row in rows_of(output)}
+    assert json.loads(rows["short"]["body"]) == requests[5]["body"]
+    assert rows["chat-0"]["completions"] is None
+    assert rows["several"]["num_output_tokens"] == sum(c["num_output_tokens"] for c in rows["several"]["completions"])
+
+    (output / "export" / "openai-batch" / "output.jsonl").unlink()
+    assert generate(corpus, output, "--max-tokens", "4") == 0
+    assert "9 rows, 5 dead letters as openai-batch" in capsys.readouterr().out
+    assert len(lines("output.jsonl")) == 9
+
+
+def test_csv_in_and_json_lines_out_with_templates_and_parameters_of_each_row(tmp_path):
+    corpus, output = tmp_path / "corpus.csv.zst", tmp_path / "run"
+    text = b'word,sampling\none,\n"two\nlines","{""max_tokens"": 1}"\nthree,"{""n"": 0}"\n'
+    with pa.CompressedOutputStream(str(corpus), "zstd") as stream:
+        stream.write(text)
+    flags = ["--prompt-template", "Say {{ word }}", "--output-format", "jsonl", "--rows-per-unit", "1"]
+    assert generate(corpus, output, *flags) == 0
+    exported = [json.loads(line) for line in (output / "export" / "jsonl" / "output.jsonl").read_text().splitlines()]
+    assert [row["word"] for row in exported] == ["one", "two\nlines"]
+    assert exported[1]["num_output_tokens"] == 1
+    (letter,) = RunDirectory(output).dead_letters()
+    assert (letter["reason"], letter["row"]["word"]) == ("invalid", "three")
 
 
 def test_several_runs_compare_side_by_side(write_jsonl, tmp_path, capsys):

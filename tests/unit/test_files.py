@@ -51,3 +51,23 @@ def test_remove_temporaries_takes_only_what_writers_left(tmp_path):
     (tmp_path / "unit-1.parquet").touch()
     assert files.remove_temporaries(tmp_path) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["unit-1.parquet"]
+
+
+def test_a_file_takes_its_place_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def break_off():
+        with files.atomic_file(path) as file:
+            file.write(b"half")
+            raise ValueError("broken off")
+
+    with pytest.raises(ValueError, match="broken off"):
+        break_off()
+    assert path.read_bytes() == b"old"
+    with files.atomic_file(path) as file:
+        file.write(b"one ")
+        assert path.read_bytes() == b"old"
+        file.write(b"two")
+    assert path.read_bytes() == b"one two"
+    assert list(tmp_path.iterdir()) == [path]

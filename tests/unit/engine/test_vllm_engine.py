@@ -1,9 +1,20 @@
 """What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from peagle.engine.vllm_engine import _totals, has_request_metrics, with_root_cause
+import pytest
+
+from peagle.engine.generation import RequestRefused
+from peagle.engine.vllm_engine import (
+    VllmEngine,
+    _generation,
+    _sampling_params,
+    _totals,
+    has_request_metrics,
+    with_root_cause,
+)
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -56,3 +67,62 @@ def test_a_failure_is_told_by_its_cause_where_the_log_names_one() -> None:
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
     assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
     assert with_root_cause(error, "nothing") is error
+
+
+def output_of(*completions):
+    return SimpleNamespace(outputs=completions, prompt_token_ids=[1, 2], num_cached_tokens=0, metrics=None)
+
+
+def completion(token_ids, logprobs=None, histogram=None):
+    drafts = None if histogram is None else SimpleNamespace(histogram=histogram, num_draft_tokens=6)
+    return SimpleNamespace(
+        text=f"{token_ids}", finish_reason="stop", token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=drafts
+    )
+
+
+def logprob(value, rank, text):
+    return SimpleNamespace(logprob=value, rank=rank, decoded_token=text)
+
+
+def test_several_completions_are_all_there_and_their_counts_add_up():
+    generation = _generation(output_of(completion([1, 2], histogram=[1, 1]), completion([3], histogram=[0, 2])))
+    assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
+    assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
+    assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
+
+
+def test_the_sampled_token_is_among_the_likeliest_only_where_it_is_one_of_them():
+    inside = {7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    outside = {9: logprob(-5.0, 40, "z"), 7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    (only,) = _generation(output_of(completion([7, 9], [inside, outside])), 2).completions
+    assert [(token.token, token.logprob) for token in only.logprobs] == [("a", -0.1), ("z", -5.0)]
+    assert [token.top for token in only.logprobs] == [(("a", -0.1), ("b", -2.0))] * 2
+    (none,) = _generation(output_of(completion([9], [{9: logprob(-5.0, 40, "z")}])), 0).completions
+    assert none.logprobs[0].top == ()
+
+
+def test_every_sampling_key_is_one_of_vllms():
+    from peagle.sampling import SamplingKeys
+
+    keys = SamplingKeys(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
+    params = _sampling_params(keys.model_dump())
+    assert params.structured_outputs.json == '{"type": "object"}'
+    assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
+    assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
+
+
+def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
+    from vllm.exceptions import VLLMValidationError
+
+    class Refusing:
+        async def generate(self, *_):
+            raise VLLMValidationError("Grammar error: no such pointer")
+            yield
+
+    engine = object.__new__(VllmEngine)
+    engine._llm = Refusing()
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    with pytest.raises(RequestRefused, match="no such pointer"):
+        asyncio.run(engine.generate("r", [1], sampling))
+    with pytest.raises(RequestRefused, match="temperature"):
+        asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))

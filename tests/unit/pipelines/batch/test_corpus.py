@@ -5,12 +5,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from peagle.errors import InputError
-from pipelines.batch.corpus import discover, read, scan, to_table
+from pipelines.batch import corpus
+from pipelines.batch.corpus import find, read
+from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.inputs.files import SourceFile
 
 
 def write_lines(path, lines):
     path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
     return path
+
+
+def scan(paths, rows_per_span, limit):
+    kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
+    files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
+    return corpus.scan(files, rows_per_span, limit)
 
 
 def rows_of(spans):
@@ -38,6 +47,7 @@ def test_the_last_line_needs_no_newline_and_blank_lines_are_no_rows(tmp_path):
     [
         (b'{"n": 1\n', "not valid JSON"),
         (b'{"n": "\xff"}\n', "not valid JSON"),
+        (b'{"n": "\\uD83d"}\n', "half a surrogate pair"),
         (b"[1, 2]\n", "a JSON list"),
         (b'"text"\n', "a JSON str"),
         (b"[" * 100_000 + b"\n", "not valid JSON"),
@@ -49,6 +59,12 @@ def test_a_bad_line_is_a_row_with_an_error(tmp_path, line, why):
     assert (good.columns, last.columns) == ({"n": 1}, {"n": 3})
     assert why in bad.error
     assert bad.raw == line.decode(errors="replace").rstrip("\n")
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}])
+    assert b"\\ud83d" in file.read_bytes()
+    assert [row.columns for row in rows_of(scan([file], 1, None)[0])] == [{"text": "\U0001f600"}]
 
 
 def test_columns_are_the_union_and_numbers_widen(tmp_path):
@@ -111,22 +127,14 @@ def test_a_file_that_shrank_after_planning_is_an_error(tmp_path):
         rows_of(spans)
 
 
-def test_discover_takes_a_file_a_folder_or_a_glob(tmp_path):
-    a, b = write_lines(tmp_path / "a.jsonl", [{}]), write_lines(tmp_path / "b.ndjson", [{}])
-    (tmp_path / "notes.txt").write_text("x")
-    assert discover(str(tmp_path)) == [a, b]
-    assert discover(str(a)) == [a]
-    assert discover(str(tmp_path / "*json*")) == [a, b]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "no such file"),
-        ("a.txt", b"x", "unknown format"),
+        ("a.md", b"x", "unknown format"),
         ("empty.jsonl", b"", "file is empty"),
         ("blank.jsonl", b"\n\n", "no row"),
-        ("numbers.jsonl", b"1\n2\n", "no row in it is a JSON object"),
+        ("numbers.jsonl", b"1\n2\n", r"no row in it is valid; the first is .*numbers\.jsonl line 1: a JSON int"),
         ("bad.parquet", b"not parquet at all", "not readable as Parquet"),
     ],
 )
@@ -134,9 +142,4 @@ def test_a_corpus_that_cannot_be_read_says_why(tmp_path, name, content, message)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        scan(discover(str(tmp_path / name)), 10, None)
-
-
-def test_a_remote_corpus_is_refused_by_name():
-    with pytest.raises(InputError, match="only local files"):
-        discover("gs://bucket/prompts.jsonl")
+        corpus.scan(find(str(tmp_path / name)), 10, None)

@@ -4,8 +4,10 @@ import pytest
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
+from peagle.requests import RequestBuilder, SamplingSpec
+from peagle.sampling import SamplingLimits
 from peagle.speculation import SpeculationStats
-from pipelines.batch.corpus import RawRow, Span
+from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, prepare
 
@@ -15,7 +17,10 @@ SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
 
 @pytest.fixture
 def prepared():
-    builder = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    limits = SamplingLimits(max_model_len=100)
+    base = {"temperature": 0.0, "max_tokens": 8}
+    builder = RequestBuilder(prompts, SamplingSpec(base=base, column="sampling", limits=limits))
     rows = [RawRow({"prompt": "ab", "id": 7}), RawRow(raw="{bad", error="not valid JSON"), RawRow({"prompt": "c"})]
     return PreparedUnit(prepare(UNIT, rows, SCHEMA, builder))
 

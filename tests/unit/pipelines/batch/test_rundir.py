@@ -5,7 +5,7 @@ import pytest
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
-from pipelines.batch.corpus import Span
+from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.rundir import RunDirectory
 

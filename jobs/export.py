@@ -1,0 +1,37 @@
+"""`peagle export`: the rows of a run as Parquet, JSON lines or OpenAI batch files."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HELP = """\
+Export the rows of a run, from its committed units.
+
+  peagle export runs/first --format jsonl          runs/first/export/jsonl/{output,errors}.jsonl
+  peagle export runs/first --format openai-batch   OpenAI's batch output and error files
+  peagle export runs/first --format parquet        all rows in one file
+
+An export can be made again at any time: files are replaced whole, and the same run gives the same bytes.
+`peagle generate --output-format FORMAT` makes it at the end of a run.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle export`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--format", required=True, metavar="FORMAT", help="parquet, jsonl or openai-batch")
+    parser.add_argument("--partial", action="store_true", help="export an unfinished run: what is committed so far")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Export, and say where to."""
+    from peagle.errors import ConfigError, did_you_mean
+    from pipelines.batch.export import FORMATS, export
+    from pipelines.batch.rundir import RunDirectory
+
+    if args.format not in FORMATS:
+        raise ConfigError(f"--format {args.format}: unknown", hint=did_you_mean(args.format, FORMATS))
+    done = export(RunDirectory(args.run), args.format, partial=args.partial)
+    print(done.describe())
+    return 0, asdict(done)

@@ -1,0 +1,68 @@
+"""From a row to a request: the token ids of its prompt and its own sampling parameters, or why there are none.
+
+It puts prompts and sampling together; what each of them is, is in `prompting.py`, `sampling.py` and `openai_body.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.openai_body import parse_body
+from peagle.prompting import PromptBuilder, RowError
+from peagle.sampling import SamplingLimits, conflict, parse_overrides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSpec:
+    """Where a request's sampling parameters come from.
+
+    Attributes:
+        base: the run's own, complete.
+        column: the input's column with a row's own, if there is one.
+        limits: what the engine takes.
+    """
+
+    base: Mapping[str, Any]
+    column: str | None = None
+    limits: SamplingLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt, and the parameters in which this row differs from the run."""
+
+    prompt_token_ids: list[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+class RequestBuilder:
+    """Turns rows into requests."""
+
+    def __init__(self, prompts: PromptBuilder, sampling: SamplingSpec) -> None:
+        self._prompts = prompts
+        self._sampling = sampling
+
+    def build(self, columns: Mapping[str, Any]) -> Request | RowError:
+        """The row's request, or why there is none."""
+        if self._prompts.spec.body_column is not None:
+            return self._from_body(columns)
+        column = self._sampling.column
+        own = {} if column is None else parse_overrides(columns.get(column))
+        if isinstance(own, str):
+            return _invalid(f"column {column!r}: {own}")
+        return self._request(self._prompts.build(columns), own)
+
+    def _from_body(self, columns: Mapping[str, Any]) -> Request | RowError:
+        body = parse_body(columns["url"], columns[self._prompts.spec.body_column or ""])
+        if isinstance(body, str):
+            return _invalid(body)
+        return self._request(self._prompts.of_body(body.content, chat=body.is_chat), body.sampling)
+
+    def _request(self, prompt: list[int] | RowError, own: dict[str, Any]) -> Request | RowError:
+        if own and (wrong := conflict({**self._sampling.base, **own}, self._sampling.limits)):
+            return _invalid(wrong)
+        return prompt if isinstance(prompt, RowError) else Request(prompt_token_ids=prompt, sampling=own)
+
+
+def _invalid(message: str) -> RowError:
+    return RowError(reason="invalid", message=message)

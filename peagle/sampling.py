@@ -1,0 +1,155 @@
+"""Sampling parameters: what a user may set for a run, what a row may set for itself, and which do not go together.
+
+It checks values; it knows no engine and no file. A row is never an exception: what is wrong with it is a message.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from peagle.errors import did_you_mean
+
+MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
+
+
+class SamplingKeys(BaseModel):
+    """The parameters, each with its limits; a row's own ones are checked by the same fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False, description="0 is greedy, and exactly repeatable")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
+    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+    stop: list[str] = Field(default_factory=list, description="strings that end a response")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling repeatable, row by row")
+    n: int = Field(1, ge=1, le=128, description="responses to each prompt; more than one needs a temperature above 0")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="log-probabilities of each token, and of this many of the likeliest in its place",
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="against tokens that are there already")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, by how often they are there")
+    repetition_penalty: float = Field(1.0, gt=0, le=10, description="the same as a factor, prompt included; 1 is none")
+    json_schema: str | None = Field(
+        None, description="JSON schema that every response keeps to: a file, or the schema itself"
+    )
+    ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty string ends nothing")
+        return value
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_as_text(cls, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, dict) else value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _valid_schema(cls, value: str | None) -> str | None:
+        if value is not None and (wrong := _schema_error(value)):
+            raise ValueError(wrong)
+        return value
+
+
+SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingLimits:
+    """What an engine adds to the limits of the fields.
+
+    Attributes:
+        max_model_len: context in tokens.
+        has_drafter: whether it speculates.
+        can_seed: whether a sampling seed works.
+    """
+
+    max_model_len: int
+    has_drafter: bool = False
+    can_seed: bool = True
+
+
+def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
+    """Why an engine would not take these parameters together, or None.
+
+    >>> conflict({"n": 2, "temperature": 0.0, "max_tokens": 8}, SamplingLimits(max_model_len=100))
+    'n: 2 responses need a temperature above 0: greedy ones are all the same'
+    """
+    greedy = sampling.get("temperature", 0) == 0
+    if sampling["max_tokens"] > limits.max_model_len:
+        return f"max_tokens: {sampling['max_tokens']} is more than the context of {limits.max_model_len} tokens"
+    if sampling.get("n", 1) > 1 and greedy:
+        return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
+    if sampling.get("min_p", 0) > 0 and limits.has_drafter:
+        return "min_p: vLLM does not take it together with a drafter; use top_p, or drafter: none"
+    # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
+    if sampling.get("seed") is not None and not greedy and not limits.can_seed:
+        return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
+    return None
+
+
+def parse_overrides(values: Any) -> dict[str, Any] | str:
+    """A row's own parameters, or what is wrong with them. Null is not set, as columnar files give every row every key.
+
+    Args:
+        values: an object, or one as JSON text; None and empty text (CSV) are none.
+    """
+    if values == "":
+        return {}
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError as error:
+            return f"not valid JSON: {error}"
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        return f"a {type(values).__name__}, not an object of parameters"
+    given = {key: value for key, value in values.items() if value is not None}
+    try:
+        model = SamplingKeys.model_validate(given, strict=True)
+    except pydantic.ValidationError as error:
+        return _explain(error.errors()[0])
+    return {key: getattr(model, key) for key in given}
+
+
+def _explain(error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown parameter {name!r}: {did_you_mean(name, SAMPLING_KEYS)}"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {error['input']!r}"
+
+
+@functools.lru_cache(maxsize=64)
+def _schema_error(text: str) -> str | None:
+    import jsonschema
+
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        return f"not valid JSON: {error}"
+    if not isinstance(schema, dict):
+        return f"a JSON {type(schema).__name__}, not a schema"
+    try:
+        jsonschema.validators.validator_for(schema).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return f"not a valid JSON schema: at {error.json_path}: {error.message}"
+    return None

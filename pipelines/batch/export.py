@@ -1,0 +1,214 @@
+"""The rows of a run in another form: one Parquet file, JSON lines, or OpenAI's batch output and error files.
+
+    OUT/export/FORMAT/output.*      the rows, in the order of the corpus
+    OUT/export/FORMAT/errors.jsonl  the dead letters
+    OUT/export/FORMAT/export.json   what was exported; written last
+
+The committed units stay what counts: an export is made from them, file by file and atomically, and can be made again at
+any time. It holds one batch of rows at a time, whatever the size of the run.
+"""
+
+import base64
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.errors import ConfigError, PeagleError
+from peagle.files import atomic_file, remove_temporaries, write_json
+from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
+from pipelines.batch.rundir import RunDirectory
+
+Format = Literal["parquet", "jsonl", "openai-batch"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_BATCH_ROWS = 1024
+_ROW_GROUP_ROWS = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was exported: `files` are sizes in bytes by name, `num_units` the committed units that are in it."""
+
+    format: str
+    folder: str
+    num_units: int
+    num_rows: int
+    num_failed_rows: int
+    files: dict[str, int]
+
+    def describe(self) -> str:
+        """In a line, for people."""
+        failed = f", {self.num_failed_rows} dead letters" if self.num_failed_rows else ""
+        return f"{self.num_rows} rows{failed} as {self.format}: {self.folder}"
+
+
+def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
+    """Export the committed units of a run.
+
+    Args:
+        partial: whether an unfinished run may be exported.
+        again: whether to make an export anew that is there already and complete.
+
+    Raises:
+        ConfigError: there is no run, or it is not finished.
+        PeagleError: one of its files is damaged.
+    """
+    run_id, units, num_planned = run.manifest()["run_id"], sorted(run.committed()), len(run.plan().units)
+    if len(units) < num_planned and not partial:
+        raise ConfigError(
+            f"{run}: {len(units)} of {num_planned} units are committed",
+            hint="finish the run (its first command continues it), or export what there is with --partial",
+        )
+    folder = run.root / "export" / output_format
+    if not again and (made := _made(folder)) is not None and made.num_units == len(units):
+        return made
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(folder)
+        (folder / "export.json").unlink(missing_ok=True)
+        return _write(run, run_id, units, output_format, folder)
+    except OSError as error:
+        raise PeagleError(f"export {folder}: cannot be written: {error}") from error
+
+
+def _write(run: RunDirectory, run_id: str, units: list[int], output_format: Format, folder: Path) -> Export:
+    lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
+    output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
+    errors = folder / "errors.jsonl"
+    with atomic_file(output) as file:
+        write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
+        num_rows = write_rows(run, units, file, lines)
+    num_failed_rows = 0
+    with atomic_file(errors) as file:
+        for letter in run.dead_letters():
+            file.write(_json_line(lines.letter(letter)))
+            num_failed_rows += 1
+    done = Export(
+        format=output_format,
+        folder=str(folder),
+        num_units=len(units),
+        num_rows=num_rows,
+        num_failed_rows=num_failed_rows,
+        files={path.name: path.stat().st_size for path in (output, errors)},
+    )
+    write_json(folder / "export.json", asdict(done))
+    return done
+
+
+def _made(folder: Path) -> Export | None:
+    """The export that is there, if it is whole."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
+        if all((folder / name).stat().st_size == size for name, size in made.files.items()):
+            return made
+    return None
+
+
+class _PlainLines:
+    """Rows and letters as they are. `columns` are those that are read; None is all."""
+
+    columns: frozenset[str] | None = None
+
+    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+        return row
+
+    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
+        return letter
+
+
+class _OpenAiLines(_PlainLines):
+    """Rows and letters as OpenAI has them. Rows of a corpus that was no batch are named by their `custom_id` or id."""
+
+    columns = ANSWER_COLUMNS | {"custom_id", "url"}
+
+    def __init__(self, run: RunDirectory, run_id: str) -> None:
+        self._run_id = run_id
+        self._is_batch = run.plan().is_batch
+        self._chat = bool(run.manifest()["fingerprint"]["prompts"]["chat"])
+
+    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+        is_chat = row["url"] == "/v1/chat/completions" if self._is_batch else self._chat
+        custom_id = row.get("custom_id")
+        return output_line(
+            row,
+            custom_id=row["id"] if custom_id is None else str(custom_id),
+            is_chat=is_chat,
+            created=unit_finished_at,
+            run_id=self._run_id,
+        )
+
+    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
+        row = letter["row"]
+        custom_id = row.get("custom_id") if isinstance(row, dict) else None
+        if custom_id is None and not self._is_batch:
+            custom_id = letter["id"]  # in a batch it could be another request's
+        return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
+
+
+def _write_jsonl(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
+    num_rows = 0
+    for unit in units:
+        finished_at = int(run.usage(unit).finished_at)
+        for batch in _batches(run, unit, lines.columns):
+            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in batch.to_pylist()))
+            num_rows += batch.num_rows
+    return num_rows
+
+
+def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
+    """Row groups of many units: a unit by itself is too small for one."""
+    num_rows = 0
+    schema = pq.read_schema(run.unit_path(units[0])).remove_metadata() if units else pa.schema([])
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        pending: list[pa.RecordBatch] = []
+        for batch in (batch for unit in units for batch in _batches(run, unit, lines.columns)):
+            pending.append(batch)
+            num_rows += batch.num_rows
+            if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
+                writer.write_table(pa.Table.from_batches(pending, schema))
+                pending.clear()
+        if pending:
+            writer.write_table(pa.Table.from_batches(pending, schema))
+    return num_rows
+
+
+def _batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    path = run.unit_path(unit)
+    try:
+        with pq.ParquetFile(path) as parquet:
+            read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
+                yield batch.replace_schema_metadata(None)
+    except (OSError, pa.ArrowException) as error:
+        raise PeagleError(
+            f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
+        ) from error
+
+
+def _json_line(value: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_json)
+    except ValueError:  # NaN and infinity are no JSON
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_as_json)
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def _as_json(value: Any) -> Any:
+    """What Arrow has and JSON does not: bytes in base64, times as ISO 8601, anything else as text."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,173 @@
+"""The files of a corpus: where they are, what format and compression they have, and how their bytes are read.
+
+It knows local disks and `s3://`; it does not know what a row is.
+"""
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from peagle.errors import InputError
+
+FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
+SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_SUFFIX_OF = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
+_READ_ERRORS = (OSError, EOFError, zlib.error, pa.ArrowException)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of a corpus. `path` is absolute, or begins with `s3://`."""
+
+    path: str
+    format: str
+    size: int
+
+
+def discover(uri: str, input_format: str = "auto") -> list[SourceFile]:
+    """The files of a corpus, sorted by name: a file, a folder (not its sub-folders) or a glob.
+
+    Raises:
+        InputError: nothing there, an unknown scheme, or a suffix whose format is not known.
+    """
+    places = _remote(uri) if "://" in uri else _local(uri)
+    if isinstance(places, _Folder):
+        found = _of_folder(uri, places.files, input_format)
+    else:
+        found = [(path, size, _format(path, input_format)) for path, size in places]
+    for path, size, _ in found:
+        if size == 0:
+            raise InputError(f"input {path}: the file is empty")
+    return [SourceFile(path=path, format=kind, size=size) for path, size, kind in found]
+
+
+def compression_of(path: str) -> str | None:
+    """Its compression by the last suffix, or None.
+
+    >>> compression_of("a.jsonl.gz"), compression_of("a.jsonl")
+    ('gzip', None)
+    """
+    return COMPRESSIONS.get(PurePosixPath(path).suffix)
+
+
+def open_raw(path: str) -> BinaryIO:
+    """The file's bytes as they are stored; it can seek."""
+    if "://" in path:
+        return io.BufferedReader(filesystem(path).open(path, "rb"), 1 << 20)
+    return Path(path).open("rb")
+
+
+def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
+    """The bytes of `raw` without the compression that the name of its file says; to be read forward."""
+    compression = compression_of(path)
+    if compression == "gzip":
+        return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20))
+    if compression == "zstd":
+        return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20))
+    return raw
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Turn what goes wrong with a file's bytes into an error that names the file.
+
+    Raises:
+        InputError: it cannot be read, or does not decompress.
+    """
+    try:
+        yield
+    except _READ_ERRORS as error:
+        compression = compression_of(path)
+        if compression is not None and not isinstance(error, FileNotFoundError | PermissionError):
+            raise InputError(
+                f"input {path}: damaged, or not {compression}: {error}", hint="compress the file again"
+            ) from error
+        raise InputError(f"input {path}: cannot be read: {error}") from error
+
+
+def filesystem(path: str) -> Any:
+    """The fsspec file system of an `s3://` path; endpoint and credentials come from the AWS variables."""
+    import fsspec
+
+    return fsspec.filesystem("s3")
+
+
+class _Folder:
+    def __init__(self, files: list[tuple[str, int]]) -> None:
+        self.files = files
+
+
+def _local(uri: str) -> "list[tuple[str, int]] | _Folder":
+    path = Path(uri).expanduser().absolute()  # workers have other working directories
+    if path.is_dir():
+        return _Folder(sorted((str(p), p.stat().st_size) for p in path.iterdir() if p.is_file()))
+    files = [path] if path.is_file() else sorted(p for p in Path("/").glob(str(path)[1:]) if p.is_file())
+    if not files:
+        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
+    return [(str(p), p.stat().st_size) for p in files]
+
+
+def _remote(uri: str) -> "list[tuple[str, int]] | _Folder":
+    if not uri.startswith("s3://"):
+        raise InputError(f"input {uri!r}: only local files and s3:// are read", hint="copy the corpus to one of them")
+    try:
+        store = filesystem(uri)
+        if any(c in uri for c in "*?["):
+            infos, folder = list(store.glob(uri, detail=True).values()), False
+        elif not uri.endswith("/") and store.isfile(uri):
+            infos, folder = [store.info(uri)], False
+        else:
+            infos, folder = store.ls(uri, detail=True), True
+    except FileNotFoundError as error:
+        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob") from error
+    except Exception as error:  # the client raises what its layers raise
+        raise InputError(
+            f"input {uri!r}: the store answers {type(error).__name__}: {error}",
+            hint="AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION say where and who",
+        ) from error
+    files = sorted((f"s3://{i['name']}", int(i["size"])) for i in infos if i["type"] == "file")
+    if not files and not folder:
+        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
+    return _Folder(files) if folder else files
+
+
+def _of_folder(uri: str, files: list[tuple[str, int]], input_format: str) -> list[tuple[str, int, str]]:
+    """The corpus files among those of a folder. Text counts only where nothing else is: a README is no corpus."""
+    visible = [(path, size) for path, size in files if not PurePosixPath(path).name.startswith(".")]
+    known = [(path, size, kind) for path, size in visible if (kind := _kind(path))]
+    if input_format == "auto":
+        chosen = [file for file in known if file[2] != "text"] or known
+    else:
+        chosen = [(path, size, input_format) for path, size, kind in known if kind == _SUFFIX_OF[input_format]]
+    if not chosen:
+        wanted = [
+            s for s, kind in SUFFIXES.items() if input_format in ("auto", kind) or _SUFFIX_OF[input_format] == kind
+        ]
+        raise InputError(f"input {uri!r}: the folder holds no {' or '.join(wanted)} file")
+    return chosen
+
+
+def _format(path: str, input_format: str) -> str:
+    kind = input_format if input_format != "auto" else _kind(path)
+    if kind is None:
+        known = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
+        suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
+        raise InputError(
+            f"input {path}: unknown format {suffix!r}", hint=f"known: {known}; or say it with --input-format"
+        )
+    if kind == "parquet" and compression_of(path):
+        raise InputError(f"input {path}: Parquet in {compression_of(path)} is not read", hint="decompress the file")
+    return kind
+
+
+def _kind(path: str) -> str | None:
+    name = PurePosixPath(path)
+    return SUFFIXES.get(PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix)

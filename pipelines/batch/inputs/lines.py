@@ -1,0 +1,111 @@
+"""A file as numbered lines with their byte positions, decompressed; and the lines of one span of it.
+
+It knows bytes; what a line means is the business of `records.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from peagle.errors import InputError
+from pipelines.batch.inputs.files import compression_of, decompressed, naming, open_raw
+from pipelines.batch.inputs.forward import ForwardReaders
+from pipelines.batch.inputs.span import Span
+
+MAX_LINE_BYTES = 64 << 20
+_MAGIC = {b"\x1f\x8b": "gzip (.gz)", b"\x28\xb5\x2f\xfd": "zstd (.zst)", b"PAR1": "Parquet (.parquet)"}
+_SKIP_BYTES = 1 << 20
+
+
+class Lines:
+    """The lines of a file from its beginning, newline included.
+
+    Attributes:
+        position: bytes read so far, counted from the beginning of the decompressed file.
+        number: of the line that comes next, from 1.
+        end: where to stop; None is the end of the file.
+        on_line: told of each line as it is read.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.position = 0
+        self.number = 1
+        self.end: int | None = None
+        self.on_line: Callable[[bytes], object] | None = None
+        with naming(path):
+            self._raw = open_raw(path)
+            self._stream = decompressed(path, self._raw)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Lines to the end of the file, or to `end`.
+
+        Raises:
+            InputError: the file cannot be read or decompressed, is something else, or has an endless line.
+        """
+        with naming(self.path):
+            while self.end is None or self.position < self.end:
+                line = self._stream.readline(MAX_LINE_BYTES)
+                if not line:
+                    return
+                if self.position == 0:
+                    _refuse_binary(self.path, line)
+                if len(line) == MAX_LINE_BYTES:
+                    raise InputError(
+                        f"input {self.path} line {self.number}: longer than {MAX_LINE_BYTES >> 20} MiB",
+                        hint="each row must end with a newline",
+                    )
+                self.position += len(line)
+                self.number += 1
+                if self.on_line is not None:
+                    self.on_line(line)
+                yield line
+
+    def advance(self, position: int) -> None:
+        """Skip to a byte that lies ahead."""
+        with naming(self.path):
+            if compression_of(self.path) is None:
+                self._stream.seek(position)
+                self.position = position
+            while self.position < position:
+                skipped = len(self._stream.read(min(_SKIP_BYTES, position - self.position)))
+                if not skipped:
+                    return  # the file has shrunk; the missing rows will tell
+                self.position += skipped
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._stream.close()
+        self._raw.close()
+
+
+@contextlib.contextmanager
+def lines_of(span: Span) -> Iterator[Lines]:
+    """The lines of a span.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    lines = _readers.take(span.path, span.start) or Lines(span.path)
+    try:
+        lines.advance(span.start)
+        lines.number, lines.end = span.line, span.end
+        yield lines
+    except BaseException:
+        lines.close()
+        raise
+    if compression_of(span.path) is None:
+        lines.close()
+    else:
+        _readers.put_back(span.path, lines)
+
+
+_readers: ForwardReaders[Lines] = ForwardReaders()
+
+
+def _refuse_binary(path: str, first: bytes) -> None:
+    for magic, name in _MAGIC.items():
+        if first.startswith(magic):
+            raise InputError(f"input {path}: this is {name}, not text", hint="give the file the suffix of what it is")

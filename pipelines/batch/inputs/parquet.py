@@ -1,0 +1,108 @@
+"""Parquet: spans from the footer alone, rows from a reader that goes forward."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.errors import InputError
+from pipelines.batch.inputs.files import SourceFile, open_raw
+from pipelines.batch.inputs.forward import ForwardReaders
+from pipelines.batch.inputs.span import RawRow, Span
+
+_BATCH_ROWS = 1024
+_FOOTER_BYTES = 65536
+
+
+def count_parquet(file: SourceFile) -> int:
+    """Rows of a file, from its footer."""
+    parquet = _open(file.path)
+    with parquet:
+        return int(parquet.metadata.num_rows)
+
+
+def scan_parquet(file: SourceFile, rows_per_span: int, left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
+    """Cut a file into spans.
+
+    Raises:
+        InputError: it is not readable as Parquet.
+    """
+    with _open(file.path) as parquet:
+        num_rows = min(parquet.metadata.num_rows, left)
+        schema = parquet.schema_arrow.remove_metadata()
+    with open_raw(file.path) as handle:  # the footer holds statistics, sizes and offsets of every column chunk
+        handle.seek(-min(file.size, _FOOTER_BYTES), 2)
+        digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
+    spans = [
+        Span(path=file.path, format="parquet", first_row=row, num_rows=min(rows_per_span, num_rows - row))
+        for row in range(0, num_rows, rows_per_span)
+    ]
+    return spans, schema
+
+
+def read_parquet(span: Span) -> Iterator[RawRow]:
+    """The rows of a span.
+
+    Raises:
+        InputError: it is not readable as Parquet.
+    """
+    reader = _readers.take(span.path, span.first_row) or _ForwardParquet(span.path, span.first_row)
+    reader.skip_to(span.first_row)
+    yield from map(RawRow, reader.rows(span.num_rows))
+    _readers.put_back(span.path, reader)
+
+
+class _ForwardParquet:
+    """A file from a row on, in batches; `position` is the row that comes next."""
+
+    def __init__(self, path: str, first_row: int) -> None:
+        self._path = path
+        self._parquet = _open(path)
+        self.position, first_group = 0, 0
+        for group in range(self._parquet.metadata.num_row_groups):
+            size = self._parquet.metadata.row_group(group).num_rows
+            if self.position + size > first_row:
+                break
+            self.position, first_group = self.position + size, group + 1
+        groups = list(range(first_group, self._parquet.metadata.num_row_groups))
+        self._batches = self._parquet.iter_batches(_BATCH_ROWS, row_groups=groups)
+        self._batch: pa.RecordBatch | None = None
+
+    def skip_to(self, row: int) -> None:
+        """Pass over rows without making Python objects of them."""
+        for batch in self._pieces(row - self.position):
+            del batch
+
+    def rows(self, num_rows: int) -> Iterator[dict[str, Any]]:
+        """The next rows; fewer where the file ends."""
+        for piece in self._pieces(num_rows):
+            yield from piece.to_pylist()
+
+    def close(self) -> None:
+        self._parquet.close(force=True)
+
+    def _pieces(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+        while num_rows > 0:
+            if self._batch is None or not self._batch.num_rows:
+                try:
+                    self._batch = next(self._batches, None)
+                except (OSError, pa.ArrowException) as error:
+                    raise InputError(f"input {self._path}: not readable as Parquet: {error}") from error
+            if self._batch is None:
+                return
+            piece = self._batch.slice(0, num_rows)
+            self._batch = self._batch.slice(piece.num_rows)
+            self.position += piece.num_rows
+            num_rows -= piece.num_rows
+            yield piece
+
+
+_readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
+
+
+def _open(path: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(open_raw(path) if "://" in path else path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"input {path}: not readable as Parquet: {error}") from error

@@ -1,0 +1,31 @@
+import asyncio
+
+from peagle.engine.fake_engine import FakeEngine
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+def generate(sampling, **engine):
+    return asyncio.run(FakeEngine(**engine).generate("r", [1, 2, 3], sampling))
+
+
+def test_a_single_response_has_no_list_of_completions():
+    generation = generate(GREEDY)
+    assert generation.completions == ()
+    assert generation.num_output_tokens == len(generation.text.split())
+
+
+def test_several_responses_differ_and_their_tokens_add_up():
+    generation = generate({**GREEDY, "n": 3}, num_speculative_tokens=4)
+    assert len({completion.text for completion in generation.completions}) == 3
+    assert generation.text == generation.completions[0].text == generate(GREEDY).text
+    assert generation.num_output_tokens == sum(c.num_output_tokens for c in generation.completions)
+
+
+def test_logprobs_are_a_token_each_and_join_to_the_text():
+    generation = generate({**GREEDY, "logprobs": 2})
+    (completion,) = generation.completions
+    assert "".join(token.token for token in completion.logprobs) == generation.text
+    assert len(completion.logprobs) == generation.num_output_tokens
+    assert [len(token.top) for token in completion.logprobs] == [2] * generation.num_output_tokens
+    assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()

@@ -1,0 +1,31 @@
+"""Files in every format and compression."""
+
+import gzip
+
+import pyarrow as pa
+import pytest
+
+
+def compress(data, suffix):
+    if suffix == ".gz":
+        half = len(data) // 2
+        return gzip.compress(data[:half]) + gzip.compress(data[half:])  # as `cat a.gz b.gz` makes it
+    if suffix == ".zst":
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(data)
+        return sink.getvalue().to_pybytes()
+    return data
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write bytes to a file, compressed as its name says; its path as text."""
+
+    def write(name, data):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(compress(data, path.suffix))
+        return str(path)
+
+    return write

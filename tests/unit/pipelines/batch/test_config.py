@@ -1,0 +1,40 @@
+import json
+
+import pydantic
+import pytest
+
+from pipelines.batch.config import GenerateConfig
+
+SCHEMA = {"type": "object", "required": ["a"]}
+
+
+def config(**keys):
+    return GenerateConfig(input="i", output="o", **keys)
+
+
+def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    for value in (str(file), json.dumps(SCHEMA), SCHEMA):
+        assert json.loads(config(json_schema=value).sampling()["json_schema"]) == SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"json_schema": "nowhere.json"}, "no schema can be read there"),
+        ({"json_schema": {"type": "strange"}}, "not a valid JSON schema"),
+        ({"temperature": -1}, "greater than or equal to 0"),
+        ({"temperature": 3}, "less than or equal to 2"),
+        ({"n": 0}, "greater than or equal to 1"),
+        ({"stop": [""]}, "an empty string ends nothing"),
+    ],
+)
+def test_sampling_keys_are_checked_before_anything_else(keys, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        config(**keys)
+
+
+def test_a_run_directory_is_no_uri():
+    with pytest.raises(pydantic.ValidationError, match="a run directory is a folder"):
+        GenerateConfig(input="i", output="s3://bucket/run")

@@ -1,0 +1,175 @@
+import datetime
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from peagle.economics.usage import UnitUsage
+from peagle.errors import ConfigError, PeagleError
+from peagle.speculation import SpeculationStats
+from pipelines.batch import export as export_module
+from pipelines.batch.export import export
+from pipelines.batch.inputs.span import Span
+from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.rows import OUTPUT_SCHEMA
+from pipelines.batch.rundir import RunDirectory
+
+NUM_UNITS, ROWS = 3, 2
+
+
+def usage(unit):
+    return UnitUsage(
+        session_id="s", num_rows=ROWS, num_failed_rows=int(unit == 1), num_prompt_tokens=8, num_cached_tokens=0,
+        num_output_tokens=6, busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=100.5 + unit,
+    )  # fmt: skip
+
+
+def output(ids, **columns):
+    rows = [
+        {
+            **dict.fromkeys(OUTPUT_SCHEMA.names),
+            "id": id_, "response": "é", "finish_reason": "stop", "num_prompt_tokens": 4, "num_output_tokens": 3,
+            "model": "m",
+        }
+        for id_ in ids
+    ]  # fmt: skip
+    table = pa.Table.from_pylist(rows, schema=OUTPUT_SCHEMA)
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values))
+    return table
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(kind="jsonl", **columns):
+        units = tuple(
+            WorkUnit(
+                unit=unit,
+                first_id=unit * 3,
+                span=Span(path="a", format=kind, first_row=unit * 3, num_rows=3),
+            )
+            for unit in range(NUM_UNITS)
+        )
+        plan = Plan(units=units, rows_per_unit=3, schema=pa.schema([("x", pa.string())]), corpus_fingerprint="c")
+        run = RunDirectory(tmp_path / "run")
+        run.create({"run_id": "r", "fingerprint": {"prompts": {"chat": True}}}, plan)
+        return run
+
+    return make
+
+
+def commit(run, unit, *, row=None, **columns):
+    letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
+    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS)]
+    assert run.commit(unit, output(ids, **columns), usage(unit), letters)
+
+
+def lines(run, output_format, name="output.jsonl"):
+    return [json.loads(line) for line in (run.root / "export" / output_format / name).read_text().splitlines()]
+
+
+def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
+    run = make_run()
+    moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    for unit in (2, 0, 1):
+        commit(run, unit, row="{bad", when=[moment] * 2, raw=[b"\xff"] * 2, score=[float("nan"), 0.5])
+    done = export(run, "jsonl")
+    rows = lines(run, "jsonl")
+    assert [row["id"] for row in rows] == [f"{n:09d}" for n in (0, 1, 3, 4, 6, 7)]
+    assert (rows[0]["response"], rows[0]["when"], rows[0]["raw"], rows[0]["score"], rows[1]["score"]) == (
+        "é", moment.isoformat(), "/w==", None, 0.5,
+    )  # fmt: skip
+    assert [letter["row"] for letter in lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
+    assert (done.num_rows, done.num_failed_rows, done.num_units) == (6, 1, 3)
+
+
+def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run):
+    run = make_run("openai-batch")
+    urls = ["/v1/chat/completions", "/v1/completions"]
+    for unit in range(NUM_UNITS):
+        row = {"custom_id": "bad", "body": {}}
+        commit(run, unit, row=row, custom_id=[f"a{unit}", f"b{unit}"], url=urls)
+    export(run, "openai-batch")
+    rows = lines(run, "openai-batch")
+    assert [row["custom_id"] for row in rows] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert [row["response"]["body"]["object"] for row in rows[:2]] == ["chat.completion", "text_completion"]
+    assert [row["response"]["body"]["created"] for row in rows[::2]] == [100, 101, 102]
+    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    assert len({row["id"] for row in [*rows, error]}) == 7
+
+
+def test_rows_of_another_corpus_are_named_by_their_ids(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit, row={"x": 1})
+    export(run, "openai-batch")
+    assert lines(run, "openai-batch")[0]["custom_id"] == "000000000"
+    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == "4"
+
+
+def test_a_line_of_a_batch_that_is_no_request_has_no_custom_id(make_run):
+    run = make_run("openai-batch")
+    for unit in range(NUM_UNITS):
+        commit(run, unit, row="{bad", custom_id=["a", "b"], url=["/v1/completions"] * 2)
+    export(run, "openai-batch")
+    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] is None
+
+
+def test_parquet_is_one_file_of_large_row_groups(make_run, monkeypatch):
+    monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    export(run, "parquet")
+    file = pq.ParquetFile(run.root / "export" / "parquet" / "output.parquet")
+    assert file.schema_arrow.equals(OUTPUT_SCHEMA)
+    assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [4, 2]
+    file.close()
+
+
+def test_an_export_is_made_again_only_where_it_is_not_whole(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    first = export(run, "jsonl")
+    file = run.root / "export" / "jsonl" / "output.jsonl"
+    content, made_at = file.read_bytes(), file.stat().st_mtime_ns
+    assert export(run, "jsonl", again=False) == first
+    assert file.stat().st_mtime_ns == made_at
+    file.write_bytes(b"cut off")
+    (file.parent / ".output.jsonl.0123.tmp").write_bytes(b"killed")
+    assert export(run, "jsonl", again=False) == first
+    assert file.read_bytes() == content
+    assert not list(file.parent.glob(".*"))
+
+
+def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
+    run = make_run()
+    commit(run, 0)
+    with pytest.raises(ConfigError, match=r"1 of 3 units are committed(.|\n)*--partial"):
+        export(run, "jsonl")
+    assert cli.run(["export", str(run), "--format", "jsonl", "--partial"]) == 0
+    assert "2 rows as jsonl" in capsys.readouterr().out
+    commit(run, 2)
+    assert export(run, "jsonl", partial=True, again=False).num_rows == 4
+
+
+def test_a_damaged_unit_is_named(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    data = run.unit_path(1).read_bytes()
+    run.unit_path(1).write_bytes(data[:4] + b"\0" * 200 + data[204:])
+    with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
+        export(run, "jsonl")
+    assert not (run.root / "export" / "jsonl" / "output.jsonl").exists()
+
+
+def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
+    assert cli.run(["export", str(tmp_path), "--format", "json"]) == 2
+    assert "did you mean jsonl" in capsys.readouterr().err
+    assert cli.run(["export", str(tmp_path), "--format", "jsonl"]) == 2
+    assert "no run directory" in capsys.readouterr().err

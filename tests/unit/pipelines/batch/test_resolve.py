@@ -1,0 +1,61 @@
+import pytest
+
+from peagle import hardware
+from peagle.errors import ConfigError, InputError
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.resolve import resolve
+
+HERE = hardware.detect()
+
+
+def resolved(columns=("prompt",), *, is_batch=False, **keys):
+    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **keys)
+    return resolve(config, HERE, list(columns), is_batch=is_batch, announce=print)
+
+
+def test_a_column_named_sampling_holds_a_rows_own_parameters():
+    assert resolved(["prompt", "sampling"]).sampling.column == "sampling"
+    assert resolved(["prompt", "sampling"], sampling_column="none").sampling.column is None
+    assert resolved(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
+    assert resolved().sampling.column is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "message"),
+    [
+        (["promt"], {}, "input in.csv has neither a column 'prompt' nor 'messages'; it has: promt"),
+        (["prompt"], {"prompt_column": "question"}, "input in.csv has no column 'question'"),
+        (["prompt"], {"sampling_column": "mine"}, "input in.csv has no column 'mine'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_the_file(columns, keys, message):
+    with pytest.raises(InputError, match=message):
+        resolved(columns, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_tokens": 9000}, "max_tokens: 9000 is more than the context of 8192"),
+        ({"n": 2}, "n: 2 responses need a temperature above 0"),
+        ({"min_p": 0.1, "num_speculative_tokens": 3}, "min_p: vLLM does not take it together with a drafter"),
+    ],
+)
+def test_what_the_engine_would_not_take_is_refused_before_it_starts(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(**keys)
+
+
+@pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
+def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
+    config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
+    with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
+        resolve(config, HERE, ["prompt"], announce=print)
+    assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
+
+
+@pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])
+def test_a_batch_says_itself_what_its_prompts_are(key):
+    assert resolved(is_batch=True).prompts.body_column == "body"
+    with pytest.raises(ConfigError, match=f"{key} means nothing for an OpenAI batch"):
+        resolved(is_batch=True, **{key: "body"})

@@ -1,0 +1,61 @@
+import pytest
+
+from peagle.engine.fake_engine import ByteTokenizer
+from peagle.prompting import PromptBuilder, PromptSpec, RowError
+from peagle.requests import Request, RequestBuilder, SamplingSpec
+from peagle.sampling import SamplingKeys, SamplingLimits
+
+CHAT = "/v1/chat/completions"
+BATCH = PromptSpec(body_column="body", chat=True)
+
+
+def build(columns, *, prompts=BATCH, column=None):
+    limits = SamplingLimits(max_model_len=300, can_seed=False)
+    spec = SamplingSpec(base=SamplingKeys().model_dump(), column=column, limits=limits)
+    return RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), 300), spec).build(columns)
+
+
+def test_a_chat_body_goes_through_the_chat_template_and_a_completion_does_not():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = build({"url": CHAT, "body": {"messages": [{"role": "user", "content": parts}], "max_tokens": 3}})
+    assert chat == Request(prompt_token_ids=list(b"user: a\nb\nassistant: "), sampling={"max_tokens": 3})
+    assert build({"url": "/v1/completions", "body": {"prompt": "ab"}}) == Request(prompt_token_ids=[97, 98])
+    assert build({"url": "/v1/completions", "body": {"prompt": [7, 8]}}) == Request(prompt_token_ids=[7, 8])
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "reason", "message"),
+    [
+        (CHAT, {"messages": []}, "invalid_messages", "body.messages holds an empty list"),
+        (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid_prompt", "body.prompt holds a list, not text"),
+        ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
+        ("/v1/completions", {"prompt": "x" * 300}, "prompt_too_long", "the prompt has 300 tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 is more than the context"),
+        ("/v1/completions", {"prompt": "x", "seed": 1, "temperature": 1}, "invalid", "seed: vLLM on CPU"),
+    ],
+)
+def test_a_bad_body_is_a_dead_letter(url, body, reason, message):
+    error = build({"url": url, "body": body})
+    assert isinstance(error, RowError)
+    assert error.reason == reason
+    assert error.message.startswith(message)
+
+
+def test_a_chat_needs_a_model_with_a_chat_template():
+    error = build({"url": CHAT, "body": {"messages": [{"role": "user", "content": "x"}]}},
+                  prompts=PromptSpec(body_column="body", chat=False))  # fmt: skip
+    assert (error.reason, error.message) == ("invalid", "the model has no chat template")
+
+
+def test_a_row_may_have_parameters_of_its_own():
+    plain = PromptSpec(column="prompt", chat=False)
+    row = {"prompt": "a", "sampling": {"temperature": 0.5, "n": 2}}
+    assert build(row, prompts=plain, column="sampling").sampling == {"temperature": 0.5, "n": 2}
+    assert build(row, prompts=plain).sampling == {}
+    assert build({"prompt": "a"}, prompts=plain, column="sampling").sampling == {}
+    error = build({"prompt": "a", "sampling": {"n": 2}}, prompts=plain, column="sampling")
+    assert (error.reason, error.message.split(":")[0]) == ("invalid", "n")
+    error = build({"prompt": "a", "sampling": {"top_q": 2}}, prompts=plain, column="sampling")
+    assert error.message == "column 'sampling': unknown parameter 'top_q': did you mean top_p or top_k?"

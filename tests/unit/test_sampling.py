@@ -1,0 +1,64 @@
+import pytest
+
+from peagle.sampling import SamplingKeys, SamplingLimits, conflict, parse_overrides
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_a_rows_parameters_are_those_that_it_names():
+    assert parse_overrides({"temperature": 1, "stop": "x", "n": None}) == {"temperature": 1.0, "stop": ["x"]}
+    assert parse_overrides('{"max_tokens": 3}') == {"max_tokens": 3}
+    assert parse_overrides(None) == parse_overrides("") == {}
+    assert parse_overrides({"json_schema": SCHEMA}) == parse_overrides(
+        {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temprature": 1}, "unknown parameter 'temprature': did you mean temperature?"),
+        ({"temperature": -0.1}, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2"),
+        ({"temperature": float("nan")}, "temperature: "),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number, not 'hot'"),
+        ({"temperature": "0.5"}, "temperature: Input should be a valid number"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"n": True}, "n: Input should be a valid integer"),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"top_p": 0}, "top_p: "),
+        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+        ({"stop": ["a", ""]}, "stop: an empty string ends nothing"),
+        ({"stop": [1]}, "stop.0: Input should be a valid string"),
+        ({"json_schema": {"type": "strange"}}, "json_schema: not a valid JSON schema: at $.type"),
+        ({"json_schema": "{bad"}, "json_schema: not valid JSON"),
+        ({"json_schema": "[]"}, "json_schema: a JSON list, not a schema"),
+        ({"json_schema": "/etc/passwd"}, "json_schema: not valid JSON"),
+        ("{bad", "not valid JSON"),
+        ([1], "a list, not an object of parameters"),
+    ],
+)
+def test_what_is_wrong_with_a_rows_parameters_is_said(values, message):
+    assert parse_overrides(values).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 101}, "max_tokens: 101 is more than the context of 100"),
+        ({"n": 2}, "n: 2 responses need a temperature above 0"),
+        ({"min_p": 0.1}, "min_p: vLLM does not take it together with a drafter"),
+        ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU dies on seeded sampling"),
+    ],
+)
+def test_parameters_that_do_not_go_together_are_refused(changes, message):
+    limits = SamplingLimits(max_model_len=100, has_drafter=True, can_seed=False)
+    assert conflict({**SamplingKeys().model_dump(), "max_tokens": 10, **changes}, limits).startswith(message)
+
+
+def test_the_same_parameters_go_where_the_engine_takes_them():
+    sampling = {**SamplingKeys().model_dump(), "n": 2, "min_p": 0.1, "seed": 1, "temperature": 0.5}
+    assert conflict(sampling, SamplingLimits(max_model_len=256)) is None
+    greedy = {**sampling, "n": 1, "temperature": 0.0}
+    assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
