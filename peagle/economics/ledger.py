@@ -1,6 +1,7 @@
-"""The files of a ledger: one for each engine process, replaced by its heartbeats.
+"""The files of a ledger.
 
-    session-ID.parquet     the last heartbeat of an engine process
+    session-ID.parquet     the last heartbeat of an engine process; replaced by the next
+    requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
 
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
 cost is `cost.py`.
@@ -9,7 +10,7 @@ cost is `cost.py`.
 import io
 from pathlib import Path
 
-from peagle.economics.usage import EngineSession, sessions_from_table, sessions_to_table
+from peagle.economics.usage import EngineSession, RequestUsage, sessions_from_table, sessions_to_table
 from peagle.files import write_atomic
 
 
@@ -32,3 +33,38 @@ def read_sessions(folder: Path) -> list[EngineSession]:
 
     paths = sorted(folder.glob("session-*.parquet"))
     return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+
+
+def append_request(folder: Path, request: RequestUsage) -> None:
+    """Add a request to its process's file, in one write: a process that is killed leaves at most its last line torn."""
+    path = folder / f"requests-{request.usage.session_id}.jsonl"
+    with path.open("ab", buffering=0) as file:
+        file.write(request.to_json() + b"\n")
+
+
+class RequestReader:
+    """The requests of a ledger that is still being written; each is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read_bytes: dict[Path, int] = {}
+
+    def new(self) -> list[RequestUsage]:
+        """The requests since the last call. A line without its end is left for the next.
+
+        Raises:
+            PeagleError: a whole line is no such record.
+        """
+        return [
+            RequestUsage.from_json(line)
+            for path in sorted(self._folder.glob("requests-*.jsonl"))
+            for line in self._new_lines(path)
+        ]
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        with path.open("rb") as file:
+            file.seek(self._read_bytes.get(path, 0))
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes[path] = self._read_bytes.get(path, 0) + len(whole)
+        return whole.splitlines()
