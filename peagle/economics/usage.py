@@ -92,7 +92,7 @@ class RequestUsage:
     """What one request to the endpoint used.
 
     Args:
-        key: name of the API key; empty where there are none.
+        key: name of the API key; "local" where there are none.
         model: what the client called it.
         outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
             "failed" if there was no answer.

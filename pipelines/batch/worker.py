@@ -7,9 +7,7 @@ models are resolved on the node that uses them. They know nothing of the driver.
 import asyncio
 import atexit
 import functools
-import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -30,7 +28,7 @@ from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.speculation import SpeculationStats
 from pipelines.batch.corpus import read
 from pipelines.batch.meter import EngineMeter
-from pipelines.batch.node import claim_slot, localize
+from pipelines.batch.node import claim_slot, localize, redirect_output
 from pipelines.batch.plan import unit_from_row
 from pipelines.batch.rows import PreparedUnit, given_back, is_given_back, prepare
 from pipelines.batch.rundir import RunDirectory
@@ -208,14 +206,9 @@ class EngineWorker:
         return engine, compile_seconds(self._log.read_text(errors="replace"))
 
     def _redirect_output(self) -> Path:
-        """Send what this process and its children print to a file of the run, not to Ray's driver."""
+        """What this process and its children print belongs to the run, not to Ray's driver."""
         log = self._run.logs / f"engine-{self._session_id}.log"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        redirect_output(log)
         return log
 
     def _beat(self) -> None:

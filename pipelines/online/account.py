@@ -1,7 +1,7 @@
 """The account of one engine of the endpoint: where its seconds go, and a usage record for each request.
 
-It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what its
-answer says, and when it ends.
+It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what
+its answer says, and when it ends.
 """
 
 import socket

@@ -1,6 +1,7 @@
 """What an engine's answers say of their own usage, whole ones and streams of server-sent events.
 
-It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands them on.
+It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
+them on.
 
     usage                           tokens of the prompt, cached ones, output; in each event when it was asked for
     metrics.speculative_decoding    drafts of the request; with the last usage

@@ -1,7 +1,7 @@
 """Errors as OpenAI's API words them, and which one an exception becomes.
 
-It knows statuses and shapes; it does not know when they occur. What went wrong inside is for the log: a client learns of it
-only what it can act on.
+It knows statuses and shapes; it does not know when they occur. What went wrong inside is for the log: a client learns
+of it only what it can act on.
 """
 
 import math

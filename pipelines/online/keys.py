@@ -23,6 +23,7 @@ ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
 _LEAST_LENGTH = 16  # of a key that a user made up
 _RELOAD_S = 1.0
+LOCAL_NAME = "local"  # in usage, where there are no keys
 
 
 class KeyRecord(BaseModel):
@@ -33,6 +34,7 @@ class KeyRecord(BaseModel):
         sha256: of the key, in hexadecimal.
         models: names of models that it may use.
         budget_usd: what all its requests together may cost.
+        is_operator: it sees the usage of all keys, not only its own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,6 +46,7 @@ class KeyRecord(BaseModel):
     requests_per_min: int | None = Field(None, ge=1)
     output_tokens_per_min: int | None = Field(None, ge=1)
     budget_usd: float | None = Field(None, gt=0)
+    is_operator: bool = False
 
 
 def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
@@ -158,3 +161,7 @@ def _record(values: Any, *, where: str) -> KeyRecord:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "an entry"
         raise ConfigError(f"{where}: {field}: {first['msg']}") from None  # never the value: it may be a key
+
+
+LOCAL = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, is_operator=True)
+"""Whoever asks an endpoint without keys, which only this machine can reach. No key has this hash."""
