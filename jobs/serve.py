@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags
 from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
-from peagle.economics.price_keys import PRICE_KEYS
+from peagle.economics.price_keys import PRICE_KEYS, resolve_price
 from pipelines.online.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         here = hardware.detect()
         is_remote = cluster.is_remote()
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
-        gate_settings(config, served)  # refuses before anything starts
+        gate_settings(config, here, served)  # it and the price refuse before anything starts
+        if not is_remote:
+            resolve_price(config, here)
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")

@@ -95,7 +95,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     from pipelines.online.llm_config import make_llm_config
     from pipelines.online.server import PeagleServer
 
-    settings, price = gate_settings(config, served), resolve_price(config, hardware)
+    settings, price = gate_settings(config, hardware, served), resolve_price(config, hardware)
     app_id = uuid.uuid4().hex[:12]
     deployments = {}
     for one in served:
@@ -126,7 +126,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     )
 
 
-def gate_settings(config: ServeConfig, served: list[Served]) -> GateSettings:
+def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
     """What the ingress lets in.
 
     Raises:
@@ -146,7 +146,7 @@ def gate_settings(config: ServeConfig, served: list[Served]) -> GateSettings:
             hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
         )
     return GateSettings(
-        models=tuple(_served_model(one) for one in served),
+        models=tuple(_served_model(one, hardware) for one in served),
         ledger=_state(config) / "ledger",
         key_file=config.keys.expanduser().absolute() if config.keys else None,
         fixed_keys=fixed,
@@ -196,12 +196,13 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     )
 
 
-def _served_model(one: Served) -> ServedModel:
+def _served_model(one: Served, hardware: Hardware) -> ServedModel:
     spec = one.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     return ServedModel(
         name=one.keys.served_name,
         max_model_len=spec.max_model_len,
+        can_seed=hardware.platform != "cpu",
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
     )

@@ -29,10 +29,15 @@ _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a who
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as the ingress knows it."""
+    """A model as the ingress knows it.
+
+    Attributes:
+        can_seed: whether a sampling seed works; vLLM 0.29 on CPU dies on one, and every request in it.
+    """
 
     name: str
     max_model_len: int
+    can_seed: bool = True
     drafter: str | None = None
     num_speculative_tokens: int | None = None
 
@@ -75,6 +80,8 @@ def check(
     """
     values = _parse(body)
     model = _model(values, key, models)
+    if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
+        raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     tokens = _tokens(path, values, key, model, max_output_tokens)
     options = values.get("stream_options") or {}
     is_stream = bool(values.get("stream"))

@@ -69,7 +69,7 @@ def settings(tmp_path):
     (tmp_path / "ledger").mkdir()
     return {
         "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
-                   ServedModel(name="b", max_model_len=1000)),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False)),
         "ledger": tmp_path / "ledger",
         "key_file": tmp_path / "keys.json",
         "max_body_bytes": 2000,
@@ -169,6 +169,7 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"max_tokens": -1}, (422, "invalid_value")),
         ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
         ({"model": 3}, (422, "invalid_type")),
+        ({"model": "b", "seed": 1}, (400, "unsupported_value")),
         ({"model": "c"}, (404, "model_not_found")),
         ({"model": None}, (400, "missing_model")),
         ({"raw": "x" * 2001}, (413, "body_too_large")),
