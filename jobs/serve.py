@@ -4,7 +4,6 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,9 +115,8 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path) 
 def _stop_on_signal() -> threading.Event:
     """An event that SIGINT and SIGTERM set; set up after Ray, which takes SIGTERM for itself when it starts."""
     stopped = threading.Event()
-    handler: Callable[[int, Any], None] = lambda number, frame: stopped.set()  # noqa: E731
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+        signal.signal(number, lambda *_: stopped.set())
     return stopped
 
 

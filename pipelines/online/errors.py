@@ -65,7 +65,7 @@ def from_exception(error: BaseException) -> ApiError:
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and 400 <= status < 500 and isinstance(text, str):
-        return ApiError(status, text, code="model_not_found" if status == 404 else None)
+        return ApiError(status, text, code="not_found" if status == 404 else None)
     return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
 
 

@@ -4,7 +4,7 @@ It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from peagle.economics.usage import Outcome
@@ -14,7 +14,7 @@ from pipelines.online.answers import OURS, events, is_usage_alone, to_text
 
 async def relay(
     answers: AsyncGenerator[Any, None], request: RequestAccount, *, wants_each_usage: bool
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """Pass an answer on, and write the request's record at its end, whatever the end.
 
     Args:

@@ -6,7 +6,7 @@ gate (`gate.py`); what they used goes into the ledger from here, where it is kno
 
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,15 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         )
         return make_llm_config(job.engine.model, spec, here, job.sizes, num_engines_on_node=job.num_engines_on_node)
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
         return self._accounted(await super().chat(request, raw_request_info), raw_request_info)
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
         return self._accounted(await super().completions(request, raw_request_info), raw_request_info)
 
-    def _accounted(self, answers: Any, info: Any) -> AsyncIterator[Any]:
+    def _accounted(self, answers: Any, info: Any) -> AsyncGenerator[Any, None]:
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         request = self._account.begin(request_id, headers.get(KEY_HEADER, LOCAL_NAME))
