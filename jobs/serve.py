@@ -46,7 +46,16 @@ _GROUPS = {
         "drain_s",
         "heartbeat_s",
     ],
-    "access": ["host", "port", "keys", "max_body_kib", "body_timeout_s", "max_output_tokens", "state"],
+    "access": [
+        "host",
+        "port",
+        "keys",
+        "max_body_kib",
+        "body_timeout_s",
+        "request_timeout_s",
+        "max_output_tokens",
+        "state",
+    ],
     "money": list(PRICE_KEYS),
 }
 
@@ -78,8 +87,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             if is_remote:
                 here = cluster.inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(), announce=print)
-            stopped = _stop_on_signal()
             _deploy(config, here, served, logs)
+            stopped = _stop_on_signal()
             print(f"http://{config.host}:{config.port}/v1", flush=True)
             stopped.wait()
             print("stopping", flush=True)

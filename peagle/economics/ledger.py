@@ -1,6 +1,7 @@
 """The files of a ledger.
 
     session-ID.parquet     the last heartbeat of an engine process; replaced by the next
+    beats-ID.jsonl         the endpoint only: a heartbeat a minute, kept; what an hour cost is read from them
     requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
 
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
@@ -8,9 +9,18 @@ cost is `cost.py`.
 """
 
 import io
+import json
+from dataclasses import asdict
 from pathlib import Path
 
-from peagle.economics.usage import EngineSession, RequestUsage, sessions_from_table, sessions_to_table
+from peagle.economics.usage import (
+    EngineSession,
+    RequestUsage,
+    session_since,
+    sessions_from_table,
+    sessions_to_table,
+)
+from peagle.errors import PeagleError
 from peagle.files import write_atomic
 
 
@@ -33,6 +43,38 @@ def read_sessions(folder: Path) -> list[EngineSession]:
 
     paths = sorted(folder.glob("session-*.parquet"))
     return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+
+
+def append_beat(folder: Path, session: EngineSession) -> None:
+    """Keep a heartbeat beside those before it."""
+    with (folder / f"beats-{session.session_id}.jsonl").open("ab", buffering=0) as file:
+        file.write(json.dumps(asdict(session)).encode() + b"\n")
+
+
+def read_sessions_since(folder: Path, since: float) -> list[EngineSession]:
+    """What every engine process did after a Unix time, to the minute; those that had ended are left out.
+
+    Raises:
+        PeagleError: a file is no such record.
+    """
+    found = []
+    for session in read_sessions(folder):
+        if session.last_seen_at <= since:
+            continue
+        earlier = [beat for beat in _beats(folder, session) if beat.last_seen_at <= since]
+        found.append(session_since(session, earlier[-1]) if earlier else session)
+    return found
+
+
+def _beats(folder: Path, session: EngineSession) -> list[EngineSession]:
+    path = folder / f"beats-{session.session_id}.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # a last line without its end is torn
+    try:
+        return [EngineSession(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise PeagleError(f"{path}: not heartbeats: {error}") from error
 
 
 def append_request(folder: Path, request: RequestUsage) -> None:

@@ -13,7 +13,7 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from peagle.economics.prices import Device
@@ -64,6 +64,20 @@ class UnitUsage:
             raise ValueError(f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens were cached")
         if self.finished_at < self.started_at:
             raise ValueError("the unit finished before it started")
+
+    def __add__(self, other: "UnitUsage") -> "UnitUsage":
+        """Both together, as one unit of the same session."""
+        if self.session_id != other.session_id:
+            raise ValueError("units of two sessions do not add up to one")
+        counts = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+        return UnitUsage(
+            session_id=self.session_id,
+            busy_s=self.busy_s + other.busy_s,
+            speculation=self.speculation + other.speculation,
+            started_at=min(self.started_at, other.started_at),
+            finished_at=max(self.finished_at, other.finished_at),
+            **{name: getattr(self, name) + getattr(other, name) for name in counts},
+        )
 
     def to_json(self) -> bytes:
         """The record as versioned JSON, for `UNIT_KEY` in the metadata of a Parquet file."""
@@ -174,6 +188,18 @@ class EngineSession:
         states_s = self.load_s + self.compile_s + self.busy_s + self.idle_s
         if abs(states_s - life_s) > _TOLERANCE_S:
             raise ValueError(f"load, compile, busy and idle sum to {states_s} s of a life of {life_s} s")
+
+
+def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
+    """What a session did after an earlier heartbeat of its own, as if it had started then."""
+    states = ("load_s", "compile_s", "busy_s", "idle_s")
+    passed = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    return replace(
+        session,
+        started_at=session.last_seen_at - sum(passed.values()),
+        num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
+        **passed,
+    )
 
 
 def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":

@@ -14,11 +14,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from peagle.economics.ledger import append_request, write_session
+from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from pipelines.batch.meter import EngineMeter
 from pipelines.online.answers import Tally
+
+_KEPT_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class EngineAccount:
         self._started_at = time.time()
         self._numbers = count()
         self._heartbeat_s = heartbeat_s
+        self._next_kept_at = 0.0
         self._ended = threading.Event()
         self.heartbeat()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -104,6 +107,9 @@ class EngineAccount:
             ended=self._ended.is_set(),
         )
         write_session(self._folder, session)
+        if session.last_seen_at >= self._next_kept_at or session.ended:
+            self._next_kept_at = session.last_seen_at + _KEPT_EVERY_S
+            append_beat(self._folder, session)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):

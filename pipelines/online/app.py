@@ -153,6 +153,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         requires_key=requires_key,
         max_body_bytes=config.max_body_kib * 1024,
         body_timeout_s=config.body_timeout_s,
+        request_timeout_s=config.request_timeout_s,
         max_output_tokens=config.max_output_tokens,
     )
 

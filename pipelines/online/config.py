@@ -59,6 +59,7 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
+    request_timeout_s: float = Field(600, gt=0, description="time for an answer, waiting for an engine included")
     max_output_tokens: int | None = Field(
         None, ge=1, description="most output tokens of a request, and what one gets that names none"
     )

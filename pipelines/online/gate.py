@@ -50,6 +50,7 @@ class GateSettings:
     requires_key: bool = True
     max_body_bytes: int = 1024 * 1024
     body_timeout_s: float = 10.0
+    request_timeout_s: float = 600.0
     max_output_tokens: int | None = None
 
 
@@ -98,7 +99,13 @@ class Gate:
         inward |= {"content-length": str(len(intake.body))}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
         try:
-            await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+            async with asyncio.timeout(settings.request_timeout_s) as limit:
+                await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"the answer took longer than {settings.request_timeout_s:g} s"
+            raise ApiError(504, message, code="timeout") from None
         finally:
             if answer.is_complete:
                 self._limiter.settle(permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd)

@@ -4,24 +4,27 @@ It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from peagle.economics.usage import Outcome
 from pipelines.online.account import RequestAccount, summary
 from pipelines.online.answers import OURS, events, is_usage_alone, to_text
 
+_CUT: Outcome = "cut"
+
 
 async def relay(
-    answers: AsyncGenerator[Any, None], request: RequestAccount, *, wants_each_usage: bool
+    answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on, and write the request's record at its end, whatever the end.
 
     Args:
         answers: one object (a whole answer or an error), or lists of texts that hold events.
+        begin: opens the request's account. Only once somebody listens: what is never listened to never ends.
         wants_each_usage: the client asked for usage in every event.
     """
-    outcome: Outcome = "cut"
+    request, outcome = begin(), _CUT
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:

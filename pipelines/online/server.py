@@ -4,6 +4,7 @@ It is imported on the nodes that run engines, and by whoever builds the applicat
 gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
 """
 
+import functools
 import os
 import uuid
 from collections.abc import AsyncGenerator
@@ -62,7 +63,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         os.environ |= environment(
             spec,
             here,
-            engine_index=self._account.engine_index,
+            # One that drains still has its slot; its successor computes on the same cores.
+            engine_index=self._account.engine_index % job.num_engines_on_node,
             num_engines_on_node=job.num_engines_on_node,
         )
         return make_llm_config(job.engine.model, spec, here, job.sizes, num_engines_on_node=job.num_engines_on_node)
@@ -78,8 +80,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     def _accounted(self, answers: Any, info: Any) -> AsyncGenerator[Any, None]:
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
-        request = self._account.begin(request_id, headers.get(KEY_HEADER, LOCAL_NAME))
-        return relay(answers, request, wants_each_usage=EACH_USAGE_HEADER in headers)
+        begin = functools.partial(self._account.begin, request_id, headers.get(KEY_HEADER, LOCAL_NAME))
+        return relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""

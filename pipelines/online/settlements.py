@@ -28,6 +28,7 @@ class Settlements:
         self._monotonic = monotonic
         self._waiting: dict[str, tuple[float, Permit]] = {}
         self._next_look = 0.0
+        self._is_looking = False
         spent: dict[str, float] = {}
         for request in self._reader.new():
             spent[request.key] = spent.get(request.key, 0.0) + request.usd
@@ -40,10 +41,15 @@ class Settlements:
     async def catch_up(self) -> None:
         """Settle what the ledger has by now; looks at it once a second at most, and only when something waits."""
         now = self._monotonic()
-        if not self._waiting or now < self._next_look:
+        if not self._waiting or now < self._next_look or self._is_looking:
             return
-        self._next_look = now + _LOOK_S
-        for request in await asyncio.to_thread(self._reader.new):
+        self._is_looking = True
+        try:
+            found = await asyncio.to_thread(self._reader.new)
+        finally:
+            self._is_looking = False
+            self._next_look = now + _LOOK_S
+        for request in found:
             if waiting := self._waiting.pop(request.request_id, None):
                 self.limiter.settle(waiting[1], output_tokens=request.usage.num_output_tokens, usd=request.usd)
         for request_id, (since, permit) in list(self._waiting.items()):

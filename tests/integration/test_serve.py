@@ -3,6 +3,7 @@
 import signal
 import socket
 
+import httpx
 import openai
 import pytest
 
@@ -103,7 +104,8 @@ def check_errors(client, url):
 
 
 def check_cost(client):
-    report = client.get("/cost", cast_to=dict)
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
     assert report["by_key"]["alice"]["num_output_tokens"] > 0
     assert report["account"]["usd"]["idle"] > 0
 

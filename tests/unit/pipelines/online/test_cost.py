@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from peagle.economics.ledger import append_request
@@ -38,6 +40,29 @@ def test_a_key_sees_its_own_requests_and_nothing_of_the_whole(view):
     assert set(report) == {"window_s", "total", "by_model"}
 
 
-def test_a_window_leaves_out_what_ended_before_it(view):
-    assert view.report(window_s=1e-9)["total"]["num_requests"] == 0
-    assert view.report(window_s=3600)["total"]["num_requests"] == 2
+def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_path):
+    start = engine_account._started_at
+
+    def request_of(seconds, request_id):
+        request = engine_account.begin(request_id, "alice")
+        request.tally = Tally(num_output_tokens=100)
+        clock.now += seconds
+        record = request.finish("ok")
+        finished_at = start + clock.now - 100
+        usage = replace(record.usage, started_at=finished_at - seconds, finished_at=finished_at)
+        append_request(tmp_path / "ledger", replace(record, usage=usage))
+
+    engine_account.ready()
+    request_of(50, "before")
+    clock.now += 70
+    engine_account.heartbeat()  # kept: more than a minute after the first
+    clock.now += 300
+    request_of(20, "within")
+    clock.now += 30
+    engine_account.end()
+    view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
+    report = view.report(window_s=240)
+    assert report["total"]["num_requests"] == 1
+    assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
+    assert report["account"]["device_s"]["idle"] == pytest.approx(2 * 330)  # since the last kept heartbeat before it
+    assert view.report()["account"]["device_s"]["total"] == pytest.approx(2 * 470)

@@ -253,6 +253,21 @@ def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
     assert "secret" not in answer.text
 
 
+def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask, keys):
+    cancelled = []
+
+    async def hangs(scope, receive, send):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
+    assert error_of(answer) == (504, "timeout")
+    assert cancelled == [True]
+
+
 @pytest.mark.parametrize(
     ("name", "status"), [("BackPressureError", 503), ("RayActorError", 503), ("ZeroDivisionError", 500)]
 )

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ async def generate(items, error=None):
 
 def passed(account, answers, **options):
     async def collect():
-        return [item async for item in relay(answers, account.begin("r1", "alice"), **options)]
+        return [item async for item in relay(answers, partial(account.begin, "r1", "alice"), **options)]
 
     return asyncio.run(collect())
 
@@ -89,7 +90,7 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
             closed.append(True)
 
     async def leave():
-        stream = relay(answers(), engine_account.begin("r1", "alice"), wants_each_usage=False)
+        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
         async for _ in stream:
             break
         await stream.aclose()
