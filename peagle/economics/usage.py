@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from peagle.economics.prices import Device
 from peagle.errors import PeagleError
@@ -193,7 +193,7 @@ class EngineSession:
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
     """What a session did after an earlier heartbeat of its own, as if it had started then."""
     states = ("load_s", "compile_s", "busy_s", "idle_s")
-    passed = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
     return replace(
         session,
         started_at=session.last_seen_at - sum(passed.values()),

@@ -270,7 +270,7 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body whole, then what the client does."""
-    pending = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
         return pending.pop() if pending else await receive()
