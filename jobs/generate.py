@@ -42,6 +42,7 @@ _GROUPS = {
         "cluster_wait_s",
         "grace_s",
         "heartbeat_s",
+        "lease_s",
     ],
     "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices"],
 }

@@ -79,6 +79,9 @@ class GenerateConfig(PromptKeys, SamplingKeys):
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
     )
     grace_s: float = Field(20, ge=0, description="after Ctrl-C or SIGTERM, time for units under way to be committed")
+    lease_s: float = Field(
+        30, ge=1, le=3600, description="a driver that shows no sign of life for so long may be replaced by another"
+    )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
 
     instance_type: str | None = Field(None, description="what the engines run on, as in the price table")

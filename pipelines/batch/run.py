@@ -17,6 +17,7 @@ from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
+from pipelines.batch.lease import hold_lease
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
@@ -49,6 +50,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
 
     Raises:
         ConfigError: bad usage; nothing was started.
+        RunInUse: another driver is at work in the same directory.
         CapacityError: the cluster can never hold the engines.
         EngineError: an engine did not start or died; what is committed stays.
         StoppedEarly: interrupted; the same command continues.
@@ -70,6 +72,10 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             announce=progress.say,
         )
         progress.say(_announcement(resolved, plan))
+        run.require_own()
+        lease = stack.enter_context(
+            hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
+        )
         plan = _open(run, plan, resolved, command)
         committed = run.committed()
         units = [unit for unit in plan.units if unit.unit not in committed]
@@ -82,9 +88,9 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
         )
         stop = stack.enter_context(stop_on_signal())  # after Ray, which takes SIGTERM for itself when it starts
-        stream(run, plan, units, resolved, progress, stop)
-    run.remove_orphans()
-    return Outcome(report=make_report(run), export=_export(run, plan, config))
+        stream(run, plan, units, resolved, progress, stop, lease.lost)
+        run.remove_orphans()
+        return Outcome(report=make_report(run), export=_export(run, plan, config))
 
 
 def _export(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Export | None:

@@ -8,6 +8,7 @@
     report.json  report.html      the account
     logs/                         what Ray and the engines print
     .stop.json                    only while a run is being stopped: the driver's word to the workers
+    .lease/                       who drives the run (`lease.py`)
 
 A unit is committed when its file exists. The file appears whole, by one exclusive link, so of two attempts at a unit
 the first wins and the other leaves nothing valid. It knows files and records; it does not know engines or Ray.
@@ -59,15 +60,27 @@ class RunDirectory:
         Raises:
             ConfigError: the folder holds something else, or cannot be written.
         """
-        foreign = [p.name for p in self.root.glob("*")] if self.root.is_dir() else []
-        if set(foreign) - {"data", "failed", "ledger", "logs", "plan.parquet"}:
-            raise ConfigError(f"output {self}: the folder holds other files ({foreign[0]}, ...)", hint="name a new one")
+        self.require_own()
         try:
             self._make_folders()
             write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
             write_json(self.root / "run.json", manifest)
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
+
+    def require_own(self) -> None:
+        """Make sure that the folder, if there is one, holds nothing but a run.
+
+        Raises:
+            ConfigError: it holds something else.
+        """
+        if self.exists or not self.root.is_dir():
+            return
+        foreign = {p.name for p in self.root.glob("*")} - {"data", "failed", "ledger", "logs", "plan.parquet", ".lease"}
+        if foreign:
+            raise ConfigError(
+                f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
+            )
 
     def open(self) -> None:
         """Make the directory ready for another attempt: clear what killed writers left.

@@ -14,7 +14,7 @@ from typing import Any
 
 from peagle import errors
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, StoppedEarly
+from peagle.errors import EngineError, PeagleError, RunInUse, StoppedEarly
 from pipelines.batch import cluster
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
 from pipelines.batch.progress import Progress, Tally
@@ -24,6 +24,7 @@ from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_
 
 _POLL_S = 1.0
 _GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
+_LOST = "what it had committed stays; let the other one finish"
 _LOGS = "the run's logs/ folder says more; the same command continues it"
 
 
@@ -34,8 +35,14 @@ def stream(
     resolved: ResolvedRun,
     progress: Progress,
     stop: threading.Event,
+    lost: threading.Event,
 ) -> None:
-    """Generate and commit `units`; returns when all are committed."""
+    """Generate and commit `units`; returns when all are committed.
+
+    Args:
+        stop: asks for a clean stop.
+        lost: another driver has taken the run over; then nothing of the directory is touched any more.
+    """
     tally = Tally(num_rows_planned=plan.num_rows, price=resolved.price)
     for earlier in run.usages():
         tally.add(earlier, before=True)
@@ -47,6 +54,9 @@ def stream(
                 tally.add(usage)
             tally.observe(run.sessions(), started_at)
             progress.show(tally)
+            if lost.is_set():
+                cluster.abandon(RunInUse.exit_code)
+                raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
             if stop.is_set() and give_up_at is None:
                 progress.say(f"stopping: units under way have {resolved.config.grace_s:g} s to be committed")
                 run.request_stop(resolved.config.grace_s)
