@@ -15,9 +15,10 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
   ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
-The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C stops
-it: units under way get --grace-s to be committed; a second Ctrl-C stops it at once. Rows that cannot be done go
-to OUTPUT/failed with a reason; the job goes on. RAY_ADDRESS names the cluster to run on;
+The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
+--budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it
+is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job goes
+on. RAY_ADDRESS names the cluster to run on;
 without it one is started on this machine and stopped at the end.
 """
 EPILOG = """\
@@ -40,10 +41,10 @@ _GROUPS = {
         "engine",
         "fake_token_s",
         "cluster_wait_s",
-        "grace_s",
         "heartbeat_s",
         "lease_s",
     ],
+    "stopping": ["budget_usd", "deadline", "max_failed_rows", "grace_s"],
     "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices"],
 }
 

@@ -7,6 +7,7 @@ It decides and reports; `streaming.py` moves the units, and what happens to rows
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.stopping import stop_on_signal
 from pipelines.batch.streaming import stream
+from pipelines.batch.supervision import Supervisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         RunInUse: another driver is at work in the same directory.
         CapacityError: the cluster can never hold the engines.
         EngineError: an engine did not start or died; what is committed stays.
-        StoppedEarly: interrupted; the same command continues.
+        TooManyFailedRows: more dead letters than the user allows.
+        StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
     """
     with contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
@@ -81,14 +84,17 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         units = [unit for unit in plan.units if unit.unit not in committed]
         if not units:
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
+        stop = threading.Event()
+        supervisor = Supervisor(run, plan, resolved, stop, command=command)
+        supervisor.require_room()
         quiet.move_to(run.logs / "driver.log")
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
         cluster.require_capacity(
             resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
         )
-        stop = stack.enter_context(stop_on_signal())  # after Ray, which takes SIGTERM for itself when it starts
-        stream(run, plan, units, resolved, progress, stop, lease.lost)
+        stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
+        stream(run, plan, units, resolved, supervisor, progress, lease.lost)
         run.remove_orphans()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
 

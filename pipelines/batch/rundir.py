@@ -16,7 +16,6 @@ the first wins and the other leaves nothing valid. It knows files and records; i
 
 import io
 import json
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -200,12 +199,12 @@ class RunDirectory:
 
     def request_stop(self, grace_s: float) -> None:
         """Tell every worker: start nothing new, and give up what is not committed in `grace_s` seconds."""
-        write_json(self._stop_path, {"deadline": time.time() + grace_s})
+        write_json(self._stop_path, {"grace_s": grace_s})
 
-    def stop_deadline(self) -> float | None:
-        """When work that is under way will be given up, in Unix seconds; None while the run goes on."""
+    def stop_grace_s(self) -> float | None:
+        """The seconds that work under way has since a stop was asked for; None while the run goes on."""
         try:
-            return float(json.loads(self._stop_path.read_bytes())["deadline"])
+            return float(json.loads(self._stop_path.read_bytes())["grace_s"])
         except FileNotFoundError:
             return None
 

@@ -14,16 +14,17 @@ from typing import Any
 
 from peagle import errors
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, RunInUse, StoppedEarly
+from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
-from pipelines.batch.progress import Progress, Tally
+from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
 
 _POLL_S = 1.0
-_GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
+_GRACE = "units under way have a moment (--grace-s) to be committed"
 _LOST = "what it had committed stays; let the other one finish"
 _LOGS = "the run's logs/ folder says more; the same command continues it"
 
@@ -33,46 +34,56 @@ def stream(
     plan: Plan,
     units: Sequence[WorkUnit],
     resolved: ResolvedRun,
+    supervisor: Supervisor,
     progress: Progress,
-    stop: threading.Event,
     lost: threading.Event,
 ) -> None:
     """Generate and commit `units`; returns when all are committed.
 
     Args:
-        stop: asks for a clean stop.
         lost: another driver has taken the run over; then nothing of the directory is touched any more.
+
+    Raises:
+        StoppedEarly, TooManyFailedRows, EngineError: as the supervisor judges.
+        RunInUse: `lost` was set.
     """
-    tally = Tally(num_rows_planned=plan.num_rows, price=resolved.price)
-    for earlier in run.usages():
-        tally.add(earlier, before=True)
-    started_at, receipts = time.time(), _Receipts(lambda: _dataset(run, plan, units, resolved))
-    give_up_at = None
+    receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
-        for usage in receipts:
-            if usage is not None:
-                tally.add(usage)
-            tally.observe(run.sessions(), started_at)
-            progress.show(tally)
-            if lost.is_set():
-                cluster.abandon(RunInUse.exit_code)
-                raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
-            if stop.is_set() and give_up_at is None:
-                progress.say(f"stopping: units under way have {resolved.config.grace_s:g} s to be committed")
-                run.request_stop(resolved.config.grace_s)
-                give_up_at = time.monotonic() + resolved.config.grace_s + _GIVE_UP_S
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                cluster.abandon()
-                break
-        progress.show(tally, final=True)
+        _watch(run, receipts, supervisor, progress, lost)
+        progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
     run.clear_stop()
-    done = len(run.committed())
-    if done < len(plan.units):
-        raise StoppedEarly(
-            f"stopped with {done} of {len(plan.units)} units committed", hint="the same command continues the run"
-        )
+    if len(run.committed()) < len(plan.units):
+        raise supervisor.error()
+
+
+def _watch(
+    run: RunDirectory,
+    receipts: "_Receipts",
+    supervisor: Supervisor,
+    progress: Progress,
+    lost: threading.Event,
+) -> None:
+    """Until the dataset has ended, or is given up."""
+    looked_at = -math.inf
+    for usage in receipts:
+        if usage is not None:
+            supervisor.tally.add(usage)
+        if time.monotonic() - looked_at < _POLL_S:
+            continue
+        looked_at, before = time.monotonic(), supervisor.ending
+        supervisor.observe()
+        progress.show(supervisor.tally)
+        if supervisor.ending is not None and before is None:
+            progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
+        if lost.is_set():
+            cluster.abandon(RunInUse.exit_code)
+            raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
+        if supervisor.ending is not None and supervisor.gives_up:
+            cluster.abandon(supervisor.ending.error.exit_code)
+            break
+    supervisor.observe()
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:

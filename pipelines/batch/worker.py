@@ -34,6 +34,7 @@ from pipelines.batch.node import claim_slot, localize
 from pipelines.batch.plan import unit_from_row
 from pipelines.batch.rows import PreparedUnit, given_back, is_given_back, prepare
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.stopping import GraceClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
     """Read, template and tokenise one unit; `batch` is its one row of the plan."""
     (row,) = batch.to_pylist()
     unit = unit_from_row(row)
-    if RunDirectory(Path(job.run_dir)).stop_deadline() is not None:
+    if RunDirectory(Path(job.run_dir)).stop_grace_s() is not None:
         return given_back(unit)
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
     return prepare(unit, list(read(unit.span)), job.schema, RequestBuilder(prompts, job.sampling))
@@ -101,6 +102,7 @@ class EngineWorker:
     def __init__(self, job: EngineJob) -> None:
         self._job = job
         self._run = RunDirectory(Path(job.run_dir))
+        self._grace = GraceClock(self._run.stop_grace_s)
         self._meter = EngineMeter()
         self._started_at = time.time()
         self._session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
@@ -118,7 +120,7 @@ class EngineWorker:
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
-        if is_given_back(batch) or self._run.stop_deadline() is not None:
+        if is_given_back(batch) or self._grace.is_asked():
             yield _receipt(None)
             return
         prepared = PreparedUnit(batch)
@@ -137,8 +139,7 @@ class EngineWorker:
     async def _finished_in_time(self, work: "asyncio.Future[list[Generation | None]]") -> bool:
         """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over."""
         while not (await asyncio.wait([work], timeout=_STOP_POLL_S))[0]:
-            deadline = self._run.stop_deadline()
-            if deadline is not None and time.time() >= deadline:
+            if self._grace.is_over():
                 work.cancel()
                 return False
         return True
