@@ -40,11 +40,13 @@ _GROUPS = {
         "gpu_memory_utilization",
         "engine",
         "fake_token_s",
+        "fake_die_on",
+        "fake_kill_on",
         "cluster_wait_s",
         "heartbeat_s",
         "lease_s",
     ],
-    "stopping": ["budget_usd", "deadline", "max_failed_rows", "grace_s"],
+    "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "grace_s"],
     "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices"],
 }
 

@@ -76,9 +76,14 @@ class GenerateConfig(PromptKeys, SamplingKeys):
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
     fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
+    fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
+    fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
+    )
+    row_timeout_s: float | None = Field(
+        None, gt=0, description="a row that an engine has not finished in this time becomes a dead letter"
     )
     grace_s: float = Field(20, ge=0, description="when the run is stopped, time for units under way to be committed")
     lease_s: float = Field(
@@ -112,6 +117,12 @@ class GenerateConfig(PromptKeys, SamplingKeys):
     def _k_needs_a_drafter(self) -> "GenerateConfig":
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":
+        if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on):
+            raise ValueError("fake_die_on and fake_kill_on mean nothing without engine: fake")
         return self
 
     @field_validator("output", mode="before")

@@ -7,6 +7,7 @@
     ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
     report.json  report.html      the account
     logs/                         what Ray and the engines print
+    suspects/                     rows that may have killed an engine (`suspects.py`); empty when the run is finished
     .stop.json                    only while a run is being stopped: the driver's word to the workers
     .lease/                       who drives the run (`lease.py`)
 
@@ -28,9 +29,11 @@ from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import remove_temporaries, write_atomic, write_json, write_once
 from pipelines.batch.plan import Plan, plan_from_bytes, plan_to_bytes
+from pipelines.batch.suspects import forget_killed_driver
 
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
+_LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
 class RunDirectory:
@@ -42,6 +45,7 @@ class RunDirectory:
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
         self.logs = self.root / "logs"
+        self.suspects = self.root / "suspects"
 
     def __str__(self) -> str:
         return str(self.root)
@@ -75,7 +79,7 @@ class RunDirectory:
         """
         if self.exists or not self.root.is_dir():
             return
-        foreign = {p.name for p in self.root.glob("*")} - {"data", "failed", "ledger", "logs", "plan.parquet", ".lease"}
+        foreign = {p.name for p in self.root.glob("*")} - _LAID_OUT
         if foreign:
             raise ConfigError(
                 f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
@@ -90,8 +94,9 @@ class RunDirectory:
         try:
             self._make_folders()
             self.clear_stop()
-            for folder in (self.root, self.data, self.failed, self.ledger):
+            for folder in (self.root, self.data, self.failed, self.ledger, self.suspects):
                 remove_temporaries(folder)
+            forget_killed_driver(self.suspects, self.committed())
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
@@ -230,5 +235,5 @@ class RunDirectory:
         return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
 
     def _make_folders(self) -> None:
-        for folder in (self.data, self.failed, self.ledger, self.logs):
+        for folder in (self.data, self.failed, self.ledger, self.logs, self.suspects):
             folder.mkdir(parents=True, exist_ok=True)

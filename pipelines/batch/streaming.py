@@ -17,11 +17,12 @@ from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
+from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.supervision import Supervisor
-from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
+from pipelines.batch.worker import EngineJob, EngineWorker
 
 _POLL_S = 1.0
 _GRACE = "units under way have a moment (--grace-s) to be committed"
@@ -138,6 +139,9 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         sampling=dict(resolved.sampling.base),
         backend=config.engine,
         fake_token_s=config.fake_token_s,
+        fake_die_on=config.fake_die_on,
+        fake_kill_on=config.fake_kill_on,
+        row_timeout_s=config.row_timeout_s,
         num_devices=placement.num_devices,
         device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,

@@ -52,18 +52,18 @@ class DeathWatch:
 
     def __init__(self) -> None:
         self._num_deaths = 0
-        self._num_tokens = 0
+        self._num_finished = 0
         self.in_a_row = 0
 
-    def observe(self, sessions: Iterable[EngineSession]) -> int:
-        """Deaths since a row was last finished, given the sessions of this attempt."""
+    def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
+        """Deaths since a row was last finished, given the sessions of this attempt and the rows that are committed."""
         sessions = list(sessions)
         num_deaths = len(sessions) - len({(session.hostname, session.engine_index) for session in sessions})
-        num_tokens = sum(session.num_output_tokens for session in sessions)
-        if num_tokens > self._num_tokens:
+        num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
+        if num_finished > self._num_finished:
             self.in_a_row = 0
         self.in_a_row += num_deaths - self._num_deaths
-        self._num_deaths, self._num_tokens = num_deaths, num_tokens
+        self._num_deaths, self._num_finished = num_deaths, num_finished
         return self.in_a_row
 
 
@@ -139,7 +139,7 @@ class Supervisor:
             return Ending(error=StoppedEarly, message="asked to by a signal")
         if limit := reached(self._limits, self._situation()):
             return self._ending_of(limit)
-        if self._deaths.observe(sessions) >= _MAX_DEATHS_IN_A_ROW:
+        if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
             return Ending(
                 error=EngineError,
                 message=f"engines died {self._deaths.in_a_row} times without finishing a single row in between",
