@@ -27,7 +27,7 @@ exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configura
 """
 _GROUPS = {
     "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
-    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit"],
+    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [

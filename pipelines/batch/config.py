@@ -47,6 +47,7 @@ class GenerateConfig(PromptKeys, SamplingKeys):
         description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
         "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
     )
+    retry_failed: bool = Field(False, description="take up the rows again that are dead letters of this run")
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,

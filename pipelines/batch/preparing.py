@@ -13,7 +13,7 @@ from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
 from peagle.requests import RequestBuilder, SamplingSpec
 from pipelines.batch.corpus import read
 from pipelines.batch.node import localize
-from pipelines.batch.plan import unit_from_row
+from pipelines.batch.plan import unit_from_json
 from pipelines.batch.rows import given_back, prepare
 from pipelines.batch.rundir import RunDirectory
 
@@ -30,13 +30,14 @@ class PrepareJob:
 
 
 def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
-    """Read, template and tokenise one unit; `batch` is its one row of the plan."""
-    (row,) = batch.to_pylist()
-    unit = unit_from_row(row)
+    """Read, template and tokenise one unit; `batch` has it in its one row."""
+    unit = unit_from_json(batch.column("unit")[0].as_py())
     if RunDirectory(Path(job.run_dir)).stop_grace_s() is not None:
         return given_back(unit)
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
-    return prepare(unit, list(read(unit.span)), job.schema, RequestBuilder(prompts, job.sampling))
+    rows = list(read(unit.span))
+    taken = rows if unit.rows is None else [rows[index] for index in unit.rows]
+    return prepare(unit, taken, job.schema, RequestBuilder(prompts, job.sampling))
 
 
 @functools.lru_cache(maxsize=2)

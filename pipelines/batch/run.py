@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle import hardware, manifest
+from peagle.errors import ConfigError
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
@@ -27,6 +28,8 @@ from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.stopping import stop_on_signal
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import Supervisor
+
+_NO_RUN = "leave --retry-failed out to start one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,14 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         )
         progress.say(_announcement(resolved, plan))
         run.require_own()
+        if config.retry_failed and not run.exists:
+            raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
         lease = stack.enter_context(
             hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
         )
         plan = _open(run, plan, resolved, command)
+        if config.retry_failed:
+            plan = _retry(run, plan, progress)
         committed = run.committed()
         units = [unit for unit in plan.units if unit.unit not in committed]
         if not units:
@@ -127,7 +134,17 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
     current = make_plan(resolved.config.model_copy(update={"rows_per_unit": plan.rows_per_unit}))
     manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     run.open()
-    return current  # the same units, at the paths where the corpus is now
+    return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
+
+
+def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:
+    with_retry = run.plan_retry(plan)
+    added = with_retry.units[len(plan.units) :]
+    if added:
+        progress.say(f"{sum(unit.num_rows for unit in added)} failed rows are taken up again")
+    else:
+        progress.say("there is no failed row to take up again")
+    return with_retry
 
 
 def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict[str, Any]:

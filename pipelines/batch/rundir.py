@@ -2,8 +2,9 @@
 
     run.json                      what the run is (configuration, fingerprint, versions); written once
     plan.parquet                  the units; written once
+    plan-N.parquet                units of the N-th retry: which unit's dead letters they take up; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it and no retry took them up
     ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
     report.json  report.html      the account
     logs/                         what Ray and the engines print
@@ -18,9 +19,10 @@ the first wins and the other leaves nothing valid. It knows files and records; i
 import io
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,9 +30,17 @@ import pyarrow.parquet as pq
 from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table, sessions_to_table
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import remove_temporaries, write_atomic, write_json, write_once
-from pipelines.batch.plan import Plan, plan_from_bytes, plan_to_bytes
+from pipelines.batch.plan import (
+    Plan,
+    Retry,
+    plan_from_bytes,
+    plan_to_bytes,
+    retries_from_bytes,
+    retries_to_bytes,
+)
 from pipelines.batch.suspects import forget_killed_driver
 
+_Parsed = TypeVar("_Parsed")
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
@@ -115,15 +125,45 @@ class RunDirectory:
         return manifest
 
     def plan(self) -> Plan:
-        """`plan.parquet`.
+        """`plan.parquet`, and the units of retries.
 
         Raises:
             ConfigError: missing or damaged.
         """
-        try:
-            return plan_from_bytes((self.root / "plan.parquet").read_bytes())
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise ConfigError(f"{self}/plan.parquet is damaged: {error}", hint="start a new run directory") from error
+        return _parsed(self.root / "plan.parquet", plan_from_bytes).with_retries(self.retries())
+
+    def retries(self) -> list[Retry]:
+        """The units of all retries, in the order in which they were planned.
+
+        Raises:
+            ConfigError: a plan of a retry is damaged.
+        """
+        return [retry for path in self._retry_plans() for retry in _parsed(path, retries_from_bytes)]
+
+    def plan_retry(self, plan: Plan) -> Plan:
+        """Plan new units for all dead letters; from now on these units answer for those rows.
+
+        Returns:
+            `plan` with the new units, or as it is if there is no dead letter.
+        """
+        superseded, number = self._superseded(), max(unit.unit for unit in plan.units)
+        retries = []
+        for unit in plan.units:
+            if unit.unit not in superseded and self.unit_path(unit.unit).exists():
+                rows = tuple(int(letter["id"]) - unit.first_id for letter in self._letters(unit.unit))
+                if rows:
+                    number += 1
+                    retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
+        if retries:
+            name = f"plan-{len(self._retry_plans()) + 1:04d}.parquet"
+            write_once(self.root / name, retries_to_bytes(retries))
+        return plan.with_retries(retries)
+
+    def _retry_plans(self) -> list[Path]:
+        return sorted(self.root.glob("plan-*.parquet"))
+
+    def _superseded(self) -> frozenset[int]:
+        return frozenset(retry.supersedes for retry in self.retries())
 
     # --- units
 
@@ -158,11 +198,15 @@ class RunDirectory:
     def usages(self) -> Iterator[UnitUsage]:
         """Usage of every committed unit, in order, from the files' footers.
 
+        Rows that a retry took up are no failed rows of the unit where they failed.
+
         Raises:
             PeagleError: a file is damaged.
         """
+        superseded = self._superseded()
         for unit in sorted(self.committed()):
-            yield self.usage(unit)
+            usage = self.usage(unit)
+            yield replace(usage, num_failed_rows=0) if unit in superseded else usage
 
     def usage(self, unit: int) -> UnitUsage:
         """Usage of one committed unit.
@@ -173,11 +217,16 @@ class RunDirectory:
         return UnitUsage.from_json(self._unit_metadata(unit)[_USAGE])
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Every valid dead letter: those that a committed unit names."""
+        """Every valid dead letter: those that a committed unit names, and no retry took up."""
+        superseded = self._superseded()
         for unit in sorted(self.committed()):
-            if name := self._unit_metadata(unit)[_FAILED].decode():
-                with (self.failed / name).open(encoding="utf-8") as lines:
-                    yield from (json.loads(line) for line in lines)
+            if unit not in superseded:
+                yield from self._letters(unit)
+
+    def _letters(self, unit: int) -> Iterator[dict[str, Any]]:
+        if name := self._unit_metadata(unit)[_FAILED].decode():
+            with (self.failed / name).open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines)
 
     def remove_orphans(self) -> int:
         """Delete dead letters that no committed unit names, when nobody writes any more; the number deleted."""
@@ -237,3 +286,10 @@ class RunDirectory:
     def _make_folders(self) -> None:
         for folder in (self.data, self.failed, self.ledger, self.logs, self.suspects):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def _parsed(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", hint="start a new run directory") from error

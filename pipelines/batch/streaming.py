@@ -16,7 +16,7 @@ from peagle import errors
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
-from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
+from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
@@ -93,11 +93,11 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
     from ray.data import ActorPoolStrategy
 
     cluster.keep_blocks()
-    rows_per_unit = units[0].span.num_rows
+    rows_per_unit = math.ceil(sum(unit.num_rows for unit in units) / len(units))
     calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
     prepare_job, engine_job = _jobs(run, plan, resolved)
     return (
-        ray.data.from_items([unit_to_row(unit) for unit in units], override_num_blocks=len(units))
+        ray.data.from_items([{"unit": unit_to_json(unit)} for unit in units], override_num_blocks=len(units))
         .map_batches(
             prepare_unit,
             batch_size=None,

@@ -133,3 +133,49 @@ def test_a_foreign_parquet_file_is_named(run):
     pq.write_table(TABLE, run.unit_path(0))
     with pytest.raises(PeagleError, match="not written by peagle"):
         list(run.usages())
+
+
+def letter(row_id, reason="x"):
+    return {"id": f"{row_id:09d}", "reason": reason}
+
+
+def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
+    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = run.plan_retry(run.plan())
+    assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
+    assert run.plan() == plan
+    assert plan.num_rows == 2
+    assert list(run.dead_letters()) == []
+    assert [one.num_failed_rows for one in run.usages()] == [0]
+
+    assert run.plan_retry(plan) == plan
+    assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
+    assert list(run.dead_letters()) == [letter(1, "again")]
+    assert [one.num_failed_rows for one in run.usages()] == [0, 1]
+    assert run.remove_orphans() == 0
+
+    third = run.plan_retry(run.plan())
+    assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
+    assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(run.dead_letters()) == []
+    assert sum(one.num_rows for one in run.usages()) == 2
+
+
+def test_without_dead_letters_there_is_nothing_to_retry(run):
+    run.commit(0, TABLE, usage(), [])
+    assert run.plan_retry(run.plan()) == run.plan()
+    assert run.retries() == []
+
+
+def test_a_damaged_plan_of_a_retry_is_named(run):
+    (run.root / "plan-0001.parquet").write_bytes(b"PAR1 cut off")
+    with pytest.raises(ConfigError, match=r"plan-0001\.parquet is damaged"):
+        run.plan()
+
+
+def test_a_stop_carries_its_grace_until_the_run_goes_on(run):
+    assert run.stop_grace_s() is None
+    run.request_stop(7.5)
+    assert run.stop_grace_s() == 7.5
+    run.open()
+    assert run.stop_grace_s() is None
