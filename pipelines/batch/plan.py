@@ -2,7 +2,7 @@
 
 A unit is a range of rows of one file. The plan is written before anything runs and never changes, so a resume
 is the difference between the plan and a listing of the committed units. A retry adds units: each takes up the rows of
-one unit that became dead letters, and from then on answers for them (`docs/decisions/0005-retry-units.md`).
+one unit that became dead letters, and from then on answers for them (`docs/decisions/0006-retry-units.md`).
 """
 
 import io

@@ -146,11 +146,11 @@ class RunDirectory:
         Returns:
             `plan` with the new units, or as it is if there is no dead letter.
         """
-        superseded, number = self._superseded(), max(unit.unit for unit in plan.units)
+        superseded, number = self.superseded(), max(unit.unit for unit in plan.units)
         retries = []
         for unit in plan.units:
             if unit.unit not in superseded and self.unit_path(unit.unit).exists():
-                rows = tuple(int(letter["id"]) - unit.first_id for letter in self._letters(unit.unit))
+                rows = tuple(int(letter["id"]) - unit.first_id for letter in self.letters(unit.unit))
                 if rows:
                     number += 1
                     retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
@@ -162,7 +162,8 @@ class RunDirectory:
     def _retry_plans(self) -> list[Path]:
         return sorted(self.root.glob("plan-*.parquet"))
 
-    def _superseded(self) -> frozenset[int]:
+    def superseded(self) -> frozenset[int]:
+        """Units whose dead letters a retry took up."""
         return frozenset(retry.supersedes for retry in self.retries())
 
     # --- units
@@ -203,7 +204,7 @@ class RunDirectory:
         Raises:
             PeagleError: a file is damaged.
         """
-        superseded = self._superseded()
+        superseded = self.superseded()
         for unit in sorted(self.committed()):
             usage = self.usage(unit)
             yield replace(usage, num_failed_rows=0) if unit in superseded else usage
@@ -218,12 +219,13 @@ class RunDirectory:
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
         """Every valid dead letter: those that a committed unit names, and no retry took up."""
-        superseded = self._superseded()
+        superseded = self.superseded()
         for unit in sorted(self.committed()):
             if unit not in superseded:
-                yield from self._letters(unit)
+                yield from self.letters(unit)
 
-    def _letters(self, unit: int) -> Iterator[dict[str, Any]]:
+    def letters(self, unit: int) -> Iterator[dict[str, Any]]:
+        """The dead letters of one committed unit, whether a retry took them up or not."""
         if name := self._unit_metadata(unit)[_FAILED].decode():
             with (self.failed / name).open(encoding="utf-8") as lines:
                 yield from (json.loads(line) for line in lines)
