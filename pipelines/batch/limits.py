@@ -4,6 +4,7 @@ Pure functions of what is passed in: it reads no clock, no file and no ledger.
 """
 
 import datetime
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -138,4 +139,4 @@ def dollars(usd: float) -> str:
     >>> dollars(12.5), dollars(0.00042)
     ('$12.50', '$0.00042')
     """
-    return f"${usd:.2f}" if usd >= 1 or usd == 0 else f"${usd:.2g}"
+    return f"${usd:.{2 if usd >= 1 or usd == 0 else 1 - math.floor(math.log10(usd))}f}"

@@ -24,6 +24,7 @@ from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.stopping import stop_on_signal
 from pipelines.batch.streaming import stream
@@ -138,7 +139,7 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
 
 
 def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:
-    with_retry = run.plan_retry(plan)
+    with_retry = plan_retry(run, plan)
     added = with_retry.units[len(plan.units) :]
     if added:
         progress.say(f"{sum(unit.num_rows for unit in added)} failed rows are taken up again")

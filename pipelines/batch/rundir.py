@@ -140,31 +140,16 @@ class RunDirectory:
         """
         return [retry for path in self._retry_plans() for retry in _parsed(path, retries_from_bytes)]
 
-    def plan_retry(self, plan: Plan) -> Plan:
-        """Plan new units for all dead letters; from now on these units answer for those rows.
-
-        Returns:
-            `plan` with the new units, or as it is if there is no dead letter.
-        """
-        superseded, number = self.superseded(), max(unit.unit for unit in plan.units)
-        retries = []
-        for unit in plan.units:
-            if unit.unit not in superseded and self.unit_path(unit.unit).exists():
-                rows = tuple(int(letter["id"]) - unit.first_id for letter in self.letters(unit.unit))
-                if rows:
-                    number += 1
-                    retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
-        if retries:
-            name = f"plan-{len(self._retry_plans()) + 1:04d}.parquet"
-            write_once(self.root / name, retries_to_bytes(retries))
-        return plan.with_retries(retries)
-
-    def _retry_plans(self) -> list[Path]:
-        return sorted(self.root.glob("plan-*.parquet"))
+    def add_retries(self, retries: Sequence[Retry]) -> None:
+        """Plan these units; from now on they answer for the rows that they take up."""
+        write_once(self.root / f"plan-{len(self._retry_plans()) + 1:04d}.parquet", retries_to_bytes(retries))
 
     def superseded(self) -> frozenset[int]:
         """Units whose dead letters a retry took up."""
         return frozenset(retry.supersedes for retry in self.retries())
+
+    def _retry_plans(self) -> list[Path]:
+        return sorted(self.root.glob("plan-*.parquet"))
 
     # --- units
 

@@ -10,9 +10,7 @@ another actor and gives it the same units again.
 import asyncio
 import atexit
 import os
-import socket
 import sys
-import threading
 import time
 import uuid
 from collections import defaultdict
@@ -24,16 +22,15 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from peagle.economics.prices import Device
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
-from pipelines.batch.meter import EngineMeter
-from pipelines.batch.node import claim_slot
 from pipelines.batch.rows import PreparedUnit, is_given_back
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.session import Session
 from pipelines.batch.stopping import GraceClock
 from pipelines.batch.suspects import Note, UnitNotes, Verdict
 from pipelines.batch.turns import Turns
@@ -77,17 +74,17 @@ class EngineWorker:
         self._job = job
         self._run = RunDirectory(Path(job.run_dir))
         self._grace = GraceClock(self._run.stop_grace_s)
-        self._meter = EngineMeter()
-        self._started_at = time.time()
-        self._session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
-        self._log = self._redirect_output()
-        self._slot = claim_slot(job.run_id)
-        self._heartbeat()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._session = Session(
+            self._run,
+            run_id=job.run_id,
+            num_devices=job.num_devices,
+            device=job.device,
+            heartbeat_s=job.heartbeat_s,
+        )
+        self._meter = self._session.meter
         self._engine, compile_s = self._start_engine()
         self._meter.ready(compile_s)
-        self._heartbeat()
+        self._session.beat()
         in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)
         self._slots = asyncio.Semaphore(in_flight)
         self._turns = Turns()
@@ -103,7 +100,7 @@ class EngineWorker:
         prepared = PreparedUnit(batch)
         started_at = time.time()
         unit = prepared.unit.unit
-        notes = self._notes[unit] = UnitNotes(self._run.suspects, unit, self._session_id)
+        notes = self._notes[unit] = UnitNotes(self._run.suspects, unit, self._session.session_id)
         verdict = await asyncio.to_thread(notes.verdict, batch.num_rows)
         for index in verdict.guilty:
             prepared.refuse(index, _KILLER)
@@ -137,7 +134,7 @@ class EngineWorker:
         if suspects := sorted(verdict.suspects.intersection(indices)):
             async with self._turns.alone():
                 for index in suspects:
-                    await asyncio.to_thread(self._heartbeat)  # the driver should see what was finished until here
+                    await asyncio.to_thread(self._session.beat)  # the driver should see what was finished until here
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
                     found[index] = await self._generate(prepared, index, alone=True)
             await asyncio.to_thread(notes.write, Note())
@@ -186,8 +183,7 @@ class EngineWorker:
                 notes.write(Note(rows=tuple(sorted(rows)), alone=alone, died=True))
             else:
                 notes.withdraw()
-        self._stopped.set()
-        self._heartbeat(ended=True)
+        self._session.end()
         os._exit(1)
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +199,7 @@ class EngineWorker:
     def _usage(self, prepared: PreparedUnit, generations: list[Generation], started_at: float) -> UnitUsage:
         drafts = [g.speculation for g in generations if g.speculation is not None]
         return UnitUsage(
-            session_id=self._session_id,
+            session_id=self._session.session_id,
             num_rows=len(generations),
             num_failed_rows=len(prepared.dead_letters),
             num_prompt_tokens=sum(g.num_prompt_tokens for g in generations),
@@ -234,49 +230,13 @@ class EngineWorker:
         from pipelines.batch.node import start_vllm
 
         try:
-            vllm = start_vllm(job.spec, engine_index=self._slot, num_engines_on_node=job.num_engines_on_node)
+            vllm = start_vllm(job.spec, engine_index=self._session.slot, num_engines_on_node=job.num_engines_on_node)
         except EngineError as error:
-            raise with_root_cause(error, self._log.read_text(errors="replace")) from error
-        return vllm, compile_seconds(self._log.read_text(errors="replace"))
-
-    def _redirect_output(self) -> Path:
-        """Send what this process and its children print to a file of the run, not to Ray's driver."""
-        log = self._run.logs / f"engine-{self._session_id}.log"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        return log
-
-    def _beat(self) -> None:
-        while not self._stopped.wait(self._job.heartbeat_s):
-            self._heartbeat()
-
-    def _heartbeat(self, *, ended: bool = False) -> None:
-        meter = self._meter.snapshot()
-        self._run.write_session(
-            EngineSession(
-                session_id=self._session_id,
-                engine_index=self._slot,
-                hostname=socket.gethostname(),
-                num_devices=self._job.num_devices,
-                device=self._job.device,
-                started_at=self._started_at,
-                last_seen_at=self._started_at + meter.elapsed_s,
-                load_s=meter.load_s,
-                compile_s=meter.compile_s,
-                busy_s=meter.busy_s,
-                idle_s=meter.idle_s,
-                num_output_tokens=meter.num_output_tokens,
-                ended=ended,
-            )
-        )
+            raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
+        return vllm, compile_seconds(self._session.log.read_text(errors="replace"))
 
     def _close(self) -> None:
-        self._stopped.set()
-        self._heartbeat(ended=True)
+        self._session.end()
         self._engine.shutdown()
 
 

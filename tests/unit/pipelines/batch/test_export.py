@@ -13,6 +13,7 @@ from pipelines.batch import export as export_module
 from pipelines.batch.export import export
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rows import OUTPUT_SCHEMA
 from pipelines.batch.rundir import RunDirectory
 
@@ -182,7 +183,7 @@ def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
         ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
         letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
         assert run.commit(unit, output(ids), usage(unit), letters)
-    plan = run.plan_retry(run.plan())
+    plan = plan_retry(run, run.plan())
     for again in plan.units[3:5]:
         assert run.commit(again.unit, output([again.row_id(0)]), usage(again.unit), [])
     with pytest.raises(ConfigError, match="5 of 6 units are committed"):

@@ -7,6 +7,7 @@ from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -141,20 +142,20 @@ def letter(row_id, reason="x"):
 
 def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
     assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
-    plan = run.plan_retry(run.plan())
+    plan = plan_retry(run, run.plan())
     assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
     assert run.plan() == plan
     assert plan.num_rows == 2
     assert list(run.dead_letters()) == []
     assert [one.num_failed_rows for one in run.usages()] == [0]
 
-    assert run.plan_retry(plan) == plan
+    assert plan_retry(run, plan) == plan
     assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
     assert list(run.dead_letters()) == [letter(1, "again")]
     assert [one.num_failed_rows for one in run.usages()] == [0, 1]
     assert run.remove_orphans() == 0
 
-    third = run.plan_retry(run.plan())
+    third = plan_retry(run, run.plan())
     assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
     assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
@@ -163,7 +164,7 @@ def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
 
 def test_without_dead_letters_there_is_nothing_to_retry(run):
     run.commit(0, TABLE, usage(), [])
-    assert run.plan_retry(run.plan()) == run.plan()
+    assert plan_retry(run, run.plan()) == run.plan()
     assert run.retries() == []
 
 

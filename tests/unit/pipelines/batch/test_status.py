@@ -14,6 +14,7 @@ from pipelines.batch import lease as lease_module
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.lease import hold_lease, read_lease
 from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.status import StatusReader
 
@@ -102,7 +103,7 @@ def test_a_reader_sees_what_was_committed_meanwhile_and_a_retry_makes_failures_p
     assert reader.read().state == "stopped"
     commit(run, 2, num_failed_rows=2)
     assert reader.read().failed_by_reason == {"refused": 3}
-    run.plan_retry(run.plan())
+    plan_retry(run, run.plan())
     after = reader.read()
     assert (after.num_failed_rows, after.num_rows_left, after.num_units) == (0, 5, 6)
 

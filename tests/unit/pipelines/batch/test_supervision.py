@@ -93,7 +93,7 @@ def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_l
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:
         supervisor.require_room()
-    assert "the budget of $0.001 is reached" in stopped.value.message
+    assert "the budget of $0.0010 is reached" in stopped.value.message
     words = stopped.value.hint.split()
     assert words[-2] == "--budget-usd"
     assert words.count("--budget-usd") == 1
