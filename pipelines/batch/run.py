@@ -62,7 +62,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         TooManyFailedRows: more dead letters than the user allows.
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         plan = run.plan() if run.exists else make_plan(config)
@@ -82,7 +82,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         run.require_own()
         if config.retry_failed and not run.exists:
             raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
-        lease = stack.enter_context(
+        lease = held.enter_context(
             hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
         )
         plan = _open(run, plan, resolved, command)
@@ -103,6 +103,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         )
         stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
+        stack.close()  # the rest needs no cluster
         run.remove_orphans()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
 

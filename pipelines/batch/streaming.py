@@ -73,14 +73,14 @@ def _watch(
             supervisor.tally.add(usage)
         if time.monotonic() - looked_at < _POLL_S:
             continue
+        if lost.is_set():
+            cluster.abandon(RunInUse.exit_code)
+            raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
         looked_at, before = time.monotonic(), supervisor.ending
         supervisor.observe()
         progress.show(supervisor.tally)
         if supervisor.ending is not None and before is None:
             progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
-        if lost.is_set():
-            cluster.abandon(RunInUse.exit_code)
-            raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
         if supervisor.ending is not None and supervisor.gives_up:
             cluster.abandon(supervisor.ending.error.exit_code)
             break
