@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.files import remove_temporaries, write_atomic, write_once
+from peagle.files import write_atomic, write_once
 
 _FOLDER = ".lease"
 _RENEWALS = 6  # in the time that a lease lasts
@@ -184,11 +184,16 @@ def _take(root: Path, expiry_s: float, command: Sequence[str], announce: Callabl
     )
     if not write_once(root / _FOLDER / f"{lease.number}.json", _to_bytes(lease)):
         raise _in_use(root, read_lease(root) or lease)
-    for number in _numbers(root):
-        if number < lease.number:
-            (root / _FOLDER / f"{number}.json").unlink(missing_ok=True)
-    remove_temporaries(root / _FOLDER)
+    _clear_before(root, lease.number)
     return lease
+
+
+def _clear_before(root: Path, number: int) -> None:
+    """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
+    for path in (root / _FOLDER).iterdir():
+        of = path.name.lstrip(".").partition(".")[0]
+        if of.isdecimal() and int(of) < number:
+            path.unlink(missing_ok=True)
 
 
 def _wait_until_free(root: Path, seen: Lease, announce: Callable[[str], None]) -> None:

@@ -88,8 +88,10 @@ def test_a_killed_driver_of_this_host_is_replaced_at_once(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert read_lease(tmp_path).is_gone()
+    (tmp_path / ".lease" / ".1.json.0123.tmp").touch()
     with hold(tmp_path) as mine:
         assert mine.number == 2
+        assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
 def test_a_process_id_that_was_given_to_another_process_is_not_the_driver(tmp_path):
