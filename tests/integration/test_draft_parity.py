@@ -41,9 +41,9 @@ CHUNK = 128  # tokens of a step in the engines of a smaller K
 TIE = 1e-3
 STATES_APART = 1e-4  # of their length; 3e-6 was measured
 # Prompts for the engine of each head that drafts every K.
-EVERY_K = {"peagle": 25, "eagle3": 17, "peagle-2-layers": 6}
-# Tokens of each answer: a head whose drafts are accepted passes over contexts. 200 are left at 3.5 tokens a step.
-NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-2-layers": 14}
+EVERY_K = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
+# Tokens of each answer: a head whose drafts are accepted passes over contexts. 200 are left at 2.4 tokens a step.
+NUM_TOKENS = {"peagle": 20, "eagle3": 14, "peagle-1-layer": 14}
 OWN_K = [(head, k) for head in ("peagle", "eagle3") for k in (1, 4)]
 
 pytestmark = pytest.mark.timeout(600)
@@ -64,11 +64,11 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def heads(embedded_target, tmp_path_factory):
-    """Folders: the shipped head, a P-EAGLE head of two layers with an lm_head of its own, an EAGLE-3 head."""
+    """Folders: the shipped head (two layers, an lm_head of its own), a P-EAGLE head of one layer, an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("heads")
     vocabulary = vocabulary_of_head(SHIPPED, [], target_size=49_152)
     shapes = {
-        "peagle-2-layers": HeadSpec(aux_layers=default_aux_layers(30), num_layers=2, train_lm_head=True),
+        "peagle-1-layer": HeadSpec(aux_layers=default_aux_layers(30), num_layers=1),
         "eagle3": HeadSpec(aux_layers=default_aux_layers(30), algorithm="eagle3"),
     }
     for name, shape in shapes.items():
@@ -260,7 +260,7 @@ def test_every_k_from_1_to_10_drafts_what_vllm_drafts(name, recorded, prompts, o
         assert recorded[name]["num_cached_tokens"][-1] > 0
     assert found.states_apart < STATES_APART
     for depth in range(MAX_K):  # tokens that were always the same would be equal for no reason
-        assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 10, depth
+        assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 5, depth
 
 
 @pytest.mark.parametrize(("name", "k"), OWN_K)
