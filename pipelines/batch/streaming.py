@@ -162,11 +162,8 @@ def explain(error: BaseException) -> PeagleError:
 
     Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
+    if ours := cluster.our_error(error):
+        return ours
     named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
     if named:
         kind, message = named[-1]

@@ -70,18 +70,10 @@ def _written(dataset: Any) -> Iterator[tuple[int, str]]:
     except PeagleError:
         raise
     except Exception as error:
-        raise _cause(error) from error
-
-
-def _cause(error: BaseException) -> PeagleError:
-    """Our own error at the bottom of what Ray made of it; else Ray's, in short."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    last = (str(error).strip().splitlines() or [repr(error)])[-1]
-    return PeagleError(f"the extraction broke off: {last}", hint="the same command goes on; finished shards stay")
+        last = (str(error).strip().splitlines() or [repr(error)])[-1]
+        raise cluster.our_error(error) or PeagleError(
+            f"the extraction broke off: {last}", hint="the same command goes on; finished shards stay"
+        ) from error
 
 
 class _ShardWriter:
