@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from peagle import hardware
 from peagle.economics.prices import Device
-from peagle.errors import CapacityError, PeagleError, StoppedEarly
+from peagle.errors import CapacityError, StoppedEarly
 from peagle.hardware import Hardware
 
 PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
@@ -66,14 +66,6 @@ def ray_cluster() -> Iterator[None]:
     finally:
         if not _abandoned:
             ray.shutdown()
-
-
-def our_error(error: BaseException) -> PeagleError | None:
-    """The error of ours that lies at the bottom of what Ray made of it, if there is one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, PeagleError):
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return cause
 
 
 def abandon() -> None:

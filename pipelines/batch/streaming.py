@@ -6,21 +6,20 @@ and not with rows.
 
 import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from peagle import errors
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, StoppedEarly
+from peagle.errors import EngineError, StoppedEarly
 from pipelines.batch import cluster
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
 from pipelines.batch.progress import Progress, Tally
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
+from pipelines.failures import explain
 
 _POLL_S = 1.0
 _GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
@@ -144,7 +143,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise explain(item) from item
+                raise explain(item, "the run broke off", hint=_LOGS, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:
@@ -155,18 +154,3 @@ class _Receipts:
             self._queue.put(None)
         except BaseException as error:  # it belongs to the driver's thread
             self._queue.put(error)
-
-
-def explain(error: BaseException) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
-
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
-    """
-    if ours := cluster.our_error(error):
-        return ours
-    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
-    if named:
-        kind, message = named[-1]
-        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
-    last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-    return EngineError(f"the run broke off: {last}", hint=_LOGS)

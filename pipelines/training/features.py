@@ -18,6 +18,7 @@ from peagle.drafter.store import write_shard
 from peagle.errors import PeagleError
 from pipelines.batch import cluster
 from pipelines.batch.node import localize
+from pipelines.failures import explain
 
 _SCHEMA = pa.schema(
     [("shard", pa.int64()), ("id", pa.string()), ("token_ids", pa.list_(pa.int32())), ("num_prompt_tokens", pa.int64())]
@@ -70,9 +71,8 @@ def _written(dataset: Any) -> Iterator[tuple[int, str]]:
     except PeagleError:
         raise
     except Exception as error:
-        last = (str(error).strip().splitlines() or [repr(error)])[-1]
-        raise cluster.our_error(error) or PeagleError(
-            f"the extraction broke off: {last}", hint="the same command goes on; finished shards stay"
+        raise explain(
+            error, "the extraction broke off", hint="the same command goes on; finished shards stay"
         ) from error
 
 
