@@ -6,15 +6,13 @@ and not with rows.
 
 import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from peagle import errors
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, RunInUse
+from peagle.errors import EngineError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_unit
@@ -23,6 +21,7 @@ from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineJob, EngineWorker
+from pipelines.failures import explain
 
 _POLL_S = 1.0
 _GRACE = "units under way have a moment (--grace-s) to be committed"
@@ -169,7 +168,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise explain(item) from item
+                raise explain(item, "the run broke off", hint=_LOGS, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:
@@ -180,21 +179,3 @@ class _Receipts:
             self._queue.put(None)
         except BaseException as error:  # it belongs to the driver's thread
             self._queue.put(error)
-
-
-def explain(error: BaseException) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
-
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
-    if named:
-        kind, message = named[-1]
-        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
-    last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-    return EngineError(f"the run broke off: {last}", hint=_LOGS)
