@@ -104,7 +104,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
         stack.close()  # the rest needs no cluster
-        run.remove_orphans()
+        run.remove_leftovers()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
 
 

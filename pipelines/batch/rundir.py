@@ -104,8 +104,7 @@ class RunDirectory:
         try:
             self._make_folders()
             self.clear_stop()
-            for folder in (self.root, self.data, self.failed, self.ledger, self.suspects):
-                remove_temporaries(folder)
+            self._remove_temporaries()
             forget_killed_driver(self.suspects, self.committed())
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
@@ -215,13 +214,16 @@ class RunDirectory:
             with (self.failed / name).open(encoding="utf-8") as lines:
                 yield from (json.loads(line) for line in lines)
 
-    def remove_orphans(self) -> int:
-        """Delete dead letters that no committed unit names, when nobody writes any more; the number deleted."""
+    def remove_leftovers(self) -> int:
+        """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
+
+        Temporary files, and dead letters that no committed unit names.
+        """
         valid = {self._unit_metadata(unit)[_FAILED].decode() for unit in self.committed()}
         orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
         for orphan in orphans:
             orphan.unlink(missing_ok=True)
-        return len(orphans)
+        return len(orphans) + self._remove_temporaries()
 
     def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
         path = self.unit_path(unit)
@@ -269,6 +271,10 @@ class RunDirectory:
         """The last heartbeat of every engine process that this run ever had."""
         paths = sorted(self.ledger.glob("session-*.parquet"))
         return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+
+    def _remove_temporaries(self) -> int:
+        folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
+        return sum(map(remove_temporaries, folders))
 
     def _make_folders(self) -> None:
         for folder in (self.data, self.failed, self.ledger, self.logs, self.suspects):

@@ -61,12 +61,13 @@ def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_letters_without_a_commit_are_not_valid_and_are_cleared(run):
+def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
     (run.failed / "unit-00000000.deadbeef.jsonl").write_text('{"id": "0", "reason": "orphan"}\n')
+    (run.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
     run.commit(0, TABLE, usage(), [])
     assert list(run.dead_letters()) == []
-    assert run.remove_orphans() == 1
-    assert list(run.failed.iterdir()) == []
+    assert run.remove_leftovers() == 2
+    assert [*run.failed.iterdir(), *run.suspects.iterdir()] == []
 
 
 def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
@@ -153,7 +154,7 @@ def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
     assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
     assert list(run.dead_letters()) == [letter(1, "again")]
     assert [one.num_failed_rows for one in run.usages()] == [0, 1]
-    assert run.remove_orphans() == 0
+    assert run.remove_leftovers() == 0
 
     third = plan_retry(run, run.plan())
     assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
