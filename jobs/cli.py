@@ -23,6 +23,7 @@ from peagle.files import write_json
 COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
     "generate": "generate text in bulk for a corpus of prompts",
+    "status": "say how a run stands, from another terminal or machine",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
     "models": "list the catalog, or show one model's card",
