@@ -17,9 +17,10 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
   ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
-The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C stops
-it: units under way get --grace-s to be committed; a second Ctrl-C stops it at once. Rows that cannot be done go
-to OUTPUT/failed with a reason; the job goes on. RAY_ADDRESS names the cluster to run on;
+The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
+--budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it
+is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job goes
+on. RAY_ADDRESS names the cluster to run on;
 without it one is started on this machine and stopped at the end.
 """
 EPILOG = """\
@@ -28,7 +29,7 @@ exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configura
 """
 _GROUPS = {
     "target and drafter": list(MODEL_KEYS),
-    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit"],
+    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
@@ -36,10 +37,13 @@ _GROUPS = {
         *SIZE_KEYS,
         "engine",
         "fake_token_s",
+        "fake_die_on",
+        "fake_kill_on",
         "cluster_wait_s",
-        "grace_s",
         "heartbeat_s",
+        "lease_s",
     ],
+    "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "grace_s"],
     "money": list(PRICE_KEYS),
 }
 

@@ -9,6 +9,8 @@ PeagleError                 anything peagle reports by itself: exit code 1
 │   └── InputError          the corpus cannot be read as asked
 ├── CapacityError           the cluster or the machine cannot hold what was asked for
 ├── EngineError             an engine did not start, or died
+├── RunInUse                another driver is at work in the run directory
+├── TooManyFailedRows       the user's limit of dead letters is reached
 └── StoppedEarly            stopped on purpose and resumable: exit code 3
 
 A message says what was wrong and where; `hint` says what to do about it. `assert` is for invariants only.
@@ -78,6 +80,14 @@ class CapacityError(PeagleError):
 
 class EngineError(PeagleError):
     """An engine did not start, or died."""
+
+
+class RunInUse(PeagleError):  # noqa: N818 - it is an outcome, not a fault
+    """Another driver is at work in the run directory."""
+
+
+class TooManyFailedRows(PeagleError):  # noqa: N818 - it is an outcome, not a fault
+    """More rows ended as dead letters than the user allows."""
 
 
 class StoppedEarly(PeagleError):  # noqa: N818 - it is an outcome, not a fault

@@ -43,7 +43,7 @@ class TrainConfig(BaseModel):
     sampled_share: float = Field(
         0.5, ge=0, le=1, description="share of the prompts answered by sampling, others greedily"
     )
-    temperature: float = Field(0.8, gt=0, le=10, description="of the sampled responses")
+    temperature: float = Field(0.8, gt=0, le=2, description="of the sampled responses")
     top_p: float = Field(0.95, gt=0, le=1, description="of the sampled responses")
     max_response_tokens: int = Field(224, ge=1, description="longest response")
     engines: int = Field(1, ge=1, description="engine actors that answer")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses, row_text
-from peagle.drafter.decontamination import Dropped, decontaminate, index_of
+from peagle.drafter.decontamination import Dropped, decontaminate, index_of, tell_dropped
 from peagle.drafter.target import Target
 from peagle.errors import InputError
 
@@ -48,8 +48,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
         raise InputError(f"{sources}: no row gives a document; the first: {reason}")
     target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
-    for drop in checked.dropped:
-        say(f"  overlaps {config.exclude}: {drop.item.get('id', '?')}: {drop.overlap!r}")
+    tell_dropped(checked.dropped, config.exclude, say)
     num_held_out = round(len(samples) * config.held_out)
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
     return Corpus(

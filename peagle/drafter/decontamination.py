@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from peagle.drafter.data import Row
 from peagle.errors import ConfigError
 from peagle.humaneval import read_humaneval
 
@@ -74,6 +75,12 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
         else:
             dropped.append(Dropped(item=item, overlap=overlap))
     return Decontaminated(kept=kept, dropped=dropped)
+
+
+def tell_dropped(dropped: Iterable[Dropped[Row]], evaluation_set: str, say: Callable[[str], None]) -> None:
+    """A line for each row that was left out."""
+    for drop in dropped:
+        say(f"  overlaps {evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
 
 
 def index_of(evaluation_set: str) -> NgramIndex:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from peagle.drafter.data import Sample
+from peagle.drafter.target import require_layers
 from peagle.errors import ConfigError
 
 BATCH_TOKENS = 4096
@@ -29,9 +30,7 @@ class HiddenStateReader:
         layers = getattr(self._decoder, "layers", None)
         if layers is None or getattr(self._decoder, "norm", None) is None:
             raise ConfigError(f"{type(target).__name__}: no decoder with 'layers' and 'norm' to read states from")
-        beyond = [layer for layer in aux_layers if not 0 <= layer < len(layers)]
-        if beyond:
-            raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {len(layers) - 1}")
+        require_layers(aux_layers, len(layers))
         self._modules = [*(layers[layer] for layer in aux_layers), self._decoder.norm]
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Row, read_rows, row_text, source_files
-from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, index_of
+from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, index_of, tell_dropped
 from peagle.drafter.prompts import SOURCES, generate_prompts, stdlib_snippets
 from peagle.errors import InputError, did_you_mean
 
@@ -31,8 +31,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
         dropped += own
     rows = rows[: config.limit]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
-    for drop in dropped:
-        say(f"  overlaps {config.exclude}: {drop.item['id']}: {drop.overlap!r}")
+    tell_dropped(dropped, config.exclude, say)
     if not rows:
         sources = ", ".join(map(str, config.prompts))
         raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {config.exclude}")

@@ -55,6 +55,16 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(2, num_layers - 1), num_layers // 2, num_layers - 1}))
 
 
+def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
+    """Make sure that the target has the layers that are to be read.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
+        raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {num_layers - 1}")
+
+
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
     """The target that `name` stands for.
 
@@ -72,8 +82,7 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
         raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
     shape = _shape(folder)
     layers = tuple(aux_layers or default_aux_layers(shape.num_hidden_layers))
-    if beyond := [layer for layer in layers if not 0 <= layer < shape.num_hidden_layers]:
-        raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {shape.num_hidden_layers - 1}")
+    require_layers(layers, shape.num_hidden_layers)
     return Target(
         model=model,
         tokenizer=_tokenizer(folder),

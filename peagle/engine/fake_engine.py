@@ -7,12 +7,15 @@ so two runs can be compared row by row. It never stands in for a measurement of 
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 
@@ -23,12 +26,24 @@ class FakeEngine:
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
         max_model_len: as an engine's.
         token_s: seconds a token takes.
+        die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
+        kill_on: a prompt with this text kills the process that the engine is in.
     """
 
     compile_s = 0.0
 
-    def __init__(self, *, num_speculative_tokens: int = 0, max_model_len: int = 8192, token_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int = 0,
+        max_model_len: int = 8192,
+        token_s: float = 0.0,
+        die_on: str | None = None,
+        kill_on: str | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
+        self._die_on, self._kill_on = die_on, kill_on
+        self._is_dead = False
         self._num_speculative_tokens = num_speculative_tokens
         self._token_s = token_s
         self._totals = SpeculationStats.empty()
@@ -37,11 +52,13 @@ class FakeEngine:
         """See `Engine.generate`."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
+        self._meet_poison(prompt_token_ids)
         started = time.monotonic()
         completions = [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
         await asyncio.sleep(self._token_s)
         first_token = time.monotonic()
         await asyncio.sleep(self._token_s * (max(c.num_output_tokens for c in completions) - 1))
+        self._require_life()
         num_tokens = sum(c.num_output_tokens for c in completions)
         speculation = self._speculation(num_tokens)
         self._totals += speculation or SpeculationStats.empty()
@@ -64,6 +81,16 @@ class FakeEngine:
     def shutdown(self) -> None:
         """Nothing to stop."""
 
+    def _meet_poison(self, prompt_token_ids: list[int]) -> None:
+        if _contains(prompt_token_ids, self._kill_on):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._die_on)
+        self._require_life()
+
+    def _require_life(self) -> None:
+        if self._is_dead:
+            raise EngineError("the fake engine died")
+
     def _speculation(self, num_tokens: int) -> SpeculationStats | None:
         """Every draft has its first token accepted and no other: two tokens a step."""
         k = self._num_speculative_tokens
@@ -71,6 +98,10 @@ class FakeEngine:
             return None
         num_drafts = num_tokens // 2
         return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
+    return text is not None and text.encode() in bytes(prompt_token_ids)
 
 
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:

@@ -41,7 +41,7 @@ class VllmEngine:
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
         from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
             params = _sampling_params(sampling)
@@ -51,6 +51,8 @@ class VllmEngine:
             raise EngineError("the vLLM engine process died") from error
         except (VLLMClientError, ValueError) as error:  # vLLM's own is no ValueError
             raise RequestRefused(str(error)) from error
+        except EngineGenerateError as error:  # this request's only: the engine goes on
+            raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
         return _generation(outputs[-1], sampling.get("logprobs") or 0)

@@ -73,21 +73,21 @@ def ray_cluster() -> Iterator[None]:
             ray.shutdown()
 
 
-def abandon() -> None:
-    """Leave Ray as it is until this process ends, and end it hard then.
+def abandon(exit_code: int = StoppedEarly.exit_code) -> None:
+    """Leave Ray as it is until this process ends, and end it hard then, with that code.
 
     For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
     aborts the process. Ray's own processes on this machine go with ours.
     """
     global _abandoned
     _abandoned = True
-    atexit.register(_exit_hard)
+    atexit.register(_exit_hard, exit_code)
 
 
-def _exit_hard() -> None:
+def _exit_hard(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(StoppedEarly.exit_code)
+    os._exit(exit_code)
 
 
 def inspect(*, on_accelerators: bool | None = None) -> Hardware:

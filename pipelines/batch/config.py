@@ -3,15 +3,17 @@
 It checks what can be checked without a corpus, a model or a cluster; it resolves nothing.
 """
 
+import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
+from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
 
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
@@ -32,6 +34,7 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
         description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
         "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
     )
+    retry_failed: bool = Field(False, description="take up the rows again that are dead letters of this run")
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,
@@ -51,12 +54,41 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
     fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
+    fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
+    fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
     )
-    grace_s: float = Field(20, ge=0, description="after Ctrl-C or SIGTERM, time for units under way to be committed")
+    row_timeout_s: float | None = Field(
+        None, gt=0, description="a row that an engine has not finished in this time becomes a dead letter"
+    )
+    grace_s: float = Field(20, ge=0, description="when the run is stopped, time for units under way to be committed")
+    lease_s: float = Field(
+        30, ge=1, le=3600, description="a driver that shows no sign of life for so long may be replaced by another"
+    )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
+
+    budget_usd: float | None = Field(
+        None,
+        gt=0,
+        description="stop before the run directory has cost more, all attempts, loading and lost work included",
+    )
+    deadline: str | None = Field(
+        None,
+        description="have ended by then: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
+    )
+    max_failed_rows: str | None = Field(
+        None,
+        description=f"N or P%: stop with an error when more rows are dead letters; a share counts from "
+        f"{MIN_ROWS_FOR_SHARE} rows done",
+    )
+
+    @model_validator(mode="after")
+    def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":
+        if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on):
+            raise ValueError("fake_die_on and fake_kill_on mean nothing without engine: fake")
+        return self
 
     @field_validator("output", mode="before")
     @classmethod
@@ -64,6 +96,22 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
         if "://" in str(value):  # as a path it would become a folder of that name
             raise ValueError("a run directory is a folder, local or on a mounted file system")
         return value
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _deadline_is_one(cls, value: Any) -> Any:
+        if isinstance(value, datetime.datetime):  # YAML reads a timestamp as one
+            value = value.isoformat()
+        if value is not None:
+            if not isinstance(value, str):  # and 18:30 as a number to the base of 60
+                raise ValueError("in YAML a deadline stands in quotes")
+            parse_deadline(value, datetime.datetime.now().astimezone())
+        return value
+
+    @field_validator("max_failed_rows", mode="before")
+    @classmethod
+    def _max_failed_rows_is_one(cls, value: Any) -> Any:
+        return None if value is None else str(MaxFailedRows.parse(str(value)))
 
     @field_validator("json_schema", mode="before")
     @classmethod

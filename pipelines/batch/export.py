@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import atomic_file, remove_temporaries, write_json
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
+from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
@@ -59,8 +61,8 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
         ConfigError: there is no run, or it is not finished.
         PeagleError: one of its files is damaged.
     """
-    run_id, units, num_planned = run.manifest()["run_id"], sorted(run.committed()), len(run.plan().units)
-    if len(units) < num_planned and not partial:
+    run_id, units, plan = run.manifest()["run_id"], sorted(run.committed()), run.plan()
+    if len(units) < (num_planned := len(plan.units)) and not partial:
         raise ConfigError(
             f"{run}: {len(units)} of {num_planned} units are committed",
             hint="finish the run (its first command continues it), or export what there is with --partial",
@@ -72,18 +74,29 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
         (folder / "export.json").unlink(missing_ok=True)
-        return _write(run, run_id, units, output_format, folder)
+        return _write(run, run_id, _families(plan, units), output_format, folder)
     except OSError as error:
         raise PeagleError(f"export {folder}: cannot be written: {error}") from error
 
 
-def _write(run: RunDirectory, run_id: str, units: list[int], output_format: Format, folder: Path) -> Export:
+def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
+    """Committed units of the corpus in its order, each followed by those that took up its dead letters."""
+    root: dict[int, int] = {}
+    for unit in plan.units:
+        root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
+    families: defaultdict[int, list[int]] = defaultdict(list)
+    for number in committed:
+        families[root[number]].append(number)
+    return [families[number] for number in sorted(families)]
+
+
+def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_format: Format, folder: Path) -> Export:
     lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
     errors = folder / "errors.jsonl"
     with atomic_file(output) as file:
         write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
-        num_rows = write_rows(run, units, file, lines)
+        num_rows = write_rows(run, families, file, lines)
     num_failed_rows = 0
     with atomic_file(errors) as file:
         for letter in run.dead_letters():
@@ -92,7 +105,7 @@ def _write(run: RunDirectory, run_id: str, units: list[int], output_format: Form
     done = Export(
         format=output_format,
         folder=str(folder),
-        num_units=len(units),
+        num_units=sum(map(len, families)),
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
         files={path.name: path.stat().st_size for path in (output, errors)},
@@ -151,23 +164,23 @@ class _OpenAiLines(_PlainLines):
         return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 
-def _write_jsonl(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
     num_rows = 0
-    for unit in units:
-        finished_at = int(run.usage(unit).finished_at)
-        for batch in _batches(run, unit, lines.columns):
+    for family in families:
+        finished_at = int(max(run.usage(unit).finished_at for unit in family))
+        for batch in _batches(run, family, lines.columns):
             file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in batch.to_pylist()))
             num_rows += batch.num_rows
     return num_rows
 
 
-def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
     """Row groups of many units: a unit by itself is too small for one."""
     num_rows = 0
-    schema = pq.read_schema(run.unit_path(units[0])).remove_metadata() if units else pa.schema([])
+    schema = pq.read_schema(run.unit_path(families[0][0])).remove_metadata() if families else pa.schema([])
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
-        for batch in (batch for unit in units for batch in _batches(run, unit, lines.columns)):
+        for batch in (batch for family in families for batch in _batches(run, family, lines.columns)):
             pending.append(batch)
             num_rows += batch.num_rows
             if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
@@ -178,7 +191,16 @@ def _write_parquet(run: RunDirectory, units: list[int], file: BinaryIO, lines: _
     return num_rows
 
 
-def _batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    """Rows in the order of the corpus. A unit that a retry took rows of is merged with it in memory."""
+    batches = (batch for unit in family for batch in _unit_batches(run, unit, columns))
+    if len(family) == 1:
+        yield from batches
+    elif merged := list(batches):
+        yield from pa.Table.from_batches(merged).sort_by("id").to_batches(_BATCH_ROWS)
+
+
+def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
     path = run.unit_path(unit)
     try:
         with pq.ParquetFile(path) as parquet:

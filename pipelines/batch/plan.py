@@ -1,13 +1,16 @@
 """The plan of a run: its corpus cut once into deterministic work units.
 
 A unit is a range of rows of one file. The plan is written before anything runs and never changes, so a resume
-is the difference between the plan and a listing of the committed units.
+is the difference between the plan and a listing of the committed units. A retry adds units: each takes up the rows of
+one unit that became dead letters, and from then on answers for them (`docs/decisions/0006-retry-units.md`).
 """
 
 import io
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,26 +20,54 @@ from pipelines.batch.corpus import count_rows, find, scan
 from pipelines.batch.inputs.files import SourceFile
 from pipelines.batch.inputs.span import Span
 
+_RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 _MAX_AUTO_ROWS = 256
 _UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkUnit:
-    """Rows that are committed together. `first_id` is the number of its first row in the whole corpus."""
+    """Rows that are committed together.
+
+    Attributes:
+        first_id: the number of the span's first row in the whole corpus.
+        rows: those of the span's rows that it takes, by index; None for all.
+        supersedes: the unit whose dead letters it takes up again.
+        attempt: how often its rows have been tried, this time included.
+    """
 
     unit: int
     first_id: int
     span: Span
+    rows: tuple[int, ...] | None = None
+    supersedes: int | None = None
+    attempt: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it takes."""
+        return self.span.num_rows if self.rows is None else len(self.rows)
 
     def row_id(self, index: int) -> str:
         """The id of the unit's row `index`: its number in the corpus, padded so that ids sort."""
-        return f"{self.first_id + index:09d}"
+        return f"{self.first_id + (index if self.rows is None else self.rows[index]):09d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """Unit `unit` takes up `rows` of the span of unit `supersedes`, all of that unit's dead letters."""
+
+    unit: int
+    supersedes: int
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content."""
+    """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content.
+
+    `units` are those of the corpus in its order, then those of retries.
+    """
 
     units: tuple[WorkUnit, ...]
     rows_per_unit: int
@@ -46,12 +77,22 @@ class Plan:
     @property
     def num_rows(self) -> int:
         """Rows of the corpus that the run takes."""
-        return sum(unit.span.num_rows for unit in self.units)
+        return sum(unit.num_rows for unit in self.units if unit.supersedes is None)
 
     @property
     def is_batch(self) -> bool:
         """Whether the corpus is an OpenAI batch."""
         return self.units[0].span.format == "openai-batch"
+
+    def with_retries(self, retries: Iterable[Retry]) -> "Plan":
+        """The plan with units for retries, which read the rows where those that they supersede read them."""
+        units = {unit.unit: unit for unit in self.units}
+        for retry in retries:
+            before = units[retry.supersedes]
+            units[retry.unit] = replace(
+                before, unit=retry.unit, rows=retry.rows, supersedes=before.unit, attempt=before.attempt + 1
+            )
+        return replace(self, units=tuple(units.values()))
 
 
 def make_plan(config: GenerateConfig) -> Plan:
@@ -82,15 +123,13 @@ def _auto_rows_per_unit_of(files: Sequence[SourceFile], config: GenerateConfig) 
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """`plan.parquet`: a row per unit; the corpus's schema and fingerprint are metadata."""
-    rows = [unit_to_row(unit) for unit in plan.units]
+    rows = [{"unit": unit.unit, "first_id": unit.first_id, **asdict(unit.span)} for unit in plan.units]
     metadata = {
         b"peagle.schema": plan.schema.serialize().to_pybytes(),
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
     }
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), sink)
-    return sink.getvalue()
+    return _to_parquet(pa.Table.from_pylist(rows).replace_schema_metadata(metadata))
 
 
 def plan_from_bytes(data: bytes) -> Plan:
@@ -98,22 +137,45 @@ def plan_from_bytes(data: bytes) -> Plan:
     table = pq.read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
-        units=tuple(unit_from_row(row) for row in table.to_pylist()),
+        units=tuple(_unit_from_row(row) for row in table.to_pylist()),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"])),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
     )
 
 
-def unit_from_row(row: dict[str, object]) -> WorkUnit:
-    """A unit from one row of the plan, as it travels through Ray Data."""
+def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
+    """`plan-N.parquet`: a row per retry."""
+    return _to_parquet(pa.Table.from_pylist([asdict(retry) for retry in retries], _RETRY_SCHEMA))
+
+
+def retries_from_bytes(data: bytes) -> list[Retry]:
+    """The inverse of `retries_to_bytes`."""
+    rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    return [Retry(unit=row["unit"], supersedes=row["supersedes"], rows=tuple(row["rows"])) for row in rows]
+
+
+def unit_to_json(unit: WorkUnit) -> str:
+    """A unit as it travels through Ray Data."""
+    return json.dumps(asdict(unit))
+
+
+def unit_from_json(text: str) -> WorkUnit:
+    """The inverse of `unit_to_json`."""
+    values = json.loads(text)
+    rows = values["rows"]
+    return WorkUnit(**{**values, "span": Span(**values["span"]), "rows": None if rows is None else tuple(rows)})
+
+
+def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
     span = {k: v for k, v in row.items() if k not in ("unit", "first_id")}
-    return WorkUnit(unit=int(row["unit"]), first_id=int(row["first_id"]), span=Span(**span))  # type: ignore[call-overload, arg-type]
+    return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
 
 
-def unit_to_row(unit: WorkUnit) -> dict[str, object]:
-    """The inverse of `unit_from_row`."""
-    return {"unit": unit.unit, "first_id": unit.first_id, **asdict(unit.span)}
+def _to_parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
 
 
 def _number(spans: Sequence[Span]) -> tuple[WorkUnit, ...]:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 
@@ -24,11 +23,10 @@ class Tally:
 
     Args:
         num_rows_planned: rows of the corpus.
-        price: of the engines' hardware.
+        usd: what the run directory has cost.
     """
 
     num_rows_planned: int
-    price: Price
     num_rows: int = 0
     num_failed_rows: int = 0
     num_output_tokens: int = 0
@@ -47,14 +45,12 @@ class Tally:
         if before:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
-    def observe(self, sessions: Iterable[EngineSession], started_at: float) -> None:
-        """Take dollars and speed from the engines' heartbeats; `started_at` is when this attempt began."""
+    def observe(self, sessions: Iterable[EngineSession], usd: float) -> None:
+        """Take dollars, and speed from the heartbeats of this attempt's engines."""
         sessions = list(sessions)
-        seconds = sum((s.last_seen_at - s.started_at) * s.num_devices for s in sessions)
-        self.usd = seconds * self.price.usd_per_device_s
-        current = [s for s in sessions if s.started_at >= started_at]
-        busy_s = max((s.busy_s + s.idle_s for s in current), default=0.0)
-        self.tokens_per_s = sum(s.num_output_tokens for s in current) / busy_s if busy_s else 0.0
+        self.usd = usd
+        busy_s = max((s.busy_s + s.idle_s for s in sessions), default=0.0)
+        self.tokens_per_s = sum(s.num_output_tokens for s in sessions) / busy_s if busy_s else 0.0
         done = self.num_rows + self.num_failed_rows
         fresh = done - self._rows_before
         self.seconds_left = (self.num_rows_planned - done) * busy_s / fresh if fresh and busy_s else None
@@ -73,7 +69,7 @@ class Tally:
             parts.append(f"acceptance length {self.speculation.acceptance_length:.2f}")
         parts.append(f"${self.usd:.4f}")
         if self.seconds_left is not None:
-            parts.append(f"{_duration(self.seconds_left)} left")
+            parts.append(f"{duration(self.seconds_left)} left")
         return "  ".join(parts)
 
 
@@ -110,7 +106,8 @@ def _started(live: Live) -> Live:
     return live
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A length of time, for people."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -20,7 +20,7 @@ from peagle.requests import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.cluster import Placement, place
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.worker import load_tokenizer
+from pipelines.batch.preparing import load_tokenizer
 
 # Rows and reports must never name a model that did not answer.
 _FAKE_MODEL = ResolvedModel(

@@ -14,7 +14,7 @@ from peagle.prompting import RowError
 from peagle.requests import Request, RequestBuilder
 from pipelines.batch.inputs.columns import to_table
 from pipelines.batch.inputs.span import RawRow
-from pipelines.batch.plan import WorkUnit, unit_from_row, unit_to_row
+from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json
 
 _LOGPROB = pa.struct(
     [
@@ -84,7 +84,7 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         errors.append(json.dumps(_letter(outcome, row), default=str) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
     table = table.rename_columns(list(output_names(table.column_names).values())).replace_schema_metadata(None)
-    table = table.append_column(_UNIT, pa.array([json.dumps(unit_to_row(unit))] * len(rows), pa.string()))
+    table = table.append_column(_UNIT, pa.array([unit_to_json(unit)] * len(rows), pa.string()))
     table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
     table = table.append_column(_SAMPLING, pa.array(sampling, pa.string()))
     return table.append_column(_ERROR, pa.array(errors, pa.string()))
@@ -92,7 +92,7 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
 
 def given_back(unit: WorkUnit) -> pa.Table:
     """What stands for a unit that is not prepared because the run is being stopped."""
-    return pa.table({_UNIT: [json.dumps(unit_to_row(unit))]})
+    return pa.table({_UNIT: [unit_to_json(unit)]})
 
 
 def is_given_back(table: pa.Table) -> bool:
@@ -111,7 +111,7 @@ class PreparedUnit:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self.unit = unit_from_row(json.loads(table.column(_UNIT)[0].as_py()))
+        self.unit = unit_from_json(table.column(_UNIT)[0].as_py())
         self.prompts: list[list[int] | None] = table.column(_PROMPT).to_pylist()
         self.sampling: list[dict[str, Any]] = [
             json.loads(text) if text else {} for text in table.column(_SAMPLING).to_pylist()
@@ -127,9 +127,9 @@ class PreparedUnit:
         self.dead_letters[index] = _letter(error, row)
 
     def letters(self) -> list[dict[str, Any]]:
-        """The dead letters, each with its row's id and unit."""
+        """The dead letters, each with its row's id and unit, and how often the row has been tried."""
         return [
-            {"id": self.unit.row_id(index), "unit": self.unit.unit, **letter}
+            {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}
             for index, letter in sorted(self.dead_letters.items())
         ]
 

@@ -7,23 +7,30 @@ It decides and reports; `streaming.py` moves the units, and what happens to rows
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peagle import hardware, manifest
+from peagle.errors import ConfigError
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
+from pipelines.batch.lease import hold_lease
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.stopping import stop_on_signal
 from pipelines.batch.streaming import stream
+from pipelines.batch.supervision import Supervisor
+
+_NO_RUN = "leave --retry-failed out to start one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +56,13 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
 
     Raises:
         ConfigError: bad usage; nothing was started.
+        RunInUse: another driver is at work in the same directory.
         CapacityError: the cluster can never hold the engines.
         EngineError: an engine did not start or died; what is committed stays.
-        StoppedEarly: interrupted; the same command continues.
+        TooManyFailedRows: more dead letters than the user allows.
+        StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         plan = run.plan() if run.exists else make_plan(config)
@@ -70,21 +79,33 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             announce=progress.say,
         )
         progress.say(_announcement(resolved, plan))
+        run.require_own()
+        if config.retry_failed and not run.exists:
+            raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
+        lease = held.enter_context(
+            hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
+        )
         plan = _open(run, plan, resolved, command)
+        if config.retry_failed:
+            plan = _retry(run, plan, progress)
         committed = run.committed()
         units = [unit for unit in plan.units if unit.unit not in committed]
         if not units:
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
+        stop = threading.Event()
+        supervisor = Supervisor(run, plan, resolved, stop, command=command)
+        supervisor.require_room()
         quiet.move_to(run.logs / "driver.log")
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
         cluster.require_capacity(
             resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
         )
-        stop = stack.enter_context(stop_on_signal())  # after Ray, which takes SIGTERM for itself when it starts
-        stream(run, plan, units, resolved, progress, stop)
-    run.remove_orphans()
-    return Outcome(report=make_report(run), export=_export(run, plan, config))
+        stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
+        stream(run, plan, units, resolved, supervisor, progress, lease.lost)
+        stack.close()  # the rest needs no cluster
+        run.remove_leftovers()
+        return Outcome(report=make_report(run), export=_export(run, plan, config))
 
 
 def _export(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Export | None:
@@ -115,7 +136,17 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
     current = make_plan(resolved.config.model_copy(update={"rows_per_unit": plan.rows_per_unit}))
     manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     run.open()
-    return current  # the same units, at the paths where the corpus is now
+    return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
+
+
+def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:
+    with_retry = plan_retry(run, plan)
+    added = with_retry.units[len(plan.units) :]
+    if added:
+        progress.say(f"{sum(unit.num_rows for unit in added)} failed rows are taken up again")
+    else:
+        progress.say("there is no failed row to take up again")
+    return with_retry
 
 
 def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict[str, Any]:

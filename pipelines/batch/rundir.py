@@ -2,12 +2,15 @@
 
     run.json                      what the run is (configuration, fingerprint, versions); written once
     plan.parquet                  the units; written once
+    plan-N.parquet                units of the N-th retry: which unit's dead letters they take up; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it and no retry took them up
     ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
     report.json  report.html      the account
     logs/                         what Ray and the engines print
+    suspects/                     rows that may have killed an engine (`suspects.py`); empty when the run is finished
     .stop.json                    only while a run is being stopped: the driver's word to the workers
+    .lease/                       who drives the run (`lease.py`)
 
 A unit is committed when its file exists. The file appears whole, by one exclusive link, so of two attempts at a unit
 the first wins and the other leaves nothing valid. It knows files and records; it does not know engines or Ray.
@@ -15,11 +18,11 @@ the first wins and the other leaves nothing valid. It knows files and records; i
 
 import io
 import json
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,10 +31,20 @@ from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import remove_temporaries, write_atomic, write_json, write_once
-from pipelines.batch.plan import Plan, plan_from_bytes, plan_to_bytes
+from pipelines.batch.plan import (
+    Plan,
+    Retry,
+    plan_from_bytes,
+    plan_to_bytes,
+    retries_from_bytes,
+    retries_to_bytes,
+)
+from pipelines.batch.suspects import forget_killed_driver
 
+_Parsed = TypeVar("_Parsed")
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
+_LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
 class RunDirectory:
@@ -43,6 +56,7 @@ class RunDirectory:
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
         self.logs = self.root / "logs"
+        self.suspects = self.root / "suspects"
 
     def __str__(self) -> str:
         return str(self.root)
@@ -60,15 +74,27 @@ class RunDirectory:
         Raises:
             ConfigError: the folder holds something else, or cannot be written.
         """
-        foreign = [p.name for p in self.root.glob("*")] if self.root.is_dir() else []
-        if set(foreign) - {"data", "failed", "ledger", "logs", "plan.parquet"}:
-            raise ConfigError(f"output {self}: the folder holds other files ({foreign[0]}, ...)", hint="name a new one")
+        self.require_own()
         try:
             self._make_folders()
             write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
             write_json(self.root / "run.json", manifest)
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
+
+    def require_own(self) -> None:
+        """Make sure that the folder, if there is one, holds nothing but a run.
+
+        Raises:
+            ConfigError: it holds something else.
+        """
+        if self.exists or not self.root.is_dir():
+            return
+        foreign = {p.name for p in self.root.glob("*")} - _LAID_OUT
+        if foreign:
+            raise ConfigError(
+                f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
+            )
 
     def open(self) -> None:
         """Make the directory ready for another attempt: clear what killed writers left.
@@ -79,8 +105,8 @@ class RunDirectory:
         try:
             self._make_folders()
             self.clear_stop()
-            for folder in (self.root, self.data, self.failed, self.ledger):
-                remove_temporaries(folder)
+            self._remove_temporaries()
+            forget_killed_driver(self.suspects, self.committed())
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
@@ -99,15 +125,31 @@ class RunDirectory:
         return manifest
 
     def plan(self) -> Plan:
-        """`plan.parquet`.
+        """`plan.parquet`, and the units of retries.
 
         Raises:
             ConfigError: missing or damaged.
         """
-        try:
-            return plan_from_bytes((self.root / "plan.parquet").read_bytes())
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise ConfigError(f"{self}/plan.parquet is damaged: {error}", hint="start a new run directory") from error
+        return _parsed(self.root / "plan.parquet", plan_from_bytes).with_retries(self.retries())
+
+    def retries(self) -> list[Retry]:
+        """The units of all retries, in the order in which they were planned.
+
+        Raises:
+            ConfigError: a plan of a retry is damaged.
+        """
+        return [retry for path in self._retry_plans() for retry in _parsed(path, retries_from_bytes)]
+
+    def add_retries(self, retries: Sequence[Retry]) -> None:
+        """Plan these units; from now on they answer for the rows that they take up."""
+        write_once(self.root / f"plan-{len(self._retry_plans()) + 1:04d}.parquet", retries_to_bytes(retries))
+
+    def superseded(self) -> frozenset[int]:
+        """Units whose dead letters a retry took up."""
+        return frozenset(retry.supersedes for retry in self.retries())
+
+    def _retry_plans(self) -> list[Path]:
+        return sorted(self.root.glob("plan-*.parquet"))
 
     # --- units
 
@@ -142,11 +184,15 @@ class RunDirectory:
     def usages(self) -> Iterator[UnitUsage]:
         """Usage of every committed unit, in order, from the files' footers.
 
+        Rows that a retry took up are no failed rows of the unit where they failed.
+
         Raises:
             PeagleError: a file is damaged.
         """
+        superseded = self.superseded()
         for unit in sorted(self.committed()):
-            yield self.usage(unit)
+            usage = self.usage(unit)
+            yield replace(usage, num_failed_rows=0) if unit in superseded else usage
 
     def usage(self, unit: int) -> UnitUsage:
         """Usage of one committed unit.
@@ -157,19 +203,28 @@ class RunDirectory:
         return UnitUsage.from_json(self._unit_metadata(unit)[_USAGE])
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Every valid dead letter: those that a committed unit names."""
+        """Every valid dead letter: those that a committed unit names, and no retry took up."""
+        superseded = self.superseded()
         for unit in sorted(self.committed()):
-            if name := self._unit_metadata(unit)[_FAILED].decode():
-                with (self.failed / name).open(encoding="utf-8") as lines:
-                    yield from (json.loads(line) for line in lines)
+            if unit not in superseded:
+                yield from self.letters(unit)
 
-    def remove_orphans(self) -> int:
-        """Delete dead letters that no committed unit names, when nobody writes any more; the number deleted."""
+    def letters(self, unit: int) -> Iterator[dict[str, Any]]:
+        """The dead letters of one committed unit, whether a retry took them up or not."""
+        if name := self._unit_metadata(unit)[_FAILED].decode():
+            with (self.failed / name).open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines)
+
+    def remove_leftovers(self) -> int:
+        """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
+
+        Temporary files, and dead letters that no committed unit names.
+        """
         valid = {self._unit_metadata(unit)[_FAILED].decode() for unit in self.committed()}
         orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
         for orphan in orphans:
             orphan.unlink(missing_ok=True)
-        return len(orphans)
+        return len(orphans) + self._remove_temporaries()
 
     def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
         path = self.unit_path(unit)
@@ -188,12 +243,12 @@ class RunDirectory:
 
     def request_stop(self, grace_s: float) -> None:
         """Tell every worker: start nothing new, and give up what is not committed in `grace_s` seconds."""
-        write_json(self._stop_path, {"deadline": time.time() + grace_s})
+        write_json(self._stop_path, {"grace_s": grace_s})
 
-    def stop_deadline(self) -> float | None:
-        """When work that is under way will be given up, in Unix seconds; None while the run goes on."""
+    def stop_grace_s(self) -> float | None:
+        """The seconds that work under way has since a stop was asked for; None while the run goes on."""
         try:
-            return float(json.loads(self._stop_path.read_bytes())["deadline"])
+            return float(json.loads(self._stop_path.read_bytes())["grace_s"])
         except FileNotFoundError:
             return None
 
@@ -215,6 +270,17 @@ class RunDirectory:
         """The last heartbeat of every engine process that this run ever had."""
         return read_sessions(self.ledger)
 
+    def _remove_temporaries(self) -> int:
+        folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
+        return sum(map(remove_temporaries, folders))
+
     def _make_folders(self) -> None:
-        for folder in (self.data, self.failed, self.ledger, self.logs):
+        for folder in (self.data, self.failed, self.ledger, self.logs, self.suspects):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def _parsed(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", hint="start a new run directory") from error

@@ -1,23 +1,24 @@
-"""Signals that ask a run to stop."""
+"""How a run is asked to stop, how its workers keep the time that they are given, and how it is continued."""
 
 import contextlib
 import os
+import shlex
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from peagle.errors import StoppedEarly
 
 
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask for a stop, and a second one ends the process at once.
+def stop_on_signal(stop: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set `stop`, and a second one ends the process at once.
 
     Elsewhere than in the main thread, signals are left as they are.
     """
-    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
 
     def ask(*_: object) -> None:
@@ -27,7 +28,55 @@ def stop_on_signal() -> Iterator[threading.Event]:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class GraceClock:
+    """A worker's view of a stop: asked for or not, and whether the time for what is under way is over.
+
+    The time begins when this process first learns of the stop, on its own monotonic clock: the driver's clock may be
+    another machine's.
+
+    Args:
+        read_grace_s: seconds of grace if a stop is asked for, else None.
+    """
+
+    def __init__(
+        self, read_grace_s: Callable[[], float | None], *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read_grace_s = read_grace_s
+        self._monotonic = monotonic
+        self._over_at: float | None = None
+
+    def is_asked(self) -> bool:
+        """Whether the run is being stopped: nothing new is to be started."""
+        if self._over_at is None and (grace_s := self._read_grace_s()) is not None:
+            self._over_at = self._monotonic() + grace_s
+        return self._over_at is not None
+
+    def is_over(self) -> bool:
+        """Whether what is under way has to be given up."""
+        return self.is_asked() and self._over_at is not None and self._monotonic() >= self._over_at
+
+
+def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:
+    """The command line that continues a run: that of this attempt, with some flags set anew (None: without a value).
+
+    >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
+    'peagle generate --budget-usd 2'
+    """
+    words, skip = [], False
+    for word in command:
+        name = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in flags and flags[name] is not None:
+            skip = "=" not in word
+        elif name != "--retry-failed":
+            words.append(word)
+    for name, value in flags.items():
+        words += [name] if value is None else [name, value]
+    return shlex.join(words)

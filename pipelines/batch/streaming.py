@@ -6,24 +6,26 @@ and not with rows.
 
 import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from peagle import errors
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, StoppedEarly
+from peagle.errors import EngineError, RunInUse
 from pipelines.batch import cluster
-from pipelines.batch.plan import Plan, WorkUnit, unit_to_row
-from pipelines.batch.progress import Progress, Tally
+from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
+from pipelines.batch.preparing import PrepareJob, prepare_unit
+from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.worker import EngineJob, EngineWorker, PrepareJob, prepare_unit
+from pipelines.batch.supervision import Supervisor
+from pipelines.batch.worker import EngineJob, EngineWorker
+from pipelines.failures import explain
 
 _POLL_S = 1.0
-_GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
+_GRACE = "units under way have a moment (--grace-s) to be committed"
+_LOST = "what it had committed stays; let the other one finish"
 _LOGS = "the run's logs/ folder says more; the same command continues it"
 
 
@@ -32,37 +34,56 @@ def stream(
     plan: Plan,
     units: Sequence[WorkUnit],
     resolved: ResolvedRun,
+    supervisor: Supervisor,
     progress: Progress,
-    stop: threading.Event,
+    lost: threading.Event,
 ) -> None:
-    """Generate and commit `units`; returns when all are committed."""
-    tally = Tally(num_rows_planned=plan.num_rows, price=resolved.price)
-    for earlier in run.usages():
-        tally.add(earlier, before=True)
-    started_at, receipts = time.time(), _Receipts(lambda: _dataset(run, plan, units, resolved))
-    give_up_at = None
+    """Generate and commit `units`; returns when all are committed.
+
+    Args:
+        lost: another driver has taken the run over; then nothing of the directory is touched any more.
+
+    Raises:
+        StoppedEarly, TooManyFailedRows, EngineError: as the supervisor judges.
+        RunInUse: `lost` was set.
+    """
+    receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
-        for usage in receipts:
-            if usage is not None:
-                tally.add(usage)
-            tally.observe(run.sessions(), started_at)
-            progress.show(tally)
-            if stop.is_set() and give_up_at is None:
-                progress.say(f"stopping: units under way have {resolved.config.grace_s:g} s to be committed")
-                run.request_stop(resolved.config.grace_s)
-                give_up_at = time.monotonic() + resolved.config.grace_s + _GIVE_UP_S
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                cluster.abandon()
-                break
-        progress.show(tally, final=True)
+        _watch(run, receipts, supervisor, progress, lost)
+        progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
     run.clear_stop()
-    done = len(run.committed())
-    if done < len(plan.units):
-        raise StoppedEarly(
-            f"stopped with {done} of {len(plan.units)} units committed", hint="the same command continues the run"
-        )
+    if len(run.committed()) < len(plan.units):
+        raise supervisor.error()
+
+
+def _watch(
+    run: RunDirectory,
+    receipts: "_Receipts",
+    supervisor: Supervisor,
+    progress: Progress,
+    lost: threading.Event,
+) -> None:
+    """Until the dataset has ended, or is given up."""
+    looked_at = -math.inf
+    for usage in receipts:
+        if usage is not None:
+            supervisor.tally.add(usage)
+        if time.monotonic() - looked_at < _POLL_S:
+            continue
+        if lost.is_set():
+            cluster.abandon(RunInUse.exit_code)
+            raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
+        looked_at, before = time.monotonic(), supervisor.ending
+        supervisor.observe()
+        progress.show(supervisor.tally)
+        if supervisor.ending is not None and before is None:
+            progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
+        if supervisor.ending is not None and supervisor.gives_up:
+            cluster.abandon(supervisor.ending.error.exit_code)
+            break
+    supervisor.observe()
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
@@ -71,11 +92,11 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
     from ray.data import ActorPoolStrategy
 
     cluster.keep_blocks()
-    rows_per_unit = units[0].span.num_rows
+    rows_per_unit = math.ceil(sum(unit.num_rows for unit in units) / len(units))
     calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
     prepare_job, engine_job = _jobs(run, plan, resolved)
     return (
-        ray.data.from_items([unit_to_row(unit) for unit in units], override_num_blocks=len(units))
+        ray.data.from_items([{"unit": unit_to_json(unit)} for unit in units], override_num_blocks=len(units))
         .map_batches(
             prepare_unit,
             batch_size=None,
@@ -117,6 +138,9 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         sampling=dict(resolved.sampling.base),
         backend=config.engine,
         fake_token_s=config.fake_token_s,
+        fake_die_on=config.fake_die_on,
+        fake_kill_on=config.fake_kill_on,
+        row_timeout_s=config.row_timeout_s,
         num_devices=placement.num_devices,
         device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,
@@ -144,7 +168,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise explain(item) from item
+                raise explain(item, "the run broke off", hint=_LOGS, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:
@@ -155,21 +179,3 @@ class _Receipts:
             self._queue.put(None)
         except BaseException as error:  # it belongs to the driver's thread
             self._queue.put(error)
-
-
-def explain(error: BaseException) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
-
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
-    if named:
-        kind, message = named[-1]
-        return getattr(errors, kind)(message, hint=_LOGS)  # type: ignore[no-any-return]
-    last = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-    return EngineError(f"the run broke off: {last}", hint=_LOGS)

@@ -1,48 +1,39 @@
-"""The two stages that Ray Data runs: prepare a unit on a CPU, and generate and commit it on an engine.
+"""The second stage that Ray Data runs: generate a prepared unit on an engine, and commit it.
 
-Both work on whole units (one unit is one block). What they need travels in one picklable job record, and names of
-models are resolved on the node that uses them. They know nothing of the driver.
+A unit is one block. What the stage needs travels in one picklable job record, and names of models are resolved on the
+node that uses them. It knows nothing of the driver.
+
+An engine that dies takes its actor with it, after a note of the rows that were in it (`suspects.py`); Ray starts
+another actor and gives it the same units again.
 """
 
 import asyncio
 import atexit
-import functools
-import socket
-import threading
+import os
+import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 
 from peagle.economics.prices import Device
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
-from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer
-from peagle.requests import RequestBuilder, SamplingSpec
+from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
-from pipelines.batch.corpus import read
-from pipelines.batch.meter import EngineMeter
-from pipelines.batch.node import claim_slot, localize, redirect_output
-from pipelines.batch.plan import unit_from_row
-from pipelines.batch.rows import PreparedUnit, given_back, is_given_back, prepare
+from pipelines.batch.rows import PreparedUnit, is_given_back
 from pipelines.batch.rundir import RunDirectory
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareJob:
-    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema."""
-
-    run_dir: str
-    model: str | None
-    prompts: PromptSpec
-    sampling: SamplingSpec
-    schema: pa.Schema
+from pipelines.batch.session import Session
+from pipelines.batch.stopping import GraceClock
+from pipelines.batch.suspects import Note, UnitNotes, Verdict
+from pipelines.batch.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +48,9 @@ class EngineJob:
     sampling: dict[str, Any] = field(default_factory=dict)
     backend: str = "vllm"
     fake_token_s: float = 0.0
+    fake_die_on: str | None = None
+    fake_kill_on: str | None = None
+    row_timeout_s: float | None = None
     num_devices: int = 1
     device: Device = "vcpu"
     num_engines_on_node: int = 1
@@ -64,29 +58,9 @@ class EngineJob:
 
 
 _STOP_POLL_S = 1.0
-
-
-def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
-    """Read, template and tokenise one unit; `batch` is its one row of the plan."""
-    (row,) = batch.to_pylist()
-    unit = unit_from_row(row)
-    if RunDirectory(Path(job.run_dir)).stop_deadline() is not None:
-        return given_back(unit)
-    prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
-    return prepare(unit, list(read(unit.span)), job.schema, RequestBuilder(prompts, job.sampling))
-
-
-@functools.lru_cache(maxsize=2)
-def load_tokenizer(model: str | None) -> Tokenizer:
-    """The target's tokenizer, once a process; bytes where the fake engine has no model."""
-    if model is None:
-        from peagle.engine.fake_engine import ByteTokenizer
-
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(localize(model))
-    return tokenizer
+_KILLER = RowError(
+    reason="engine_died", message="the engine died while this row was in it, and again while it was alone"
+)
 
 
 class EngineWorker:
@@ -99,68 +73,118 @@ class EngineWorker:
     def __init__(self, job: EngineJob) -> None:
         self._job = job
         self._run = RunDirectory(Path(job.run_dir))
-        self._meter = EngineMeter()
-        self._started_at = time.time()
-        self._session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
-        self._log = self._redirect_output()
-        self._slot = claim_slot(job.run_id)
-        self._heartbeat()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._grace = GraceClock(self._run.stop_grace_s)
+        self._session = Session(
+            self._run,
+            run_id=job.run_id,
+            num_devices=job.num_devices,
+            device=job.device,
+            heartbeat_s=job.heartbeat_s,
+        )
+        self._meter = self._session.meter
         self._engine, compile_s = self._start_engine()
         self._meter.ready(compile_s)
-        self._heartbeat()
+        self._session.beat()
         in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)
         self._slots = asyncio.Semaphore(in_flight)
+        self._turns = Turns()
+        self._notes: dict[int, UnitNotes] = {}
+        self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
-        if is_given_back(batch) or self._run.stop_deadline() is not None:
+        if is_given_back(batch) or self._grace.is_asked():
             yield _receipt(None)
             return
         prepared = PreparedUnit(batch)
         started_at = time.time()
-        indices = [index for index in range(batch.num_rows) if index not in prepared.dead_letters]
-        work = asyncio.gather(*(self._generate(prepared, index) for index in indices))
+        unit = prepared.unit.unit
+        notes = self._notes[unit] = UnitNotes(self._run.suspects, unit, self._session.session_id)
+        verdict = await asyncio.to_thread(notes.verdict, batch.num_rows)
+        for index in verdict.guilty:
+            prepared.refuse(index, _KILLER)
+        await asyncio.to_thread(notes.write, Note())
+        work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
         if not await self._finished_in_time(work):
+            self._notes.pop(unit).withdraw()
             yield _receipt(None)
             return
-        generations = {i: outcome for i, outcome in zip(indices, work.result(), strict=True) if outcome is not None}
+        generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
         table = prepared.output(generations, self._job.model, self._job.drafter)
-        committed = await asyncio.to_thread(self._run.commit, prepared.unit.unit, table, usage, prepared.letters())
+        committed = await asyncio.to_thread(self._run.commit, unit, table, usage, prepared.letters())
+        await asyncio.to_thread(self._notes.pop(unit).clear)
         yield _receipt(usage if committed else None)
 
-    async def _finished_in_time(self, work: "asyncio.Future[list[Generation | None]]") -> bool:
+    async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
         """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over."""
         while not (await asyncio.wait([work], timeout=_STOP_POLL_S))[0]:
-            deadline = self._run.stop_deadline()
-            if deadline is not None and time.time() >= deadline:
+            if self._grace.is_over():
                 work.cancel()
                 return False
         return True
 
-    async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
+    async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
+        """Rows beyond suspicion together with those of other units, then suspects each by itself."""
+        indices = [index for index in range(len(prepared.prompts)) if index not in prepared.dead_letters]
+        together = [index for index in indices if index not in verdict.suspects]
+        outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
+        found = dict(zip(together, outcomes, strict=True))
+        if suspects := sorted(verdict.suspects.intersection(indices)):
+            async with self._turns.alone():
+                for index in suspects:
+                    await asyncio.to_thread(self._session.beat)  # the driver should see what was finished until here
+                    await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
+                    found[index] = await self._generate(prepared, index, alone=True)
+            await asyncio.to_thread(notes.write, Note())
+        return {index: generation for index, generation in sorted(found.items()) if generation is not None}
+
+    async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
+        async with self._slots, self._turns.together():
+            return await self._generate(prepared, index)
+
+    async def _generate(self, prepared: PreparedUnit, index: int, *, alone: bool = False) -> Generation | None:
+        """One row; None, with a dead letter, where it cannot be done."""
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
         prompt = prepared.prompts[index]
         assert prompt is not None, "a row without a prompt has a dead letter"
-        async with self._slots:
-            self._meter.start(unit)
-            num_tokens = 0
-            try:
-                # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
-                request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
-                generation = await self._engine.generate(
-                    request_id, prompt, self._sampling(row_id, prepared.sampling[index])
-                )
-                num_tokens = generation.num_output_tokens
-            except RequestRefused as error:
-                prepared.refuse(index, RowError(reason="refused", message=str(error)))
-                return None
-            finally:
-                self._meter.finish(unit, num_tokens)
+        # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
+        request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
+        sampling = self._sampling(row_id, prepared.sampling[index])
+        num_tokens = 0
+        self._meter.start(unit)
+        self._in_engine[unit].append(index)
+        try:
+            async with asyncio.timeout(self._job.row_timeout_s) as limit:
+                generation = await self._engine.generate(request_id, prompt, sampling)
+            num_tokens = generation.num_output_tokens
+        except RequestRefused as error:
+            prepared.refuse(index, RowError(reason="refused", message=str(error)))
+            return None
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            prepared.refuse(index, _out_of_time(self._job.row_timeout_s))
+            return None
+        except EngineError as error:
+            self._die(error, alone=alone)
+        finally:
+            self._in_engine[unit].remove(index)
+            self._meter.finish(unit, num_tokens)
         return generation
+
+    def _die(self, error: EngineError, *, alone: bool) -> NoReturn:
+        """Note what was in the engine, and end this process: Ray starts another, which does its units again."""
+        sys.stderr.write(f"peagle: {error.message}; this process ends and is replaced\n")
+        sys.stderr.flush()
+        for unit, notes in self._notes.items():
+            if rows := self._in_engine[unit]:
+                notes.write(Note(rows=tuple(sorted(rows)), alone=alone, died=True))
+            else:
+                notes.withdraw()
+        self._session.end()
+        os._exit(1)
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
         """The run's sampling parameters and the row's own.
@@ -175,7 +199,7 @@ class EngineWorker:
     def _usage(self, prepared: PreparedUnit, generations: list[Generation], started_at: float) -> UnitUsage:
         drafts = [g.speculation for g in generations if g.speculation is not None]
         return UnitUsage(
-            session_id=self._session_id,
+            session_id=self._session.session_id,
             num_rows=len(generations),
             num_failed_rows=len(prepared.dead_letters),
             num_prompt_tokens=sum(g.num_prompt_tokens for g in generations),
@@ -184,7 +208,7 @@ class EngineWorker:
             busy_s=self._meter.take(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
-            finished_at=time.time(),
+            finished_at=max(started_at, time.time()),  # a clock may be set back in between
         )
 
     # --- start and end
@@ -195,50 +219,29 @@ class EngineWorker:
             from peagle.engine.fake_engine import FakeEngine
 
             k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
-            return FakeEngine(num_speculative_tokens=k, token_s=job.fake_token_s), 0.0
+            engine = FakeEngine(
+                num_speculative_tokens=k,
+                token_s=job.fake_token_s,
+                die_on=job.fake_die_on,
+                kill_on=job.fake_kill_on,
+            )
+            return engine, 0.0
         from peagle.engine.vllm_engine import compile_seconds, with_root_cause
         from pipelines.batch.node import start_vllm
 
         try:
-            engine = start_vllm(job.spec, engine_index=self._slot, num_engines_on_node=job.num_engines_on_node)
+            vllm = start_vllm(job.spec, engine_index=self._session.slot, num_engines_on_node=job.num_engines_on_node)
         except EngineError as error:
-            raise with_root_cause(error, self._log.read_text(errors="replace")) from error
-        return engine, compile_seconds(self._log.read_text(errors="replace"))
-
-    def _redirect_output(self) -> Path:
-        """What this process and its children print belongs to the run, not to Ray's driver."""
-        log = self._run.logs / f"engine-{self._session_id}.log"
-        redirect_output(log)
-        return log
-
-    def _beat(self) -> None:
-        while not self._stopped.wait(self._job.heartbeat_s):
-            self._heartbeat()
-
-    def _heartbeat(self, *, ended: bool = False) -> None:
-        meter = self._meter.snapshot()
-        self._run.write_session(
-            EngineSession(
-                session_id=self._session_id,
-                engine_index=self._slot,
-                hostname=socket.gethostname(),
-                num_devices=self._job.num_devices,
-                device=self._job.device,
-                started_at=self._started_at,
-                last_seen_at=self._started_at + meter.elapsed_s,
-                load_s=meter.load_s,
-                compile_s=meter.compile_s,
-                busy_s=meter.busy_s,
-                idle_s=meter.idle_s,
-                num_output_tokens=meter.num_output_tokens,
-                ended=ended,
-            )
-        )
+            raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
+        return vllm, compile_seconds(self._session.log.read_text(errors="replace"))
 
     def _close(self) -> None:
-        self._stopped.set()
-        self._heartbeat(ended=True)
+        self._session.end()
         self._engine.shutdown()
+
+
+def _out_of_time(limit_s: float | None) -> RowError:
+    return RowError(reason="time_limit", message=f"not finished within {limit_s:g} s (--row-timeout-s)")
 
 
 def _receipt(usage: UnitUsage | None) -> pa.Table:

@@ -43,9 +43,9 @@ class KeyRecord(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     created_at: float = 0.0
     models: tuple[str, ...] | None = None
-    requests_per_min: int | None = Field(None, ge=1)
-    output_tokens_per_min: int | None = Field(None, ge=1)
-    budget_usd: float | None = Field(None, gt=0)
+    requests_per_min: int | None = Field(default=None, ge=1)
+    output_tokens_per_min: int | None = Field(default=None, ge=1)
+    budget_usd: float | None = Field(default=None, gt=0)
     is_operator: bool = False
 
 

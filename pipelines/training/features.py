@@ -18,6 +18,7 @@ from peagle.drafter.store import write_shard
 from peagle.errors import PeagleError
 from pipelines.batch import cluster
 from pipelines.batch.node import localize
+from pipelines.failures import explain
 
 _SCHEMA = pa.schema(
     [("shard", pa.int64()), ("id", pa.string()), ("token_ids", pa.list_(pa.int32())), ("num_prompt_tokens", pa.int64())]
@@ -70,18 +71,9 @@ def _written(dataset: Any) -> Iterator[tuple[int, str]]:
     except PeagleError:
         raise
     except Exception as error:
-        raise _cause(error) from error
-
-
-def _cause(error: BaseException) -> PeagleError:
-    """Our own error at the bottom of what Ray made of it; else Ray's, in short."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, PeagleError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    last = (str(error).strip().splitlines() or [repr(error)])[-1]
-    return PeagleError(f"the extraction broke off: {last}", hint="the same command goes on; finished shards stay")
+        raise explain(
+            error, "the extraction broke off", hint="the same command goes on; finished shards stay"
+        ) from error
 
 
 class _ShardWriter:

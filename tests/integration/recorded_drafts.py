@@ -2,8 +2,9 @@
 `recorded_drafts.py JOBS.json OUT.pt`.
 
 A job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer holds the
-`tokens` of each request, and `contexts`: for each one that the proposer was asked about the request, the place of the
-last known token, that token, the target's states one place before it as the proposer got them, and the `drafts` by K.
+`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`: for each time that the proposer was
+asked about a request, the place of the last known token, that token, the target's states one place before it as the
+proposer got them, and the `drafts` by K.
 
 With `every_k` each context is drafted for K from 1 to the engine's own, by the real `propose`: the smaller K first, on
 a copy of what it changes, and the engine goes on with its own K. What a parallel drafter lays its slots out for is set
@@ -74,7 +75,8 @@ def run(job):
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     engine.llm_engine.engine_core.shutdown()
-    return {"tokens": tokens, "contexts": recorder.contexts}
+    cached = [output.num_cached_tokens for output in outputs]
+    return {"tokens": tokens, "num_cached_tokens": cached, "contexts": recorder.contexts}
 
 
 def main():

@@ -94,7 +94,7 @@ def test_a_submitted_training_runs_on_the_cluster(job_server, speaking_target, w
     config, output = tmp_path / "train.yaml", tmp_path / "head"
     settings = {
         "target": speaking_target, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
-        "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu", "workers": 2,
+        "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu",
     }  # fmt: skip
     config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
     said = submit(job_server, "jobs.train", config)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pyarrow.dataset as ds
 import pytest
 
+from pipelines.batch.lease import read_lease
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.status import StatusReader
 
 NUM_ROWS = 40
 
@@ -54,7 +56,9 @@ def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processe
         assert first.returncode == -signal.SIGKILL
     else:
         assert first.returncode == 3, said
-        assert "the same command continues" in said
+        assert "the same command continues the run: peagle generate --engine fake" in said
+        assert "rows are left" in said
+        assert StatusReader(run).read().state == "stopped"
     assert not leftover_processes(ray_processes_of(first.pid))
     before = run.committed()
     assert 3 <= len(before) < NUM_ROWS
@@ -67,7 +71,7 @@ def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processe
     assert not list(run.data.glob(".*"))
 
 
-def test_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tmp_path):
+def test_another_driver_is_refused_and_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tmp_path):
     run = RunDirectory(tmp_path / "run")
     process = peagle(*arguments, "--grace-s", 300, "--fake-token-s", 30)
     deadline = time.monotonic() + 200
@@ -75,10 +79,16 @@ def test_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tm
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert StatusReader(run).read().state == "running"
+    other = peagle(*arguments)
+    said, _ = other.communicate(timeout=120)
+    assert other.returncode == 1, said
+    assert f"is being driven by {read_lease(run.root).describe()}" in said
     os.kill(process.pid, signal.SIGINT)
     time.sleep(2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 3
+    assert StatusReader(run).read().state == "silent"
     assert not leftover_processes(ray_processes_of(process.pid))

@@ -34,7 +34,7 @@ class EvaluateConfig(PromptKeys):
         None, description="folder of results; an evaluation there goes on; default: runs/evaluate/FINGERPRINT"
     )
 
-    temperature: float = Field(0.0, ge=0, le=10, description="0 is greedy, and exactly repeatable")
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
     max_tokens: int = Field(256, ge=1, description="longest response in tokens")
     concurrency: int = Field(1, ge=1, description="requests in the engine at once")
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")

@@ -88,6 +88,16 @@ def test_a_time_budget_stops_and_the_same_call_goes_on(head: Any, store: Feature
     assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
 
 
+def test_documents_in_parts_retrace_the_curve_of_whole_ones(
+    head: Any, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, tmp_path: Path
+) -> None:
+    in_parts = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+    _train(head, store, tmp_path / "whole")
+    _train(in_parts, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
+    losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
 def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore, tmp_path: Path) -> None:
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})

@@ -1,6 +1,7 @@
 import asyncio
 
 from peagle.engine.fake_engine import FakeEngine
+from peagle.errors import EngineError
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
@@ -29,3 +30,18 @@ def test_logprobs_are_a_token_each_and_join_to_the_text():
     assert len(completion.logprobs) == generation.num_output_tokens
     assert [len(token.top) for token in completion.logprobs] == [2] * generation.num_output_tokens
     assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
+
+
+def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
+    async def scene():
+        engine = FakeEngine(die_on="rat poison", token_s=0.05)
+        alive = asyncio.create_task(engine.generate("a", list(b"cheese"), GREEDY))
+        await asyncio.sleep(0.01)
+        outcomes = [
+            await asyncio.gather(engine.generate(name, list(prompt), GREEDY), return_exceptions=True)
+            for name, prompt in (("b", b"some rat poison"), ("c", b"cheese"))
+        ]
+        return [*outcomes, await asyncio.gather(alive, return_exceptions=True)]
+
+    for (outcome,) in asyncio.run(scene()):
+        assert isinstance(outcome, EngineError)

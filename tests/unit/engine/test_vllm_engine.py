@@ -126,3 +126,24 @@ def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
         asyncio.run(engine.generate("r", [1], sampling))
     with pytest.raises(RequestRefused, match="temperature"):
         asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
+
+
+def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_one():
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    class Failing:
+        def __init__(self, error):
+            self.error = error
+
+        async def generate(self, *_):
+            raise self.error from IndexError("no such block")
+            yield
+
+    engine = object.__new__(VllmEngine)
+    engine._llm = Failing(EngineGenerateError())
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    with pytest.raises(RequestRefused, match="no such block"):
+        asyncio.run(engine.generate("r", [1], sampling))
+    engine._llm = Failing(EngineDeadError())
+    with pytest.raises(EngineError, match="engine process died"):
+        asyncio.run(engine.generate("r", [1], sampling))

@@ -3,6 +3,7 @@ from typing import Any
 import pydantic
 import pytest
 
+from peagle.drafter.config import TrainConfig
 from peagle.drafter.evaluation.config import EvaluateConfig
 
 
@@ -32,3 +33,10 @@ def test_none_has_nothing_to_accept() -> None:
 def test_a_row_has_one_prompt() -> None:
     with pytest.raises(pydantic.ValidationError, match="exclude each other"):
         EvaluateConfig(prompt_column="a", prompt_template="{{ a }}")
+
+
+def test_a_temperature_that_vllm_refuses_is_refused_before_an_engine_starts() -> None:
+    with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
+        EvaluateConfig(temperature=2.5)
+    with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
+        TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)

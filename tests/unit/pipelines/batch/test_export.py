@@ -13,6 +13,7 @@ from pipelines.batch import export as export_module
 from pipelines.batch.export import export
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rows import OUTPUT_SCHEMA
 from pipelines.batch.rundir import RunDirectory
 
@@ -173,3 +174,24 @@ def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
     assert "did you mean jsonl" in capsys.readouterr().err
     assert cli.run(["export", str(tmp_path), "--format", "jsonl"]) == 2
     assert "no run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
+def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
+        letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
+        assert run.commit(unit, output(ids), usage(unit), letters)
+    plan = plan_retry(run, run.plan())
+    for again in plan.units[3:5]:
+        assert run.commit(again.unit, output([again.row_id(0)]), usage(again.unit), [])
+    with pytest.raises(ConfigError, match="5 of 6 units are committed"):
+        export(run, output_format)
+    done = export(run, output_format, partial=True)
+    if output_format == "jsonl":
+        rows = lines(run, "jsonl")
+    else:
+        rows = pq.read_table(run.root / "export" / "parquet" / "output.parquet").to_pylist()
+    assert [int(row["id"]) for row in rows] == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert (done.num_rows, done.num_failed_rows, done.num_units) == (8, 0, 5)

@@ -64,8 +64,22 @@ def test_a_unit_without_any_response_keeps_its_columns(prepared):
 def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
     prepared.refuse(0, RowError(reason="refused", message="no"))
     assert prepared.letters() == [
-        {"id": "000000040", "unit": 3, "reason": "refused", "message": "no", "row": {"prompt": "ab", "input_id": 7}},
-        {"id": "000000041", "unit": 3, "reason": "invalid_row", "message": "not valid JSON", "row": "{bad"},
+        {
+            "id": "000000040",
+            "unit": 3,
+            "attempt": 1,
+            "reason": "refused",
+            "message": "no",
+            "row": {"prompt": "ab", "input_id": 7},
+        },
+        {
+            "id": "000000041",
+            "unit": 3,
+            "attempt": 1,
+            "reason": "invalid_row",
+            "message": "not valid JSON",
+            "row": "{bad",
+        },
     ]
 
 

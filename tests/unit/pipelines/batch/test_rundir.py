@@ -7,6 +7,7 @@ from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -60,12 +61,13 @@ def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_letters_without_a_commit_are_not_valid_and_are_cleared(run):
+def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
     (run.failed / "unit-00000000.deadbeef.jsonl").write_text('{"id": "0", "reason": "orphan"}\n')
+    (run.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
     run.commit(0, TABLE, usage(), [])
     assert list(run.dead_letters()) == []
-    assert run.remove_orphans() == 1
-    assert list(run.failed.iterdir()) == []
+    assert run.remove_leftovers() == 2
+    assert [*run.failed.iterdir(), *run.suspects.iterdir()] == []
 
 
 def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
@@ -133,3 +135,49 @@ def test_a_foreign_parquet_file_is_named(run):
     pq.write_table(TABLE, run.unit_path(0))
     with pytest.raises(PeagleError, match="not written by peagle"):
         list(run.usages())
+
+
+def letter(row_id, reason="x"):
+    return {"id": f"{row_id:09d}", "reason": reason}
+
+
+def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
+    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = plan_retry(run, run.plan())
+    assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
+    assert run.plan() == plan
+    assert plan.num_rows == 2
+    assert list(run.dead_letters()) == []
+    assert [one.num_failed_rows for one in run.usages()] == [0]
+
+    assert plan_retry(run, plan) == plan
+    assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
+    assert list(run.dead_letters()) == [letter(1, "again")]
+    assert [one.num_failed_rows for one in run.usages()] == [0, 1]
+    assert run.remove_leftovers() == 0
+
+    third = plan_retry(run, run.plan())
+    assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
+    assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(run.dead_letters()) == []
+    assert sum(one.num_rows for one in run.usages()) == 2
+
+
+def test_without_dead_letters_there_is_nothing_to_retry(run):
+    run.commit(0, TABLE, usage(), [])
+    assert plan_retry(run, run.plan()) == run.plan()
+    assert run.retries() == []
+
+
+def test_a_damaged_plan_of_a_retry_is_named(run):
+    (run.root / "plan-0001.parquet").write_bytes(b"PAR1 cut off")
+    with pytest.raises(ConfigError, match=r"plan-0001\.parquet is damaged"):
+        run.plan()
+
+
+def test_a_stop_carries_its_grace_until_the_run_goes_on(run):
+    assert run.stop_grace_s() is None
+    run.request_stop(7.5)
+    assert run.stop_grace_s() == 7.5
+    run.open()
+    assert run.stop_grace_s() is None

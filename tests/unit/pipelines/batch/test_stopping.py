@@ -1,14 +1,43 @@
 import signal
+import threading
 
 import pytest
 
-from pipelines.batch.stopping import stop_on_signal
+from pipelines.batch.stopping import GraceClock, resume_command, stop_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_for_a_stop_and_the_old_handler_comes_back(number):
-    before = signal.getsignal(number)
-    with stop_on_signal() as stop:
+    before, stop = signal.getsignal(number), threading.Event()
+    with stop_on_signal(stop):
         signal.raise_signal(number)
         assert stop.is_set()
     assert signal.getsignal(number) is before
+
+
+def test_grace_begins_when_a_worker_learns_of_the_stop():
+    asked, now = [None], [100.0]
+    grace = GraceClock(lambda: asked[0], monotonic=lambda: now[0])
+    assert not grace.is_asked()
+    assert not grace.is_over()
+    asked[0] = 20.0
+    assert grace.is_asked()
+    now[0] = 119.9
+    assert not grace.is_over()
+    now[0] = 120.0
+    assert grace.is_over()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "expected"),
+    [
+        (["peagle", "generate", "--input", "a b"], {}, "peagle generate --input 'a b'"),
+        (["g", "--budget-usd", "1", "--limit", "3"], {"--budget-usd": "2"}, "g --limit 3 --budget-usd 2"),
+        (["g", "--budget-usd=1"], {"--budget-usd": "2"}, "g --budget-usd 2"),
+        (["g", "--retry-failed", "--limit", "3"], {}, "g --limit 3"),
+        (["g"], {"--retry-failed": None}, "g --retry-failed"),
+        (["g", "--retry-failed"], {"--retry-failed": None}, "g --retry-failed"),
+    ],
+)
+def test_the_command_that_continues_is_that_of_this_attempt_with_its_flags_set_anew(command, flags, expected):
+    assert resume_command(command, flags) == expected

@@ -2,7 +2,7 @@
 
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.pipeline import Listener
-from pipelines.training.distributed import _Follower
+from pipelines.training.distributed import _Follower, _reason
 
 
 def step(number, train_s=0.5):
@@ -26,3 +26,21 @@ def test_steps_of_this_attempt_are_told_also_when_a_resume_cuts_the_file_back_an
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(step(number, train_s))
     assert told == [2, 3, 4]
+
+
+class WorkerGroupError(Exception):
+    """As ray.train raises it: the workers' tracebacks, each as a text, by rank."""
+
+    def __init__(self, failures):
+        super().__init__("Training failed due to worker errors")
+        self.worker_failures = failures
+
+
+def test_what_the_first_worker_said_last_is_told():
+    traceback = "Traceback:\n  File ...\npeagle.errors.PeagleError: the loss is not finite\n  lower the learning rate\n"
+    assert _reason(WorkerGroupError({0: Exception(traceback)})) == "peagle.errors.PeagleError: the loss is not finite"
+
+
+def test_an_error_of_ray_itself_is_told_by_its_last_line():
+    assert _reason(RuntimeError("no room\nfor two workers")) == "for two workers"
+    assert _reason(RuntimeError()) == "RuntimeError()"

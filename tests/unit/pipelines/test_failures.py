@@ -1,5 +1,5 @@
 from peagle.errors import CapacityError, EngineError
-from pipelines.batch.streaming import explain
+from pipelines.failures import explain
 
 
 class RayTaskError(Exception):
@@ -9,16 +9,20 @@ class RayTaskError(Exception):
 def test_our_own_error_is_found_below_rays():
     outer = RayTaskError("boom")
     outer.cause = CapacityError("too big", hint="smaller")
-    assert explain(outer) is outer.cause
+    assert explain(outer, "it broke off", hint="see logs/") is outer.cause
 
 
 def test_our_own_error_is_found_in_the_text_of_a_traceback():
     text = "Traceback ...\npeagle.errors.EngineError: the vLLM engine process died\n\nThe above exception ..."
-    found = explain(RayTaskError(text))
+    found = explain(RayTaskError(text), "it broke off", hint="see logs/")
     assert isinstance(found, EngineError)
     assert found.message == "the vLLM engine process died"
     assert "logs/" in found.hint
 
 
 def test_another_error_keeps_its_last_line():
-    assert explain(RayTaskError("Traceback\nOSError: disk full")).message.endswith("OSError: disk full")
+    found = explain(
+        RayTaskError("Traceback\nOSError: disk full"), "it broke off", hint="see logs/", otherwise=EngineError
+    )
+    assert isinstance(found, EngineError)
+    assert found.message.endswith("OSError: disk full")

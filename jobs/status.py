@@ -1,0 +1,44 @@
+"""`peagle status`: how a run stands, from another terminal or machine."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+HELP = """\
+Say how a run stands, from its directory alone: it asks neither its driver nor its cluster.
+
+  peagle status runs/first
+  peagle status runs/first --watch 5
+  peagle status runs/first --json -        as data, and nothing else
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle status`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="look again every so often, while the run is running",
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Read the status, and print it."""
+    from peagle.errors import ConfigError
+    from pipelines.batch.rundir import RunDirectory
+    from pipelines.batch.status import StatusReader
+
+    if args.watch is not None and not args.watch > 0:
+        raise ConfigError(f"--watch {args.watch:g}: a number of seconds above 0")
+    reader = StatusReader(RunDirectory(args.run))
+    as_data_only = args.json is not None and str(args.json) == "-"
+    while True:
+        status = reader.read()
+        if not as_data_only:
+            print(status.describe(), flush=True)
+        if args.watch is None or status.state != "running":
+            return 0, status.to_dict()
+        time.sleep(args.watch)

@@ -1,0 +1,252 @@
+"""One driver a run directory: a lease that is renewed, and taken over when it is not.
+
+    OUT/.lease/N.json    the N-th lease; the highest number counts, and it stays when its driver ends
+
+A lease is taken by creating the next number with one exclusive link, so of several takers one wins. Its holder rewrites
+it every few seconds with the next beat. Whoever wants it watches the beat on a monotonic clock of its own: a beat that
+changes is a driver that lives, one that does not for as long as the lease says is a driver that is gone. No two clocks
+are ever compared, so a clock that jumps or differs between hosts changes nothing. A driver of this very host and
+process namespace whose process is gone is not waited for.
+
+Exactly once does not rest on the lease (units commit by their own links); it keeps two drivers from paying twice.
+It knows files and processes; it does not know units or Ray.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import ConfigError, PeagleError, RunInUse
+from peagle.files import write_atomic, write_once
+
+_FOLDER = ".lease"
+_RENEWALS = 6  # in the time that a lease lasts
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Who drives a run, or drove it last.
+
+    Attributes:
+        number: grows with every driver that the run has had.
+        where: the boot and the process namespace in which `pid` means something.
+        birth: when that process started, in the kernel's ticks: a number is used again, a birth is not.
+        expiry_s: it is given up when it was not renewed for so long.
+        beat: renewals so far.
+        renewed_at: by the holder's own clock, for people.
+        outcome: how the driver ended; None while it holds the lease, and for ever if it was killed.
+    """
+
+    number: int
+    user: str
+    host: str
+    where: str
+    pid: int
+    birth: int
+    command: str
+    since: float
+    expiry_s: float
+    beat: int = 0
+    renewed_at: float
+    outcome: str | None = None
+
+    def is_gone(self) -> bool:
+        """Whether its process is known not to live; False also where that cannot be known from here."""
+        return self.where == _where() and self.birth != _birth(self.pid)
+
+    def seems_alive(self) -> bool:
+        """Whether its driver probably lives, for people: between hosts it goes by their clocks."""
+        if self.outcome is not None or self.is_gone():
+            return False
+        return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
+
+    def describe(self) -> str:
+        """Who, where and since when."""
+        return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
+
+
+def read_lease(root: Path) -> Lease | None:
+    """The lease of the run directory's present or last driver; None if it never had one."""
+    for number in sorted(_numbers(root), reverse=True):
+        try:
+            return Lease(**json.loads((root / _FOLDER / f"{number}.json").read_bytes()))
+        except FileNotFoundError:  # the next driver has just removed it
+            continue
+        except (ValueError, TypeError) as error:
+            raise PeagleError(
+                f"{root / _FOLDER / f'{number}.json'} is damaged: {error}",
+                hint="make sure that no driver runs, and delete that file",
+            ) from error
+    return None
+
+
+class Holding:
+    """The lease of this process, renewed by a thread until `end`.
+
+    Attributes:
+        lost: set when another driver has taken it over, after this one could not renew it in time.
+        outcome: what the lease will say of this driver's end.
+    """
+
+    def __init__(self, root: Path, lease: Lease) -> None:
+        self.lost = threading.Event()
+        self.outcome = "ended"
+        self._root = root
+        self._lease = lease
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread.start()
+
+    @property
+    def number(self) -> int:
+        """Of the lease."""
+        return self._lease.number
+
+    def end(self) -> None:
+        """Give the lease back."""
+        self._ended.set()
+        self._thread.join()
+        if not self._is_taken_over():
+            with contextlib.suppress(OSError):  # a full disk: it expires
+                self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._lease.expiry_s / _RENEWALS):
+            if self._is_taken_over():
+                self.lost.set()
+                return
+            self._lease = replace(self._lease, beat=self._lease.beat + 1, renewed_at=time.time())
+            with contextlib.suppress(OSError):  # the next renewal may succeed; if none does, it expires
+                self._write(self._lease)
+
+    def _is_taken_over(self) -> bool:
+        return max(_numbers(self._root), default=0) > self._lease.number
+
+    def _write(self, lease: Lease) -> None:
+        write_atomic(self._root / _FOLDER / f"{lease.number}.json", _to_bytes(lease))
+
+
+@contextlib.contextmanager
+def hold_lease(
+    root: Path, *, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]
+) -> Iterator[Holding]:
+    """Hold the run directory's lease. An error that passes through becomes its outcome.
+
+    Raises:
+        RunInUse: another driver holds it and lives.
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        holding = Holding(root, _take(root, expiry_s, command, announce))
+    except OSError as error:
+        raise ConfigError(f"output {root}: cannot be written: {error}") from error
+    try:
+        yield holding
+    except BaseException as error:
+        holding.outcome = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        raise
+    finally:
+        holding.end()
+
+
+def clock(at: float) -> str:
+    """A moment, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def _take(root: Path, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]) -> Lease:
+    (root / _FOLDER).mkdir(parents=True, exist_ok=True)
+    before = read_lease(root)
+    if before is not None:
+        _wait_until_free(root, before, announce)
+    now = time.time()
+    lease = Lease(
+        number=before.number + 1 if before else 1,
+        user=_user(),
+        host=socket.gethostname(),
+        where=_where(),
+        pid=os.getpid(),
+        birth=_birth(os.getpid()),
+        command=shlex.join(command),
+        since=now,
+        renewed_at=now,
+        expiry_s=expiry_s,
+    )
+    if not write_once(root / _FOLDER / f"{lease.number}.json", _to_bytes(lease)):
+        raise _in_use(root, read_lease(root) or lease)
+    _clear_before(root, lease.number)
+    return lease
+
+
+def _clear_before(root: Path, number: int) -> None:
+    """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
+    for path in (root / _FOLDER).iterdir():
+        of = path.name.lstrip(".").partition(".")[0]
+        if of.isdecimal() and int(of) < number:
+            path.unlink(missing_ok=True)
+
+
+def _wait_until_free(root: Path, seen: Lease, announce: Callable[[str], None]) -> None:
+    """Return when the lease that was seen is free; refuse as soon as it is renewed."""
+    if seen.outcome is not None or seen.is_gone():
+        return
+    announce(f"{root} is held by {seen.describe()}; watching for {seen.expiry_s:g} s whether that driver lives")
+    give_up_at = time.monotonic() + seen.expiry_s
+    while time.monotonic() < give_up_at:
+        time.sleep(_POLL_S)
+        now = read_lease(root) or seen
+        if now.number != seen.number or (now.beat != seen.beat and now.outcome is None):
+            raise _in_use(root, now)
+        if now.outcome is not None or now.is_gone():
+            return
+
+
+def _in_use(root: Path, lease: Lease) -> RunInUse:
+    return RunInUse(
+        f"{root} is being driven by {lease.describe()}: {lease.command}\n"
+        f"  renewed at {clock(lease.renewed_at)} by its clock; it expires {lease.expiry_s:g} s after its last renewal",
+        hint="wait for it, or stop it (Ctrl-C there, or kill that process) and repeat this command",
+    )
+
+
+def _to_bytes(lease: Lease) -> bytes:
+    return (json.dumps(asdict(lease), indent=2) + "\n").encode()
+
+
+def _numbers(root: Path) -> list[int]:
+    return [int(path.stem) for path in (root / _FOLDER).glob("*.json") if path.stem.isdecimal()]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _where() -> str:
+    """This boot of this machine and this process namespace; of no other machine where the kernel does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _birth(pid: int) -> int:
+    """When a process started, in ticks since boot; 0 where there is none or it is a zombie."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,142 @@
+"""What a user sets a run as limits: dollars, a time, dead letters; and whether one is reached.
+
+Pure functions of what is passed in: it reads no clock, no file and no ledger.
+"""
+
+import datetime
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+MIN_ROWS_FOR_SHARE = 100  # a share of fewer rows says little: one bad row of the first two is no 50 %
+
+_DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
+_DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00), a duration (2h30m) or none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxFailedRows:
+    """More dead letters than this end a run: so many, or such a share of the rows that are done."""
+
+    count: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "MaxFailedRows":
+        """From `N` or `P%`.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", text.strip())
+        if match is None or (match[1] and float(match[1]) > 100):
+            raise ValueError("a number of rows or a share such as 5%")
+        return cls(share=float(match[1]) / 100) if match[1] else cls(count=int(match[2]))
+
+    def is_passed(self, num_failed_rows: int, num_done_rows: int) -> bool:
+        """Whether too many of the rows that are done have failed."""
+        if self.count is not None:
+            return num_failed_rows > self.count
+        assert self.share is not None, "one of the two is set"
+        return num_done_rows >= MIN_ROWS_FOR_SHARE and num_failed_rows > self.share * num_done_rows
+
+    def __str__(self) -> str:
+        return str(self.count) if self.share is None else f"{100 * self.share:g}%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of a run; None is no limit.
+
+    Attributes:
+        deadline_at: by when everything must have ended, in Unix seconds.
+        reserve_s: what ending takes at most, from the request to stop to engines that are abandoned.
+        reserve_usd: what that costs at most; a stop is asked for while it is left.
+    """
+
+    budget_usd: float | None = None
+    deadline_at: float | None = None
+    max_failed_rows: MaxFailedRows | None = None
+    reserve_s: float = 0.0
+    reserve_usd: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Where a run stands: the time, all that its directory has cost so far, and rows that are done, failed ones among
+    them."""
+
+    now: float
+    spent_usd: float
+    num_done_rows: int
+    num_failed_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A limit that is reached, in words."""
+
+    limit: Literal["budget", "deadline", "failed_rows"]
+    message: str
+
+
+def reached(limits: Limits, situation: Situation) -> Reached | None:
+    """The limit for which the run has to be asked to stop now; None while it may go on.
+
+    Example: a budget of 10 USD and an end that may cost 0.40 USD: the stop is asked for at 9.60 USD.
+    """
+    failed, done = situation.num_failed_rows, situation.num_done_rows
+    if limits.max_failed_rows is not None and limits.max_failed_rows.is_passed(failed, done):
+        return Reached(
+            limit="failed_rows",
+            message=f"{failed} of {done} rows are dead letters, more than --max-failed-rows {limits.max_failed_rows}",
+        )
+    if limits.budget_usd is not None and situation.spent_usd + limits.reserve_usd >= limits.budget_usd:
+        return Reached(
+            limit="budget",
+            message=f"the budget of {dollars(limits.budget_usd)} is reached: {dollars(situation.spent_usd)} are spent, "
+            f"and ending may cost {dollars(limits.reserve_usd)}",
+        )
+    if limits.deadline_at is not None and situation.now + limits.reserve_s >= limits.deadline_at:
+        at = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
+        return Reached(
+            limit="deadline",
+            message=f"the deadline {at:%Y-%m-%d %H:%M:%S %z} is near: ending may take {limits.reserve_s:g} s",
+        )
+    return None
+
+
+def parse_deadline(text: str, now: datetime.datetime) -> float | None:
+    """A deadline in Unix seconds; a time of day is the next such moment, a duration counts from `now`.
+
+    Args:
+        now: with its time zone, which is also that of a deadline that names none.
+
+    Raises:
+        ValueError: it is none of the forms.
+    """
+    text = text.strip()
+    if text.lower() == "none":
+        return None
+    if text and (match := _DURATION.fullmatch(text)):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return (now + datetime.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)).timestamp()
+    if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
+        time_of_day = datetime.time.fromisoformat(text.zfill(5 if text.count(":") == 1 else 8))
+        at = now.replace(hour=time_of_day.hour, minute=time_of_day.minute, second=time_of_day.second, microsecond=0)
+        return (at if at > now else at + datetime.timedelta(days=1)).timestamp()
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(_DEADLINE_FORMS) from error
+    return (at if at.tzinfo else at.replace(tzinfo=now.tzinfo)).timestamp()
+
+
+def dollars(usd: float) -> str:
+    """An amount, with the digits that matter.
+
+    >>> dollars(12.5), dollars(0.00042)
+    ('$12.50', '$0.00042')
+    """
+    return f"${usd:.{2 if usd >= 1 or usd == 0 else 1 - math.floor(math.log10(usd))}f}"

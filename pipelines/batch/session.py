@@ -1,0 +1,83 @@
+"""The life of one engine process, as the ledger has it: its place on the node, its log, its heartbeats.
+
+It knows the run directory and a meter; it knows neither engines nor units.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+
+from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession
+from pipelines.batch.meter import EngineMeter
+from pipelines.batch.node import claim_slot, redirect_output
+from pipelines.batch.rundir import RunDirectory
+
+
+class Session:
+    """A session of the ledger, from this moment until `end`; a thread writes its heartbeats.
+
+    Attributes:
+        slot: the place of this engine among those of the run on this node.
+        log: where everything goes that this process and its children print.
+        meter: where its seconds go.
+    """
+
+    def __init__(self, run: RunDirectory, *, run_id: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
+        self.meter = EngineMeter()
+        self._started_at = time.time()
+        self.session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self._run = run
+        self._num_devices = num_devices
+        self._device: Device = device
+        self._heartbeat_s = heartbeat_s
+        self.log = run.logs / f"engine-{self.session_id}.log"
+        redirect_output(self.log)
+        self.slot = claim_slot(run_id)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.beat()
+        threading.Thread(target=self._keep_beating, daemon=True).start()
+
+    def beat(self) -> None:
+        """Write a heartbeat now.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        with self._lock:
+            if not self._ended.is_set():
+                self._write(ended=False)
+
+    def end(self) -> None:
+        """Write the last heartbeat: the process ends now, of its own accord."""
+        with self._lock:
+            self._ended.set()
+            self._write(ended=True)
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
+                self.beat()
+
+    def _write(self, *, ended: bool) -> None:
+        meter = self.meter.snapshot()
+        self._run.write_session(
+            EngineSession(
+                session_id=self.session_id,
+                engine_index=self.slot,
+                hostname=socket.gethostname(),
+                num_devices=self._num_devices,
+                device=self._device,
+                started_at=self._started_at,
+                last_seen_at=self._started_at + meter.elapsed_s,
+                load_s=meter.load_s,
+                compile_s=meter.compile_s,
+                busy_s=meter.busy_s,
+                idle_s=meter.idle_s,
+                num_output_tokens=meter.num_output_tokens,
+                ended=ended,
+            )
+        )

@@ -1,0 +1,213 @@
+"""The driver's judgement: whether a run goes on, when it has to be asked to stop, and what is said at its end.
+
+It reads the run directory and asks workers to stop through it. It knows neither Ray nor rows.
+"""
+
+import datetime
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession
+from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
+from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
+from pipelines.batch.plan import Plan
+from pipelines.batch.progress import Tally
+from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.spending import Spending
+from pipelines.batch.stopping import resume_command
+
+_GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
+_NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived
+_MAX_DEATHS_IN_A_ROW = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Why a run ends before all units are committed.
+
+    Attributes:
+        error: what it ends with.
+        resume_flags: what the command that continues it needs beside the flags of this one.
+        advice: what to do before.
+    """
+
+    error: type[PeagleError]
+    message: str
+    resume_flags: Mapping[str, str | None] = field(default_factory=dict)
+    advice: str = "the same command continues the run"
+
+
+class DeathWatch:
+    """Counts engine deaths between which no row was finished.
+
+    An engine that starts again takes the place (host and number) of the one that died, so there are more sessions than
+    places.
+    """
+
+    def __init__(self) -> None:
+        self._num_deaths = 0
+        self._num_finished = 0
+        self.in_a_row = 0
+
+    def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
+        """Deaths since a row was last finished, given the sessions of this attempt and the rows that are committed."""
+        sessions = list(sessions)
+        num_deaths = len(sessions) - len({(session.hostname, session.engine_index) for session in sessions})
+        num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
+        if num_finished > self._num_finished:
+            self.in_a_row = 0
+        self.in_a_row += num_deaths - self._num_deaths
+        self._num_deaths, self._num_finished = num_deaths, num_finished
+        return self.in_a_row
+
+
+class Supervisor:
+    """Watches one attempt at a run.
+
+    Args:
+        stop: set by a signal.
+        command: the command line, from which that of a resume is made.
+
+    Attributes:
+        tally: of the whole run directory.
+        ending: why the run ends early; None while it goes on.
+    """
+
+    def __init__(
+        self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, stop: threading.Event, *, command: Sequence[str]
+    ) -> None:
+        self._run, self._plan, self._resolved = run, plan, resolved
+        self._stop, self._command = stop, command
+        usages = list(run.usages())
+        price = Price.from_dict(run.manifest()["price"])
+        self._spending = Spending(usages, run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+        self._deaths = DeathWatch()
+        self._limits = limits_of(resolved, price)
+        self._give_up_at = math.inf
+        self.tally = Tally(num_rows_planned=plan.num_rows, usd=self._spending.usd)
+        for earlier in usages:
+            self.tally.add(earlier, before=True)
+        self.ending: Ending | None = None
+
+    def require_room(self) -> None:
+        """Refuse to start engines when a limit is reached already.
+
+        Raises:
+            StoppedEarly: no money or time is left.
+            TooManyFailedRows: too many rows have failed before.
+        """
+        if limit := reached(self._limits, self._situation()):
+            self.ending = self._ending_of(limit)
+            raise self.error()
+
+    def observe(self) -> None:
+        """Look at the ledger, and ask the workers to stop when it is time."""
+        sessions = self._spending.of_this_attempt(self._run.sessions())
+        self.tally.observe(sessions, self._spending.observe(sessions))
+        if self.ending is None and (ending := self._judge(sessions)):
+            self.ending = ending
+            self._run.request_stop(self._resolved.config.grace_s)
+            self._give_up_at = time.monotonic() + self._resolved.config.grace_s + _GIVE_UP_S
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether workers had their time and must be abandoned."""
+        return time.monotonic() > self._give_up_at
+
+    def error(self) -> PeagleError:
+        """The end of a run that is not finished: the reason, where it stands, and how it goes on."""
+        ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
+        num_units, num_done = len(self._plan.units), len(self._run.committed())
+        rows_left = self._plan.num_rows - self.tally.num_rows - self.tally.num_failed_rows
+        command = resume_command(self._command, ending.resume_flags)
+        return ending.error(
+            f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
+            f"  {rows_left} of {self._plan.num_rows} rows are left, {dollars(self.tally.usd)} spent in all",
+            hint=f"{ending.advice}: {command}",
+        )
+
+    # --- reasons
+
+    def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
+        if self._stop.is_set():
+            return Ending(error=StoppedEarly, message="asked to by a signal")
+        if limit := reached(self._limits, self._situation()):
+            return self._ending_of(limit)
+        if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
+            return Ending(
+                error=EngineError,
+                message=f"engines died {self._deaths.in_a_row} times without finishing a single row in between",
+                advice="the run's logs/ folder says why they died; then the same command continues the run",
+            )
+        return None
+
+    def _situation(self) -> Situation:
+        return Situation(
+            now=time.time(),
+            spent_usd=self._spending.usd,
+            num_done_rows=self.tally.num_rows + self.tally.num_failed_rows,
+            num_failed_rows=self.tally.num_failed_rows,
+        )
+
+    def _ending_of(self, limit: Reached) -> Ending:
+        if limit.limit == "budget":
+            flags: dict[str, str | None] = {"--budget-usd": f"{self._budget_to_finish():.2g}"}
+            return Ending(
+                error=StoppedEarly, message=limit.message, resume_flags=flags, advice="this continues the run"
+            )
+        if limit.limit == "deadline":
+            return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._later())
+        return Ending(
+            error=TooManyFailedRows,
+            message=f"{limit.message}\n  {describe_failures(self._run)}",
+            resume_flags={"--retry-failed": None},
+            advice="mend the cause; this takes the failed rows up again and continues the run",
+        )
+
+    def _budget_to_finish(self) -> float:
+        """What all of it will cost if the rest costs a fifth more by the row than what is done; rounded up."""
+        budget = self._limits.budget_usd or 0.0
+        done = self.tally.num_rows + self.tally.num_failed_rows
+        rest = self._spending.usd / done * (self._plan.num_rows - done) if done else budget
+        wanted = max(budget, self._spending.usd + 1.2 * rest) + 2 * self._limits.reserve_usd
+        step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
+        return math.ceil(wanted / step) * step
+
+    def _later(self) -> dict[str, str | None]:
+        """A duration or a time of day comes again; a moment that has passed does not."""
+        text = self._resolved.config.deadline or "none"
+        again = parse_deadline(text, datetime.datetime.now().astimezone() + datetime.timedelta(seconds=1))
+        return {"--deadline": "none"} if again == self._limits.deadline_at else {}
+
+
+def limits_of(resolved: ResolvedRun, price: Price) -> Limits:
+    """The limits that the configuration sets, with what ending will cost on this hardware."""
+    config = resolved.config
+    reserve_s = config.grace_s + _GIVE_UP_S + _NOTICE_S
+    num_devices = config.engines * resolved.placement.num_devices
+    return Limits(
+        budget_usd=config.budget_usd,
+        deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now().astimezone()),
+        max_failed_rows=None if config.max_failed_rows is None else MaxFailedRows.parse(config.max_failed_rows),
+        reserve_s=reserve_s,
+        reserve_usd=reserve_s * num_devices * price.usd_per_device_s,
+    )
+
+
+def describe_failures(run: RunDirectory) -> str:
+    """The most frequent reasons of dead letters, and one of the most frequent kind."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for letter in run.dead_letters():
+        counts[letter["reason"]] += 1
+        examples.setdefault(letter["reason"], f"row {letter['id']}: {letter['message']}")
+    if not counts:
+        return "no dead letter can be read"
+    often = counts.most_common(3)
+    return f"{', '.join(f'{count} {reason}' for reason, count in often)}; for example {examples[often[0][0]]}"

@@ -1,0 +1,130 @@
+"""Which rows may have killed an engine: a note of each attempt at a unit, kept in the run directory.
+
+    OUT/suspects/unit-N.SESSION.json    what that engine process had of unit N in its engine; gone when N commits
+
+The note is written before the rows go in, so it is there whatever is killed, the driver included. It comes to mean:
+
+- The engine died and its actor saw it (`died`): the note names the rows that were in it. They are suspects: each is
+  tried again alone in the engine. One that was alone when an engine died has then killed twice: a dead letter.
+- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps a node was taken away.
+  So the first time the unit is simply done again; from the second time on, all its rows are suspects. A row that was
+  alone when that happened is tried once more before it is a dead letter, and units that only waited are cleared.
+- The driver was killed: that says nothing of rows. `forget_killed_driver` drops the notes that only mean this.
+
+It knows files; it knows neither engines nor Ray.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from peagle.files import write_atomic
+
+_MANY_LOST = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What an engine process had of a unit: `rows`, by index, or all of the unit where it is None."""
+
+    rows: tuple[int, ...] | None = None
+    alone: bool = False
+    died: bool = False
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether it only says that the unit was begun."""
+        return not (self.died or self.alone)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Rows of a unit that go into the engine alone, and rows that kill engines."""
+
+    suspects: frozenset[int] = frozenset()
+    guilty: frozenset[int] = frozenset()
+
+
+def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
+    """What the notes that dead engine processes left of a unit say.
+
+    Example: three rows were in an engine that died, then the first of them was alone in one that died: it is guilty,
+    and the other two are suspects.
+    """
+    suspects: set[int] = set()
+    guilty: set[int] = set()
+    lost_alone: Counter[int] = Counter()
+    num_lost = 0
+    for note in notes:
+        rows = range(num_rows) if note.rows is None else note.rows
+        if note.died:
+            (guilty if note.alone else suspects).update(rows)
+        elif not note.is_vague:
+            lost_alone.update(rows)
+            suspects.update(rows)
+        else:
+            num_lost += 1
+    guilty.update(row for row, count in lost_alone.items() if count >= _MANY_LOST)
+    if num_lost >= _MANY_LOST:
+        suspects.update(range(num_rows))
+    return Verdict(suspects=frozenset(suspects - guilty), guilty=frozenset(guilty))
+
+
+class UnitNotes:
+    """The notes of one unit, and the one that this engine process writes."""
+
+    def __init__(self, folder: Path, unit: int, session_id: str) -> None:
+        self._folder = folder
+        self._prefix = f"unit-{unit:08d}."
+        self._own = folder / f"{self._prefix}{session_id}.json"
+
+    def verdict(self, num_rows: int) -> Verdict:
+        """What earlier engine processes left of the unit."""
+        for path in self._paths():
+            if path != self._own and _read(path).is_vague and self._only_waited(path):
+                path.unlink(missing_ok=True)
+        return judge((_read(path) for path in self._paths() if path != self._own), num_rows)
+
+    def write(self, note: Note) -> None:
+        """Replace this process's note."""
+        write_atomic(self._own, json.dumps(asdict(note)).encode())
+
+    def withdraw(self) -> None:
+        """The unit left the engine undone and nothing died: this process's note says nothing any more."""
+        self._own.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """The unit is committed: no note of it matters."""
+        for path in self._paths():
+            path.unlink(missing_ok=True)
+
+    def _only_waited(self, path: Path) -> bool:
+        """Whether a row of another unit was alone in the engine of the process that left this note."""
+        session_id = path.name.split(".")[1]
+        return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{self._prefix}*.json"))
+
+
+def forget_killed_driver(folder: Path, committed: set[int]) -> None:
+    """Drop what only says that a driver was killed, and notes of committed units; when no engine runs."""
+    for path in folder.glob("unit-*.json"):
+        note = _read(path)
+        if _unit(path) in committed or note.is_vague:
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Note:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:  # cleared at this moment, by the attempt that committed the unit
+        return Note(rows=(), died=True)
+    rows: Sequence[int] | None = values["rows"]
+    return Note(rows=None if rows is None else tuple(rows), alone=values["alone"], died=values["died"])
+
+
+def _unit(path: Path) -> int:
+    return int(path.name.removeprefix("unit-").partition(".")[0])

@@ -1,0 +1,46 @@
+"""Rows in one engine: many together, or one that must be alone in it. It knows nothing of rows or engines."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+
+class Turns:
+    """Who may be in the engine: many rows together, or one alone."""
+
+    def __init__(self) -> None:
+        self._num_together = 0
+        self._num_waiting = 0
+        self._is_alone = False
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def together(self) -> AsyncIterator[None]:
+        """In the engine with others; waits while somebody is alone in it or wants to be."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_alone and not self._num_waiting)
+            self._num_together += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_together -= 1
+                self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """With nobody else in the engine."""
+        async with self._changed:
+            self._num_waiting += 1
+            try:
+                await self._changed.wait_for(lambda: not self._is_alone and not self._num_together)
+                self._is_alone = True
+            finally:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()

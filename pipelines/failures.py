@@ -1,0 +1,32 @@
+"""What Ray makes of an error, made into an error of ours again.
+
+It knows how Ray wraps and prints exceptions; it knows nothing of runs or trainings.
+"""
+
+import re
+
+from peagle import errors
+from peagle.errors import PeagleError
+
+
+def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
+    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
+
+    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
+
+    Args:
+        what: what has happened, before Ray's last line.
+        hint: what to do, where the error itself does not carry one.
+        otherwise: kind of the error where it is none of ours.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeagleError):
+            return cause
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
+    if named:
+        kind, message = named[-1]
+        return getattr(errors, kind)(message, hint=hint)  # type: ignore[no-any-return]
+    last = (str(error).strip().splitlines() or [repr(error)])[-1]
+    return otherwise(f"{what}: {last}", hint=hint)

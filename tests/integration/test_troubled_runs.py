@@ -1,0 +1,96 @@
+"""Runs in which rows, engines or money go wrong, on a real Ray cluster with the engine's stand-in."""
+
+import shlex
+
+import pyarrow.dataset as ds
+import pytest
+
+from jobs import cli
+from pipelines.batch.rundir import RunDirectory
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def generate(corpus, output, *flags):
+    return cli.run(["generate", "--engine", "fake", "--input", str(corpus), "--output", str(output), *map(str, flags)])
+
+
+def outcomes(output):
+    """Where each id is: in a row, or in a dead letter with its reason; every id must be there once."""
+    table = ds.dataset(output / "data", format="parquet").to_table(columns=["id"])
+    found = [(int(row["id"]), "done") for row in table.to_pylist()]
+    found += [(int(letter["id"]), letter["reason"]) for letter in RunDirectory(output).dead_letters()]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+@pytest.mark.parametrize("flag", ["--fake-die-on", "--fake-kill-on"])
+def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jsonl, tmp_path, flag):
+    corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])
+    output = tmp_path / "run"
+    assert generate(corpus, output, flag, "arsenic", "--rows-per-unit", 3, "--max-num-seqs", 4) == 0
+    assert outcomes(output) == {**dict.fromkeys(range(12), "done"), 4: "engine_died"}
+    run = RunDirectory(output)
+    assert len(run.sessions()) > 1
+    assert not list(run.suspects.iterdir())
+
+
+def test_engines_that_die_on_every_row_end_the_run_after_a_few_attempts(write_jsonl, tmp_path, capsys):
+    corpus = write_jsonl([{"prompt": f"arsenic {n}"} for n in range(60)])
+    output = tmp_path / "run"
+    assert generate(corpus, output, "--fake-die-on", "arsenic", "--rows-per-unit", 2, "--max-num-seqs", 4) == 1
+    said = capsys.readouterr().err
+    assert "without finishing a single row" in said
+    assert "logs/" in said
+    assert len(RunDirectory(output).sessions()) < 15
+
+
+def test_rows_out_of_time_are_set_aside_and_taken_up_again(write_jsonl, tmp_path, capsys):
+    rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 if n % 3 else 30}} for n in range(9)]
+    corpus, output = write_jsonl(rows), tmp_path / "run"
+    flags = ["--rows-per-unit", 2, "--output-format", "jsonl"]
+    assert generate(corpus, output, *flags, "--fake-token-s", 0.4, "--row-timeout-s", 1) == 0
+    assert outcomes(output) == {n: "done" if n % 3 else "time_limit" for n in range(9)}
+    before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
+
+    assert generate(corpus, output, *flags, "--retry-failed") == 0
+    assert "3 failed rows are taken up again" in capsys.readouterr().out
+    assert outcomes(output) == dict.fromkeys(range(9), "done")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    exported = ds.dataset(output / "export" / "jsonl" / "output.jsonl", format="json").to_table()
+    assert exported.column("prompt").to_pylist() == [str(n) for n in range(9)]
+    assert generate(corpus, output, *flags, "--retry-failed") == 0
+    said = capsys.readouterr().out
+    assert "there is no failed row to take up again" in said
+    assert "nothing to do" in said
+
+
+def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(write_jsonl, tmp_path, capsys):
+    corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
+    budget_usd, usd_per_s, heartbeat_s = 24.0, 1.0, 0.5
+    flags = [
+        "--rows-per-unit", 1, "--max-num-seqs", 1, "--fake-token-s", 0.1, "--heartbeat-s", heartbeat_s,
+        "--usd-per-hour", 3600 * usd_per_s, "--budget-usd", budget_usd, "--grace-s", 1,
+    ]  # fmt: skip
+    assert generate(corpus, output, *flags) == 3
+    said = capsys.readouterr().err
+    assert "the budget of $24.00 is reached" in said
+    run = RunDirectory(output)
+    assert 0 < len(run.committed()) < 60
+    assert (
+        sum(s.last_seen_at - s.started_at for s in run.sessions()) * usd_per_s <= budget_usd + heartbeat_s * usd_per_s
+    )
+    command = shlex.split(said.rpartition("this continues the run: ")[2])
+    assert cli.run([*command[1:], "--fake-token-s", "0"]) == 0
+    assert outcomes(output) == dict.fromkeys(range(60), "done")
+
+
+def test_a_job_that_goes_wrong_everywhere_stops_with_the_reasons(write_jsonl, tmp_path, capsys):
+    rows = [{"prompt": f"row {n}" if n % 2 else n} for n in range(80)]
+    corpus, output = write_jsonl(rows), tmp_path / "run"
+    flags = ["--rows-per-unit", 1, "--max-num-seqs", 1, "--fake-token-s", 0.1, "--grace-s", 1, "--max-failed-rows", 3]
+    assert generate(corpus, output, *flags) == 1
+    said = capsys.readouterr().err
+    assert "more than --max-failed-rows 3" in said
+    assert "invalid_prompt; for example row 0000000" in said
+    assert len(RunDirectory(output).committed()) < 80

@@ -1,0 +1,147 @@
+import threading
+
+import pyarrow as pa
+import pytest
+
+from peagle import hardware
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import EngineError, StoppedEarly, TooManyFailedRows
+from peagle.speculation import SpeculationStats
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.inputs.span import Span
+from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.resolve import resolve, resolve_price
+from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.supervision import Supervisor
+
+HERE = hardware.detect()
+COMMAND = ["peagle", "generate", "--output", "runs/a"]
+
+
+def session(name, *, engine_index=0, num_output_tokens=0, life_s=1.0):
+    return EngineSession(
+        session_id=name,
+        engine_index=engine_index,
+        hostname="h",
+        num_devices=1,
+        device="accelerator" if HERE.platform == "cuda" else "vcpu",
+        started_at=1.0,
+        last_seen_at=1.0 + life_s,
+        load_s=0.0,
+        compile_s=0.0,
+        busy_s=life_s,
+        idle_s=0.0,
+        num_output_tokens=num_output_tokens,
+        ended=True,
+    )
+
+
+def usage(num_rows, num_failed_rows):
+    return UnitUsage(
+        session_id="earlier", num_rows=num_rows, num_failed_rows=num_failed_rows, num_prompt_tokens=0,
+        num_cached_tokens=0, num_output_tokens=1, busy_s=0.5, speculation=SpeculationStats.empty(), started_at=1.0,
+        finished_at=2.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A run of four units of three rows, its first unit committed with two dead letters for about a cent."""
+
+    def make(*command, **keys):
+        config = GenerateConfig(input="in.csv", output=tmp_path / "run", engine="fake", usd_per_hour=36, **keys)
+        span = Span(path="in.csv", format="csv", first_row=0, num_rows=3)
+        units = tuple(WorkUnit(unit=n, first_id=3 * n, span=span) for n in range(4))
+        schema = pa.schema([("prompt", pa.string())])
+        plan = Plan(units=units, rows_per_unit=3, schema=schema, corpus_fingerprint="c")
+        run = RunDirectory(tmp_path / "run")
+        run.create({"price": resolve_price(config, HERE).to_dict()}, plan)
+        run.write_session(session("earlier"))
+        letters = [
+            {"id": "000000001", "reason": "refused", "message": "too odd"},
+            {"id": "000000002", "reason": "refused", "message": "odder"},
+        ]
+        run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
+        resolved = resolve(config, HERE, ["prompt"], announce=print)
+        return run, Supervisor(run, plan, resolved, threading.Event(), command=[*COMMAND, *command])
+
+    return make
+
+
+def test_a_run_within_its_limits_goes_on(start):
+    run, supervisor = start(budget_usd=100, deadline="2h", max_failed_rows="2")
+    supervisor.require_room()
+    supervisor.observe()
+    assert supervisor.ending is None
+    assert run.stop_grace_s() is None
+
+
+def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
+    run, supervisor = start(grace_s=7)
+    supervisor._stop.set()
+    supervisor.observe()
+    assert run.stop_grace_s() == 7
+    assert not supervisor.gives_up
+    error = supervisor.error()
+    assert isinstance(error, StoppedEarly)
+    assert "stopped with 1 of 4 units committed: asked to by a signal" in error.message
+    assert "9 of 12 rows are left, $0.0" in error.message
+    assert error.hint == "the same command continues the run: peagle generate --output runs/a"
+
+
+def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_larger_one(start):
+    _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
+    with pytest.raises(StoppedEarly) as stopped:
+        supervisor.require_room()
+    assert "the budget of $0.0010 is reached" in stopped.value.message
+    words = stopped.value.hint.split()
+    assert words[-2] == "--budget-usd"
+    assert words.count("--budget-usd") == 1
+    assert float(words[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
+
+
+def test_a_timestamp_that_is_near_is_left_out_of_the_command_that_continues(start):
+    _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
+    with pytest.raises(StoppedEarly, match="the deadline 20") as stopped:
+        supervisor.require_room()
+    assert stopped.value.hint.endswith("--output runs/a --deadline none")
+
+
+def test_a_duration_counts_anew(start):
+    _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
+    with pytest.raises(StoppedEarly, match="ending may take 37 s") as stopped:
+        supervisor.require_room()
+    assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
+
+
+def test_too_many_dead_letters_are_an_error_with_reasons_and_an_example(start):
+    _, supervisor = start(max_failed_rows="1")
+    with pytest.raises(TooManyFailedRows) as stopped:
+        supervisor.require_room()
+    assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in stopped.value.message
+    assert "2 refused; for example row 000000001: too odd" in stopped.value.message
+    assert stopped.value.hint.endswith("--output runs/a --retry-failed")
+
+
+def test_engines_that_die_without_finishing_a_row_end_the_run(start):
+    run, supervisor = start()
+    for number in range(5):
+        run.write_session(session(f"s{number}"))
+        supervisor.observe()
+        assert supervisor.ending is None
+    run.write_session(session("s5"))
+    supervisor.observe()
+    error = supervisor.error()
+    assert isinstance(error, EngineError)
+    assert "engines died 5 times without finishing a single row" in error.message
+
+
+def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
+    run, supervisor = start()
+    for number in range(12):
+        run.write_session(session(f"s{number}", num_output_tokens=number % 3))
+        supervisor.observe()
+    for number in range(4):
+        run.write_session(session(f"other{number}", engine_index=1 + number))
+        supervisor.observe()
+    assert supervisor.ending is None

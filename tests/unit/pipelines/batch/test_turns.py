@@ -1,0 +1,49 @@
+import asyncio
+
+from pipelines.batch.turns import Turns
+
+
+def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
+    async def scene():
+        turns, seen = Turns(), []
+
+        async def together(name, seconds):
+            async with turns.together():
+                seen.append(f"{name} in")
+                await asyncio.sleep(seconds)
+                seen.append(f"{name} out")
+
+        async def alone(name):
+            async with turns.alone():
+                seen.append(f"{name} in")
+                await asyncio.sleep(0.02)
+                seen.append(f"{name} out")
+
+        first = asyncio.create_task(together("a", 0.05))
+        await asyncio.sleep(0.01)
+        others = [asyncio.create_task(alone(name)) for name in ("x", "y")]
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(together("b", 0))
+        await asyncio.gather(first, *others, late)
+        return seen
+
+    assert asyncio.run(scene()) == ["a in", "a out", "x in", "x out", "y in", "y out", "b in", "b out"]
+
+
+def test_one_that_gives_up_waiting_lets_the_others_in():
+    async def scene():
+        turns = Turns()
+
+        async def alone():
+            async with turns.alone():
+                raise AssertionError("it was not alone")
+
+        async with turns.together():
+            waiting = asyncio.create_task(alone())
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            async with turns.together():
+                return True
+
+    assert asyncio.run(asyncio.wait_for(scene(), 5))
