@@ -7,7 +7,7 @@ import argparse
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -27,12 +27,20 @@ def add_flags(
     groups: Mapping[str, list[str]],
     *,
     short: Mapping[str, str] = MappingProxyType({}),
+    yaml_only: Collection[str] = (),
 ) -> None:
-    """A flag for each field of `model`, under the headings of `groups`, and `--config`. `short`: one-letter names."""
+    """A flag for each field of `model`, under the headings of `groups`, and `--config`.
+
+    Args:
+        short: one-letter names.
+        yaml_only: fields that no flag can express.
+    """
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
     headings = {name: sections[heading] for heading, names in groups.items() for name in names}
     for name, field in model.model_fields.items():
+        if name in yaml_only:
+            continue
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
         kind = _plain(field.annotation)

@@ -5,6 +5,8 @@ import sys
 from typing import Any
 
 from jobs import flags
+from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
+from peagle.economics.price_keys import PRICE_KEYS
 from peagle.sampling import SAMPLING_KEYS
 from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
@@ -26,18 +28,13 @@ each key may also stand in the YAML of --config, or in the environment as PEAGLE
 exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
 """
 _GROUPS = {
-    "target and drafter": ["model", "drafter", "num_speculative_tokens", "precision"],
+    "target and drafter": list(MODEL_KEYS),
     "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
         "engines",
-        "max_num_seqs",
-        "max_model_len",
-        "tensor_parallel_size",
-        "enforce_eager",
-        "kv_cache_gib",
-        "gpu_memory_utilization",
+        *SIZE_KEYS,
         "engine",
         "fake_token_s",
         "fake_die_on",
@@ -47,7 +44,7 @@ _GROUPS = {
         "lease_s",
     ],
     "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "grace_s"],
-    "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices"],
+    "money": list(PRICE_KEYS),
 }
 
 

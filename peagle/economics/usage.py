@@ -1,9 +1,10 @@
-"""What engines did: the two records that the ledger is made of, and the bytes they travel as.
+"""What engines did: the records that the ledger is made of, and the bytes they travel as.
 
 It knows counts and seconds; not prices, and not where the bytes are kept.
 
     UnitUsage       what a committed work unit used; kept in the unit's own Parquet file (metadata key
                     `UNIT_KEY`), so that output and account commit together.
+    RequestUsage    what one request to the endpoint used: a unit of one row, and whose it was; a line of JSON.
     EngineSession   the life of one engine process, committed work or not; heartbeats replace it.
 
 Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
@@ -12,8 +13,8 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Self, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from peagle.economics.prices import Device
 from peagle.errors import PeagleError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 UNIT_KEY = b"peagle.usage"
 SESSION_KEY = b"peagle.session"
 VERSION = 1
+Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
 
 
@@ -63,6 +65,20 @@ class UnitUsage:
         if self.finished_at < self.started_at:
             raise ValueError("the unit finished before it started")
 
+    def __add__(self, other: "UnitUsage") -> "UnitUsage":
+        """Both together, as one unit of the same session."""
+        if self.session_id != other.session_id:
+            raise ValueError("units of two sessions do not add up to one")
+        counts = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+        return UnitUsage(
+            session_id=self.session_id,
+            busy_s=self.busy_s + other.busy_s,
+            speculation=self.speculation + other.speculation,
+            started_at=min(self.started_at, other.started_at),
+            finished_at=max(self.finished_at, other.finished_at),
+            **{name: getattr(self, name) + getattr(other, name) for name in counts},
+        )
+
     def to_json(self) -> bytes:
         """The record as versioned JSON, for `UNIT_KEY` in the metadata of a Parquet file."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -83,6 +99,51 @@ class UnitUsage:
             return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
         except ValueError as error:
             raise PeagleError(f"not the usage record of a unit: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUsage:
+    """What one request to the endpoint used.
+
+    Args:
+        key: name of the API key; "local" where there are none.
+        model: what the client called it.
+        outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
+            "failed" if there was no answer.
+        ttft_s: from the engine's taking the request to its first token; None without one.
+        usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
+        usd: price of those seconds; loading and idling is not in it.
+    """
+
+    request_id: str
+    key: str
+    model: str
+    drafter: str | None
+    outcome: Outcome
+    ttft_s: float | None
+    usd: float
+    usage: UnitUsage
+
+    def to_json(self) -> bytes:
+        """The record as versioned JSON without a line break."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["usage"] = json.loads(self.usage.to_json())
+        return json.dumps({"version": VERSION, **record}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            PeagleError: not JSON, another version, or not exactly these fields.
+        """
+        try:
+            record = json.loads(data)
+            _check_version(record.pop("version", None) if isinstance(record, dict) else None)
+            _check_names(cls, record)
+            return cls(**{**record, "usage": UnitUsage.from_json(json.dumps(record["usage"]))})
+        except ValueError as error:
+            raise PeagleError(f"not the usage record of a request: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +190,18 @@ class EngineSession:
             raise ValueError(f"load, compile, busy and idle sum to {states_s} s of a life of {life_s} s")
 
 
+def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
+    """What a session did after an earlier heartbeat of its own, as if it had started then."""
+    states = ("load_s", "compile_s", "busy_s", "idle_s")
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    return replace(
+        session,
+        started_at=session.last_seen_at - sum(passed.values()),
+        num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
+        **passed,
+    )
+
+
 def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
     """One row a session, for `ledger/session-<id>.parquet`."""
     import pyarrow as pa
@@ -165,7 +238,7 @@ def _check_version(version: object) -> None:
         raise ValueError(f"its version is {version!r}, and this peagle reads version {VERSION}")
 
 
-def _check_names(kind: type[UnitUsage], record: Mapping[str, object]) -> None:
+def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
     names = {field.name for field in fields(kind)}
     if unknown := sorted(set(record) - names):
         raise ValueError(f"unknown fields {', '.join(unknown)}")

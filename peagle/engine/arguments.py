@@ -132,12 +132,15 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
     146 of 256 requests could take part in a step, and prefill, served last, would never come; sized here on
     CPU it is 3584 + 2048 = 5632.
     """
-    if spec.drafter is None:
-        per_request = 1
-    else:
-        k = spec.drafter.num_speculative_tokens
-        per_request = 2 * k if spec.drafter.method == "peagle" else 1 + k
-    return _PREFILL_TOKENS[hardware.platform] + spec.max_num_seqs * per_request
+    return _PREFILL_TOKENS[hardware.platform] + spec.max_num_seqs * slots_per_request(spec.drafter)
+
+
+def slots_per_request(drafter: DrafterSpec | None) -> int:
+    """Token slots of a step that one decoding request takes; `max_num_batched_tokens` says why."""
+    if drafter is None:
+        return 1
+    k = drafter.num_speculative_tokens
+    return 2 * k if drafter.method == "peagle" else 1 + k
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:

@@ -41,6 +41,11 @@ class Placement:
     num_engines_on_node: int
 
 
+def is_remote() -> bool:
+    """Whether RAY_ADDRESS names a cluster to run on."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
@@ -52,7 +57,7 @@ def ray_cluster() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    remote = bool(os.environ.get("RAY_ADDRESS"))
+    remote = is_remote()
     ray.init(
         address=None if remote else "local",
         num_cpus=None if remote else max(2, hardware.detect().num_cpus),

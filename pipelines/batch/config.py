@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from peagle.catalog.engines import EngineKeys
+from peagle.economics.price_keys import PriceKeys
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
 from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
@@ -16,23 +18,8 @@ from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_dead
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
 
-class GenerateConfig(PromptKeys, SamplingKeys):
+class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
-
-    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
-    drafter: str = Field(
-        "auto",
-        description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
-    )
-    num_speculative_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
-    )
-    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
-        "auto", description="weights and KV cache of the target"
-    )
 
     input: str = Field(
         description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
@@ -63,16 +50,6 @@ class GenerateConfig(PromptKeys, SamplingKeys):
     )
 
     engines: int = Field(1, ge=1, description="engine actors")
-    max_num_seqs: int | None = Field(
-        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
-    )
-    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
-    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
-    kv_cache_gib: float | None = Field(
-        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
-    )
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
@@ -106,19 +83,6 @@ class GenerateConfig(PromptKeys, SamplingKeys):
         description=f"N or P%: stop with an error when more rows are dead letters; a share counts from "
         f"{MIN_ROWS_FOR_SHARE} rows done",
     )
-
-    instance_type: str | None = Field(None, description="what the engines run on, as in the price table")
-    market: Literal["on_demand", "spot"] = Field("on_demand", description="which of the instance's prices")
-    provider: str | None = Field(None, description="whose price, where several sell that instance type")
-    region: str | None = Field(None, description="where, if the price depends on it")
-    usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, in place of the table's")
-    prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
-
-    @model_validator(mode="after")
-    def _k_needs_a_drafter(self) -> "GenerateConfig":
-        if self.drafter == "none" and self.num_speculative_tokens is not None:
-            raise ValueError("num_speculative_tokens means nothing with drafter: none")
-        return self
 
     @model_validator(mode="after")
     def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import functools
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -45,6 +46,23 @@ def localize(model: str) -> str:
     return resolve_model(model).path
 
 
+def local_spec(spec: EngineSpec) -> EngineSpec:
+    """The spec with the folders that this node has for its models."""
+    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
+    return dataclasses.replace(spec, model=localize(spec.model), drafter=drafter)
+
+
+def redirect_output(log: Path) -> None:
+    """Send what this process and its children print to a file, not to whoever started it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def start_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int) -> VllmEngine:
     """Start the engine that `spec` describes on this node.
 
@@ -53,8 +71,7 @@ def start_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int)
         PeagleError: the node cannot run it, or the model is not to be had here.
     """
     here = hardware.detect()
-    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    spec = dataclasses.replace(spec, model=localize(spec.model), drafter=drafter)
+    spec = local_spec(spec)
     # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound below.
     os.environ.pop("OMP_NUM_THREADS", None)
     return start_engine(spec, here, engine_index=engine_index, num_engines_on_node=num_engines_on_node)

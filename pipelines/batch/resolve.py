@@ -4,19 +4,14 @@ Everything that can be refused is refused here, before an engine starts. It star
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from peagle.catalog.resolve import (
-    ResolvedDrafter,
-    ResolvedModel,
-    max_model_len,
-    resolve_drafter,
-    resolve_model,
-)
-from peagle.economics.prices import Price, PriceTable, default_instance
-from peagle.engine.memory import check_capacity
-from peagle.engine.precision import Precision, resolve_precision
+from peagle.catalog.engines import compose_engine, resolve_engine
+from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
+from peagle.economics.price_keys import resolve_price
+from peagle.economics.prices import Price
+from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
@@ -27,7 +22,6 @@ from pipelines.batch.cluster import Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.preparing import load_tokenizer
 
-DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 # Rows and reports must never name a model that did not answer.
 _FAKE_MODEL = ResolvedModel(
     name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
@@ -102,30 +96,18 @@ def resolve(
         num_nodes=num_nodes,
     )
     price = resolve_price(config, hardware)
-    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform]
     if config.engine == "fake":
-        model, drafter = _FAKE_MODEL, _fake_drafter(config)
+        engine = compose_engine(config, hardware, _FAKE_MODEL, _fake_drafter(config))
     else:
-        model = resolve_model(config.model, announce=announce)
-        drafter = resolve_drafter(
-            config.drafter,
-            model,
-            max_num_seqs,
-            num_speculative_tokens=config.num_speculative_tokens,
-            platform=hardware.platform,
-        )
-    spec = _spec(config, model, drafter, max_num_seqs)
-    if config.engine == "vllm":
-        check_capacity(spec, hardware, num_engines_on_node=placement.num_engines_on_node)
-    reference = _reference(config, model)
-    tokenizer = None if config.engine == "fake" else reference
+        engine = resolve_engine(config, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
+    tokenizer = None if config.engine == "fake" else engine.spec.model
     return ResolvedRun(
         config=config,
         hardware=hardware,
-        spec=replace(spec, model=reference),
-        precision=resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization),
-        model=model,
-        drafter=drafter,
+        spec=engine.spec,
+        precision=engine.precision,
+        model=engine.model,
+        drafter=engine.drafter,
         tokenizer=tokenizer,
         prompts=resolve_prompts(
             config,
@@ -134,42 +116,9 @@ def resolve(
             body_column="body" if is_batch else None,
             where=f"input {config.input}",
         ),
-        sampling=_sampling(config, hardware, spec, columns, is_batch),
+        sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
         price=price,
         placement=placement,
-    )
-
-
-def resolve_price(config: GenerateConfig, hardware: Hardware) -> Price:
-    """The price of the hardware.
-
-    Raises:
-        PriceError: there is none; it is never taken to be zero.
-    """
-    if config.usd_per_hour is not None:
-        on_gpu = hardware.platform == "cuda"
-        return Price.fixed(
-            usd_per_hour=config.usd_per_hour,
-            device="accelerator" if on_gpu else "vcpu",
-            num_devices=hardware.num_accelerators if on_gpu else hardware.num_cpus,
-        )
-    table = PriceTable.load(config.prices)
-    instance = config.instance_type or default_instance(hardware.accelerator, table)
-    return table.price(instance, market=config.market, provider=config.provider, region=config.region)
-
-
-def _spec(config: GenerateConfig, model: ResolvedModel, drafter: ResolvedDrafter, max_num_seqs: int) -> EngineSpec:
-    return EngineSpec(
-        model=model.path,
-        drafter=drafter.spec,
-        precision=config.precision,
-        native_quantization=model.native_quantization,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len(model, config.max_model_len),
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=config.enforce_eager,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
     )
 
 
@@ -182,7 +131,7 @@ def _sampling(
         ConfigError: the engine would not take them.
         InputError: the column that is named is not in the corpus.
     """
-    assert spec.max_model_len is not None, "_spec() sets it"
+    assert spec.max_model_len is not None, "compose_engine() sets it"
     limits = SamplingLimits(
         max_model_len=spec.max_model_len,
         has_drafter=spec.drafter is not None,
@@ -200,12 +149,6 @@ def _sampling(
     elif column is not None and column not in columns:
         raise InputError(f"input {config.input} has no column {column!r}", hint=did_you_mean(column, columns))
     return SamplingSpec(base=config.sampling(), column=column, limits=limits)
-
-
-def _reference(config: GenerateConfig, model: ResolvedModel) -> str:
-    """What any node can resolve: a packaged model's name (each node converts its own), else its folder or hub id."""
-    is_packaged = model.card is not None and model.card.source.kind == "package"
-    return config.model if is_packaged else model.path
 
 
 def _fake_drafter(config: GenerateConfig) -> ResolvedDrafter:

@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table, sessions_to_table
+from peagle.economics.ledger import read_sessions, write_session
+from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import remove_temporaries, write_atomic, write_json, write_once
 from pipelines.batch.plan import (
@@ -263,14 +264,11 @@ class RunDirectory:
 
     def write_session(self, session: EngineSession) -> None:
         """Replace the heartbeat of one engine process."""
-        sink = io.BytesIO()
-        pq.write_table(sessions_to_table([session]), sink)
-        write_atomic(self.ledger / f"session-{session.session_id}.parquet", sink.getvalue())
+        write_session(self.ledger, session)
 
     def sessions(self) -> list[EngineSession]:
         """The last heartbeat of every engine process that this run ever had."""
-        paths = sorted(self.ledger.glob("session-*.parquet"))
-        return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+        return read_sessions(self.ledger)
 
     def _remove_temporaries(self) -> int:
         folders = (self.root, self.data, self.failed, self.ledger, self.suspects)

@@ -4,18 +4,15 @@ It knows the run directory and a meter; it knows neither engines nor units.
 """
 
 import contextlib
-import os
 import socket
-import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 
 from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession
 from pipelines.batch.meter import EngineMeter
-from pipelines.batch.node import claim_slot
+from pipelines.batch.node import claim_slot, redirect_output
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -36,7 +33,8 @@ class Session:
         self._num_devices = num_devices
         self._device: Device = device
         self._heartbeat_s = heartbeat_s
-        self.log = _redirect_output(run.logs / f"engine-{self.session_id}.log")
+        self.log = run.logs / f"engine-{self.session_id}.log"
+        redirect_output(self.log)
         self.slot = claim_slot(run_id)
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -83,14 +81,3 @@ class Session:
                 ended=ended,
             )
         )
-
-
-def _redirect_output(log: Path) -> Path:
-    """Send what this process and its children print to a file of the run, not to Ray's driver."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    return log

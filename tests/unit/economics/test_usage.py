@@ -9,7 +9,9 @@ from peagle.economics.usage import (
     SESSION_KEY,
     UNIT_KEY,
     EngineSession,
+    RequestUsage,
     UnitUsage,
+    session_since,
     sessions_from_table,
     sessions_to_table,
 )
@@ -140,3 +142,44 @@ def test_a_malformed_session_table_is_refused(spoil, reason):
     with pytest.raises(PeagleError, match=reason) as error:
         sessions_from_table(spoil(sessions_to_table([SESSION])))
     assert error.value.message.startswith("not a record of engine sessions")
+
+
+REQUEST = RequestUsage(
+    request_id="r1",
+    key="alice",
+    model="m",
+    drafter=None,
+    outcome="cut",
+    ttft_s=0.25,
+    usd=0.001,
+    usage=dataclasses.replace(UNIT, num_rows=1, num_failed_rows=0),
+)
+
+
+def test_a_request_travels_as_one_line():
+    assert b"\n" not in REQUEST.to_json()
+    assert RequestUsage.from_json(REQUEST.to_json()) == REQUEST
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"prompt": "secret"}, {"usage": {}}])
+def test_a_line_that_is_no_request_is_refused(change):
+    with pytest.raises(PeagleError):
+        RequestUsage.from_json(json.dumps(json.loads(REQUEST.to_json()) | change))
+
+
+def test_units_of_a_session_add_up():
+    both = UNIT + dataclasses.replace(UNIT, started_at=UNIT.started_at - 5)
+    assert (both.num_rows, both.num_output_tokens, both.busy_s) == (32, 4096, 86.5)
+    assert (both.started_at, both.finished_at) == (UNIT.started_at - 5, UNIT.finished_at)
+    with pytest.raises(ValueError, match="two sessions"):
+        UNIT + dataclasses.replace(UNIT, session_id="b2")
+
+
+def test_a_session_since_a_heartbeat_of_its_own():
+    earlier = dataclasses.replace(
+        SESSION, last_seen_at=SESSION.started_at + 50, busy_s=20.0, idle_s=0.0, num_output_tokens=800, ended=False
+    )
+    since = session_since(SESSION, earlier)
+    assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 0, 40, 10)
+    assert since.started_at == pytest.approx(earlier.last_seen_at)
+    assert since.num_output_tokens == 1700

@@ -1,0 +1,144 @@
+"""`peagle serve`: the endpoint on this machine, or on the cluster that RAY_ADDRESS names."""
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs import flags
+from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
+from peagle.economics.price_keys import PRICE_KEYS, resolve_price
+from pipelines.online.config import ServeConfig
+
+if TYPE_CHECKING:
+    from pipelines.online.app import Served
+
+HELP = """\
+Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that follow the load.
+
+  peagle serve
+  peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
+  peagle serve keys add alice --keys keys.json --requests-per-min 60
+  peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json
+
+Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
+the YAML under `models`. RAY_ADDRESS names the cluster to run on; without it one is started on this machine. Ctrl-C or
+SIGTERM stop it: requests under way get --drain-s. `serve deploy deploy/serve.yaml` runs the same without this command.
+"""
+EPILOG = """\
+each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
+exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration
+"""
+APP_NAME = "peagle"
+_GROUPS = {
+    "target and drafter": ["name", *MODEL_KEYS],
+    "engines": [
+        *SIZE_KEYS,
+        "min_replicas",
+        "max_replicas",
+        "target_ongoing_requests",
+        "upscale_delay_s",
+        "downscale_delay_s",
+        "max_queued_requests",
+        "stream_interval_ms",
+        "drain_s",
+        "heartbeat_s",
+    ],
+    "access": [
+        "host",
+        "port",
+        "keys",
+        "max_body_kib",
+        "body_timeout_s",
+        "request_timeout_s",
+        "max_output_tokens",
+        "state",
+    ],
+    "money": list(PRICE_KEYS),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle serve`."""
+    flags.add_flags(parser, ServeConfig, _GROUPS, yaml_only=["models"])
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Serve until stopped."""
+    config = flags.load(ServeConfig, args)
+    from peagle import hardware
+    from peagle.quiet import QuietStderr
+    from pipelines.batch import cluster
+    from pipelines.online.app import gate_settings, resolve
+
+    with QuietStderr() as quiet:
+        here = hardware.detect()
+        is_remote = cluster.is_remote()
+        served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
+        gate_settings(config, here, served)  # it and the price refuse before anything starts
+        if not is_remote:
+            resolve_price(config, here)
+        logs = config.state / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        quiet.move_to(logs / "serve.log")
+        with cluster.ray_cluster():
+            if is_remote:
+                here = cluster.inspect()
+                served = resolve(config, here, num_nodes=cluster.num_nodes(), announce=print)
+            _deploy(config, here, served, logs)
+            stopped = _stop_on_signal()
+            print(f"http://{config.host}:{config.port}/v1", flush=True)
+            stopped.wait()
+            print("stopping", flush=True)
+            _shutdown(is_remote=is_remote)
+    return 0, {"models": [one.keys.served_name for one in served]}
+
+
+def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path) -> None:
+    """Start the application and wait until its engines are up.
+
+    Raises:
+        EngineError: one of them does not start; it says why where its log does.
+    """
+    from ray import serve
+
+    from peagle.engine.vllm_engine import with_root_cause
+    from peagle.errors import EngineError
+    from pipelines.online.app import bind
+
+    for one in served:
+        print(one.describe(), flush=True)
+    serve.start(http_options={"host": config.host, "port": config.port})
+    before = set(logs.glob("engine-*.log"))
+    try:
+        serve.run(bind(config, here, served), name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:  # Serve gave up on starting it
+        new = sorted(set(logs.glob("engine-*.log")) - before)
+        text = "\n".join(log.read_text(errors="replace") for log in new)
+        serve.shutdown()
+        raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
+
+
+def _stop_on_signal() -> threading.Event:
+    """An event that SIGINT and SIGTERM set; set up after Ray, which takes SIGTERM for itself when it starts."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
+
+
+def _shutdown(*, is_remote: bool) -> None:
+    from ray import serve
+
+    if is_remote:
+        serve.delete(APP_NAME)
+    else:
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["serve", *sys.argv[1:]])

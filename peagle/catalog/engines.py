@@ -1,0 +1,135 @@
+"""From the keys with which a user describes an engine to its spec: model, drafter, K, precision, slots, memory.
+
+Bulk runs and the endpoint share it, so that equal keys are equal engines. It starts nothing, and knows nothing of how
+many engines there are or where they are placed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter, resolve_model
+from peagle.engine.memory import check_capacity
+from peagle.engine.precision import Precision, resolve_precision
+from peagle.engine.spec import EngineSpec
+from peagle.hardware import Hardware
+
+DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
+MODEL_KEYS = ("model", "drafter", "num_speculative_tokens", "precision")
+SIZE_KEYS = (
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+)
+
+
+class EngineKeys(BaseModel):
+    """What a user can ask of an engine; commands that run engines have these keys among their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    drafter: str = Field(
+        "auto",
+        description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
+    )
+    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
+        "auto", description="weights and KV cache of the target"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
+    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+
+    @model_validator(mode="after")
+    def _k_needs_a_drafter(self) -> Self:
+        if self.drafter == "none" and self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens means nothing with drafter: none")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEngine:
+    """An engine, decided.
+
+    Attributes:
+        spec: its models by names that any node can resolve.
+        precision: what it computes in on this hardware.
+    """
+
+    spec: EngineSpec
+    precision: Precision
+    model: ResolvedModel
+    drafter: ResolvedDrafter
+
+
+def resolve_engine(
+    keys: EngineKeys, hardware: Hardware, *, num_engines_on_node: int, announce: Callable[[str], None]
+) -> ResolvedEngine:
+    """Decide everything about an engine, and that the hardware can hold it.
+
+    Args:
+        announce: told what takes long, such as converting a model.
+
+    Raises:
+        ConfigError: of the kind that fits (model, drafter, precision).
+        CapacityError: the hardware cannot hold that many engines.
+    """
+    model = resolve_model(keys.model, announce=announce)
+    drafter = resolve_drafter(
+        keys.drafter,
+        model,
+        keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        num_speculative_tokens=keys.num_speculative_tokens,
+        platform=hardware.platform,
+    )
+    engine = compose_engine(keys, hardware, model, drafter)
+    check_capacity(engine.spec, hardware, num_engines_on_node=num_engines_on_node)
+    return replace(engine, spec=replace(engine.spec, model=_reference(keys.model, model)))
+
+
+def compose_engine(
+    keys: EngineKeys, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
+) -> ResolvedEngine:
+    """The engine of a model and a drafter that are decided already.
+
+    Raises:
+        PrecisionError: the hardware cannot run it.
+    """
+    spec = EngineSpec(
+        model=model.path,
+        drafter=drafter.spec,
+        precision=keys.precision,
+        native_quantization=model.native_quantization,
+        max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        max_model_len=max_model_len(model, keys.max_model_len),
+        tensor_parallel_size=keys.tensor_parallel_size,
+        enforce_eager=keys.enforce_eager,
+        kv_cache_gib=keys.kv_cache_gib,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+    )
+    precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
+    return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter)
+
+
+def _reference(name: str, model: ResolvedModel) -> str:
+    """What any node can resolve: a packaged model's name (each node converts its own), else its folder or hub id."""
+    is_packaged = model.card is not None and model.card.source.kind == "package"
+    return name if is_packaged else model.path

@@ -1,0 +1,190 @@
+"""The account of one engine of the endpoint: where its seconds go, and a usage record for each request.
+
+It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what
+its answer says, and when it ends.
+"""
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from peagle.economics.ledger import append_beat, append_request, write_session
+from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
+from pipelines.batch.meter import EngineMeter
+from pipelines.online.answers import Tally
+
+_KEPT_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What the account has to know of the engine.
+
+    Attributes:
+        model: what clients call it.
+        num_devices: accelerators that it holds, or vCPUs.
+    """
+
+    model: str
+    drafter: str | None
+    num_devices: int
+    device: Device
+    usd_per_device_s: float
+
+
+class EngineAccount:
+    """The account of an engine from its process's first second to its last.
+
+    Args:
+        folder: of the ledger; created if need be.
+        heartbeat_s: between two entries.
+        monotonic: the clock for durations.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        *,
+        heartbeat_s: float = 5.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self.engine_index = 0
+        self._folder = folder
+        self._engine = engine
+        self._monotonic = monotonic
+        self._meter = EngineMeter(monotonic=monotonic)
+        self._started_at = time.time()
+        self._numbers = count()
+        self._heartbeat_s = heartbeat_s
+        self._next_kept_at = 0.0
+        self._ended = threading.Event()
+        self.heartbeat()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def ready(self, compile_s: float = 0.0) -> None:
+        """The engine is up; so much of the time until now went into compiling."""
+        self._meter.ready(compile_s)
+        self.heartbeat()
+
+    def begin(self, request_id: str, key: str) -> "RequestAccount":
+        """A request enters the engine."""
+        number = next(self._numbers)
+        self._meter.start(number)
+        return RequestAccount(self, number, request_id, key, self._monotonic())
+
+    def end(self) -> None:
+        """The engine stops, for good."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Write where the seconds went until now."""
+        meter = self._meter.snapshot()
+        session = EngineSession(
+            session_id=self.session_id,
+            engine_index=self.engine_index,
+            hostname=socket.gethostname(),
+            num_devices=self._engine.num_devices,
+            device=self._engine.device,
+            started_at=self._started_at,
+            last_seen_at=self._started_at + meter.elapsed_s,
+            load_s=meter.load_s,
+            compile_s=meter.compile_s,
+            busy_s=meter.busy_s,
+            idle_s=meter.idle_s,
+            num_output_tokens=meter.num_output_tokens,
+            ended=self._ended.is_set(),
+        )
+        write_session(self._folder, session)
+        if session.last_seen_at >= self._next_kept_at or session.ended:
+            self._next_kept_at = session.last_seen_at + _KEPT_EVERY_S
+            append_beat(self._folder, session)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            self.heartbeat()
+
+    def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
+        tally, engine = request.tally, self._engine
+        self._meter.finish(request.number, tally.num_output_tokens)
+        busy_s = self._meter.take(request.number)
+        return RequestUsage(
+            request_id=request.request_id,
+            key=request.key,
+            model=engine.model,
+            drafter=engine.drafter,
+            outcome=outcome,
+            ttft_s=request.ttft_s,
+            usd=busy_s * engine.num_devices * engine.usd_per_device_s,
+            usage=UnitUsage(
+                session_id=self.session_id,
+                num_rows=int(outcome != "failed"),
+                num_failed_rows=int(outcome == "failed"),
+                num_prompt_tokens=tally.num_prompt_tokens,
+                num_cached_tokens=tally.num_cached_tokens,
+                num_output_tokens=tally.num_output_tokens,
+                busy_s=busy_s,
+                speculation=tally.speculation,
+                started_at=request.started_at,
+                finished_at=max(time.time(), request.started_at),
+            ),
+        )
+
+
+class RequestAccount:
+    """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`."""
+
+    def __init__(self, account: EngineAccount, number: int, request_id: str, key: str, began: float) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.key = key
+        self.started_at = time.time()
+        self.ttft_s: float | None = None
+        self.tally = Tally()
+        self._account = account
+        self._began = began
+        self._record: RequestUsage | None = None
+
+    def first_token(self) -> None:
+        """Something of the answer is there; what is said again later does not count."""
+        if self.ttft_s is None:
+            self.ttft_s = self._account._monotonic() - self._began
+
+    def finish(self, outcome: Outcome) -> RequestUsage:
+        """The request has left the engine; only the first word on how counts."""
+        if self._record is None:
+            self._record = self._account._close(self, outcome)
+        return self._record
+
+    def write(self, outcome: Outcome) -> None:
+        """Write the record; `outcome` if nobody said how it ended, or that its answer did not get through."""
+        record = self.finish(outcome)
+        if record.outcome == "ok" and outcome == "cut":
+            record = replace(record, outcome=outcome)
+        append_request(self._account._folder, record)
+
+
+def summary(record: RequestUsage) -> dict[str, Any]:
+    """What a client is told of its request, beside OpenAI's usage."""
+    speculation = record.usage.speculation
+    return {
+        "request_id": record.request_id,
+        "usd": round(record.usd, 10),
+        "ttft_s": None if record.ttft_s is None else round(record.ttft_s, 4),
+        "engine_s": round(record.usage.busy_s, 4),
+        "num_drafts": speculation.num_drafts,
+        "num_draft_tokens": speculation.num_draft_tokens,
+        "num_accepted_tokens": speculation.num_accepted_tokens,
+        "acceptance_length": speculation.acceptance_length,
+    }

@@ -1,0 +1,67 @@
+"""What an engine's answers say of their own usage, whole ones and streams of server-sent events.
+
+It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
+them on.
+
+    usage                           tokens of the prompt, cached ones, output; in each event when it was asked for
+    metrics.speculative_decoding    drafts of the request; with the last usage
+    peagle                          ours: what the request cost; with the last usage
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.speculation import SpeculationStats
+
+OURS = "peagle"
+_DATA = "data: "
+_END = "\n\n"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is known of an answer so far; a later statement replaces an earlier one."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+
+    def read(self, answer: Mapping[str, Any]) -> None:
+        """Take what an answer or an event says of itself."""
+        if usage := answer.get("usage"):
+            self.num_prompt_tokens = usage.get("prompt_tokens") or 0
+            self.num_output_tokens = usage.get("completion_tokens") or 0
+            details = usage.get("prompt_tokens_details") or {}
+            self.num_cached_tokens = min(details.get("cached_tokens") or 0, self.num_prompt_tokens)
+        drafts = (answer.get("metrics") or {}).get("speculative_decoding")
+        if drafts:
+            self.speculation = SpeculationStats.from_histogram(
+                drafts["acceptance_histogram"], drafts["num_draft_tokens"]
+            )
+
+
+def events(text: str) -> Iterator[dict[str, Any] | str]:
+    """The events of a text: JSON objects as such, anything else (the end of a stream) as it stands."""
+    for event in text.split(_END):
+        if not event:
+            continue
+        try:
+            value = json.loads(event.removeprefix(_DATA))
+        except ValueError:
+            value = None
+        yield value if isinstance(value, dict) else event + _END
+
+
+def to_text(event: Mapping[str, Any] | str) -> str:
+    """The inverse of `events`."""
+    if isinstance(event, str):
+        return event
+    return f"{_DATA}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_END}"
+
+
+def is_usage_alone(event: Mapping[str, Any]) -> bool:
+    """The last event of a stream with usage: it has no choices."""
+    return bool(event.get("usage")) and not event.get("choices")

@@ -1,0 +1,217 @@
+"""From a configuration to a Serve application: `peagle serve`, and `serve run`/`serve deploy` with deploy/serve.yaml.
+
+    config -> hardware, price -> an engine for each model -> replicas, ingress
+
+It decides and binds; it deploys nothing.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.catalog.engines import ResolvedEngine, resolve_engine
+from peagle.economics.price_keys import resolve_price
+from peagle.economics.prices import Price
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from pipelines.batch.cluster import Placement, inspect, num_nodes, place
+from pipelines.online.config import ServeConfig, ServedModelKeys
+from pipelines.online.gate import GateSettings
+from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
+from pipelines.online.llm_config import Sizes
+from pipelines.online.requests import ServedModel
+from pipelines.online.scaling import request_counts
+
+INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
+INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model of the endpoint, decided."""
+
+    keys: ServedModelKeys
+    engine: ResolvedEngine
+    placement: Placement
+
+    def describe(self) -> str:
+        """For the person who starts it."""
+        drafter = self.engine.spec.drafter
+        head = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
+        keys = self.keys
+        return (
+            f"{keys.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; drafter {head}"
+            f" ({self.engine.drafter.note}); {keys.min_replicas} to {keys.max_replicas} engine(s)"
+        )
+
+
+def build(arguments: ServeConfig) -> Any:
+    """The application, for Serve's own commands: `import_path: pipelines.online.app:build`.
+
+    Raises:
+        PeagleError: what was asked for cannot be served.
+    """
+    here = inspect()
+    return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(), announce=print))
+
+
+def resolve(
+    config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
+) -> list[Served]:
+    """Decide every model.
+
+    Raises:
+        ConfigError: of the kind that fits.
+        CapacityError: the engines do not fit, all models' largest numbers together.
+    """
+    num_engines = sum(keys.max_replicas for keys in config.served)
+    served = []
+    for keys in config.served:
+        placement = place(
+            hardware,
+            num_engines=num_engines,
+            accelerators_per_engine=keys.tensor_parallel_size,
+            num_nodes=num_nodes,
+        )
+        engine = resolve_engine(keys, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
+        served.append(Served(keys=keys, engine=engine, placement=placement))
+    return served
+
+
+def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
+    """The Serve application of models that are decided. Ray must be up, and vLLM installed here.
+
+    Raises:
+        ConfigError: the endpoint would be open to others without keys, or has no price.
+    """
+    from ray import serve
+    from ray.serve.llm import build_llm_deployment
+
+    from pipelines.online.ingress import make_ingress
+    from pipelines.online.llm_config import make_llm_config
+    from pipelines.online.server import PeagleServer
+
+    settings, price = gate_settings(config, hardware, served), resolve_price(config, hardware)
+    app_id = uuid.uuid4().hex[:12]
+    deployments = {}
+    for one in served:
+        job = replica_job(config, hardware, one, price, app_id)
+        deployments[one.keys.served_name] = build_llm_deployment(
+            make_llm_config(
+                one.keys.served_name,
+                one.engine.spec,
+                hardware,
+                job.sizes,
+                num_engines_on_node=job.num_engines_on_node,
+            ),
+            bind_kwargs={"job": job},
+            deployment_cls=PeagleServer,
+        )
+    ingress = serve.deployment(
+        make_ingress(settings),
+        num_replicas=1,  # it counts the limits of keys
+        max_ongoing_requests=INGRESS_ONGOING,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        graceful_shutdown_timeout_s=max(one.keys.drain_s for one in served),
+    )
+    return ingress.bind(
+        llm_deployments=deployments,
+        model_cards={one.keys.served_name: _model_card(one.keys.served_name) for one in served},
+        settings=settings,
+        price=price,
+    )
+
+
+def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
+    """What the ingress lets in.
+
+    Raises:
+        ConfigError: no key is there, and the address is not this machine's own.
+    """
+    fixed = keys_from_environment()
+    stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
+    requires_key = config.keys is not None or bool(fixed)
+    if requires_key and not (stored or fixed):
+        raise ConfigError(
+            f"keys {config.keys}: there is no key in it, so nobody could use the endpoint",
+            hint=f"peagle serve keys add NAME --keys {config.keys}",
+        )
+    if not requires_key and config.host not in _LOOPBACK:
+        raise ConfigError(
+            f"host {config.host}: without API keys anybody who reaches this address could use the endpoint",
+            hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
+        )
+    return GateSettings(
+        models=tuple(_served_model(one, hardware) for one in served),
+        ledger=_state(config) / "ledger",
+        key_file=config.keys.expanduser().absolute() if config.keys else None,
+        fixed_keys=fixed,
+        requires_key=requires_key,
+        max_body_bytes=config.max_body_kib * 1024,
+        body_timeout_s=config.body_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        max_output_tokens=config.max_output_tokens,
+    )
+
+
+def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
+    """What the replicas of a model are told."""
+    from pipelines.online.account import Engine
+    from pipelines.online.server import ReplicaJob
+
+    keys, placement = one.keys, one.placement
+    counts = request_counts(
+        one.engine.spec,
+        hardware,
+        max_replicas=keys.max_replicas,
+        target=keys.target_ongoing_requests,
+        queued=keys.max_queued_requests,
+    )
+    return ReplicaJob(
+        app_id=app_id,
+        state=str(_state(config)),
+        spec=one.engine.spec,
+        engine=Engine(
+            model=keys.served_name,
+            drafter=one.engine.drafter.name,
+            num_devices=placement.num_devices,
+            device=placement.device,
+            usd_per_device_s=price.usd_per_device_s,
+        ),
+        sizes=Sizes(
+            counts=counts,
+            min_replicas=keys.min_replicas,
+            max_replicas=keys.max_replicas,
+            upscale_delay_s=keys.upscale_delay_s,
+            downscale_delay_s=keys.downscale_delay_s,
+            drain_s=keys.drain_s,
+            stream_interval_ms=keys.stream_interval_ms,
+            num_cpus=placement.num_cpus,
+        ),
+        num_engines_on_node=placement.num_engines_on_node,
+        heartbeat_s=config.heartbeat_s,
+    )
+
+
+def _served_model(one: Served, hardware: Hardware) -> ServedModel:
+    spec = one.engine.spec
+    assert spec.max_model_len is not None, "compose_engine() sets it"
+    return ServedModel(
+        name=one.keys.served_name,
+        max_model_len=spec.max_model_len,
+        can_seed=hardware.platform != "cpu",
+        drafter=one.engine.drafter.name,
+        num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
+    )
+
+
+def _model_card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "peagle"}
+
+
+def _state(config: ServeConfig) -> Path:
+    return config.state.expanduser().absolute()

@@ -1,0 +1,90 @@
+"""What a user can ask of the endpoint: one flat set of keys, the same in YAML and on the command line.
+
+The keys of a model describe the only one, or are what the entries of `models` have in common. It checks what can be
+checked without a model or a cluster; it resolves nothing.
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from peagle.catalog.engines import EngineKeys
+from peagle.economics.price_keys import PriceKeys
+
+
+class ServedModelKeys(EngineKeys):
+    """One model of the endpoint: its engine, and how many of them there are."""
+
+    name: str | None = Field(None, min_length=1, description="what clients call it; default: the value of model")
+    min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 lets the last one go when it idles")
+    max_replicas: int = Field(1, ge=1, description="engines under load")
+    target_ongoing_requests: float | None = Field(
+        None, gt=0, description="requests under way on each engine that scaling aims at; default: from its slots"
+    )
+    upscale_delay_s: float = Field(10, ge=0, description="load above the target for that long starts an engine")
+    downscale_delay_s: float = Field(300, ge=0, description="load below the target for that long stops one")
+    max_queued_requests: int | None = Field(
+        None,
+        ge=0,
+        description="requests that may wait for an engine before others get 503; default: as many as all engines "
+        "run at once",
+    )
+    stream_interval_ms: float = Field(
+        5, ge=0, description="tokens of a stream are sent together that arrive within this time; 0 sends each step's"
+    )
+    drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
+
+    @property
+    def served_name(self) -> str:
+        """What clients call it."""
+        return self.name or self.model
+
+    @model_validator(mode="after")
+    def _replicas_are_ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}")
+        return self
+
+
+class ServeConfig(ServedModelKeys, PriceKeys):
+    """The endpoint. A description is the help text of its flag; an unknown key is an error."""
+
+    models: tuple[ServedModelKeys, ...] = Field(
+        (), description="several models: a list of such keys; what stands beside the list holds for all of them"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
+    keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
+    max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
+    body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
+    request_timeout_s: float = Field(600, gt=0, description="time for an answer, waiting for an engine included")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="most output tokens of a request, and what one gets that names none"
+    )
+    heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_models_have_in_common(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("models"), list | tuple):
+            return values
+        common = {key: value for key, value in values.items() if key in ServedModelKeys.model_fields}
+        entries = [common | entry if isinstance(entry, dict) else entry for entry in values["models"]]
+        return {**values, "models": entries}
+
+    @field_validator("models")
+    @classmethod
+    def _names_are_unique(cls, models: tuple[ServedModelKeys, ...]) -> tuple[ServedModelKeys, ...]:
+        names = [model.served_name for model in models]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several models are called {', '.join(repeated)}: give each a name of its own")
+        return models
+
+    @property
+    def served(self) -> tuple[ServedModelKeys, ...]:
+        """The models: the listed ones, or the one that the flat keys describe."""
+        if self.models:
+            return self.models
+        return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)

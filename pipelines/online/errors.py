@@ -1,0 +1,76 @@
+"""Errors as OpenAI's API words them, and which one an exception becomes.
+
+It knows statuses and shapes; it does not know when they occur. What went wrong inside is for the log: a client learns
+of it only what it can act on.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+_OVERLOADED_RETRY_S = 5
+# Of `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where Ray need not be.
+_UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: of the HTTP response.
+        message: for the person who reads it.
+        code: for the program that reads it, such as "model_not_found".
+        param: the field of the request that is at fault.
+        retry_after_s: when to come again.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float = 0
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds, where waiting helps."""
+        return {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+
+
+def overloaded(message: str) -> ApiError:
+    """Nobody can take the request now."""
+    return ApiError(503, message, code="overloaded", retry_after_s=_OVERLOADED_RETRY_S)
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """The answer for what the application raised; its text only where it is meant for a client."""
+    if isinstance(error, ApiError):
+        return error
+    if any(kind.__name__ in _UNAVAILABLE for kind in type(error).__mro__):
+        return overloaded("every engine is busy or about to start; try again")
+    status = getattr(error, "status_code", None)
+    text = getattr(error, "detail", None) or getattr(error, "message", None)
+    if isinstance(status, int) and 400 <= status < 500 and isinstance(text, str):
+        return ApiError(status, text, code="not_found" if status == 404 else None)
+    return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+
+
+def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
+    """A body that is JSON and not a request: what pydantic said first."""
+    first = errors[0] if errors else {"msg": "invalid request", "loc": ()}
+    where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
+    return ApiError(422, f"{where or 'body'}: {first.get('msg', 'invalid')}", code="invalid_type", param=where or None)

@@ -1,0 +1,278 @@
+"""What stands before the OpenAI routes: who asks, may they, how much did it use. An ASGI middleware.
+
+    key -> body -> checks -> limits -> the application -> usage from its answer -> limits
+
+It knows HTTP by ASGI alone and no Ray: any application that answers as vLLM does can be behind it. Prompts and answers
+pass through and are not logged.
+"""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
+from pipelines.online.errors import ApiError, from_exception
+from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
+from pipelines.online.requests import CHAT, COMPLETIONS, Intake, ServedModel, check
+from pipelines.online.settlements import Settlements
+
+KEY_HEADER = "x-peagle-key"
+OPERATOR_HEADER = "x-peagle-operator"
+EACH_USAGE_HEADER = "x-peagle-each-usage"
+_OPEN_PATHS = ("/health",)
+_SUMMARY_HEADERS = ("usd", "ttft_s", "engine_s", "acceptance_length")
+_log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """What the gate is built from, wherever the ingress lands.
+
+    Attributes:
+        key_file: read again whenever it changes.
+        fixed_keys: from the environment of whoever started the endpoint.
+        requires_key: without, only this machine is let in.
+        ledger: says what keys have spent before this process started.
+    """
+
+    models: tuple[ServedModel, ...]
+    ledger: Path
+    key_file: Path | None = None
+    fixed_keys: tuple[KeyRecord, ...] = ()
+    requires_key: bool = True
+    max_body_bytes: int = 1024 * 1024
+    body_timeout_s: float = 10.0
+    request_timeout_s: float = 600.0
+    max_output_tokens: int | None = None
+
+
+class Gate:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp, settings: GateSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._ring = KeyRing(settings.key_file, settings.fixed_keys)
+        self._models = {model.name: model for model in settings.models}
+        self._settlements = Settlements(settings.ledger)
+        self._limiter = self._settlements.limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
+        answer = _Answer(send, {"x-peagle-request-id": request_id})
+        try:
+            await self._serve(scope, receive, answer, request_id)
+        except Exception as error:
+            refusal = from_exception(error)
+            if refusal.status >= 500:
+                _log.error("request %s failed", request_id, exc_info=error)
+            await answer.fail(refusal)
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer", request_id: str) -> None:
+        if scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, answer.send)
+            return
+        key = self._authenticate(scope)
+        inward = {KEY_HEADER: key.name, "x-request-id": request_id}
+        inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
+        if scope["method"] != "POST" or scope["path"] not in (CHAT, COMPLETIONS):
+            await self._app(_with_headers(scope, inward), receive, answer.send)
+            return
+        body = await self._read(scope, receive)
+        settings = self._settings
+        intake = check(scope["path"], body, key, self._models, max_output_tokens=settings.max_output_tokens)
+        await self._settlements.catch_up()
+        permit = self._limiter.admit(key, intake.output_tokens)
+        answer.expect(intake)
+        inward |= {"content-length": str(len(intake.body))}
+        inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
+        try:
+            async with asyncio.timeout(settings.request_timeout_s) as limit:
+                await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"the answer took longer than {settings.request_timeout_s:g} s"
+            raise ApiError(504, message, code="timeout") from None
+        finally:
+            if answer.is_complete:
+                self._limiter.settle(permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd)
+            else:
+                self._settlements.defer(request_id, permit)
+
+    def _authenticate(self, scope: Scope) -> KeyRecord:
+        if not self._settings.requires_key:
+            if not is_loopback(scope):
+                raise ApiError(403, "this endpoint has no keys and answers only its own machine", code="not_local")
+            return LOCAL
+        scheme, _, key = (_header(scope, "authorization") or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise ApiError(401, "send an API key: Authorization: Bearer KEY", code="missing_api_key")
+        record = self._ring.find(key.strip())
+        if record is None:
+            raise ApiError(401, "this API key does not hold", code="invalid_api_key")
+        return record
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body may have {limit} bytes at most", code="body_too_large")
+        if (_header(scope, "content-length") or "0").isdecimal() and int(_header(scope, "content-length") or 0) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client left before its request was whole", code="incomplete_body")
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
+
+
+class _Answer:
+    """Sends the application's answer on, and reads from it what the request used."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = dict(headers)
+        self._intake: Intake | None = None
+        self._start: Message | None = None
+        self._body = bytearray()
+        self._is_stream = False
+        self.is_started = False
+        self.is_complete = True
+        """Whether `tally` and `usd` are all that the request used; not when its client left in between."""
+        self.tally = Tally()
+        self.usd = 0.0
+
+    def expect(self, intake: Intake) -> None:
+        """An engine will answer this request."""
+        self._intake = intake
+        model = intake.model
+        self._headers["x-peagle-model"] = model.name
+        self._headers["x-peagle-drafter"] = model.drafter or "none"
+        if model.num_speculative_tokens:
+            self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
+
+    async def send(self, message: Message) -> None:
+        """One ASGI message of the application."""
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            self._start = message
+            self.is_complete = message["status"] != 200
+            if self._intake is None or self._is_stream or message["status"] != 200:
+                await self._begin()
+        elif message["type"] != "http.response.body" or self._intake is None:
+            await self._send(message)
+        elif self._is_stream:
+            await self._send({**message, "body": self._read_events(message.get("body", b""))})
+        elif self.is_started:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                self._read_whole()
+                await self._begin()
+                await self._send({"type": "http.response.body", "body": bytes(self._body)})
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with an error: as a response, or as the last event of a stream that has begun."""
+        body = json.dumps(error.body()).encode()
+        if self.is_started:
+            event = f"data: {body.decode()}\n\n".encode() if self._is_stream else b""
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        self._start = {"type": "http.response.start", "status": error.status, "headers": _encoded(headers)}
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self) -> None:
+        assert self._start is not None, "the application starts its response before its body"
+        self.is_started = True
+        headers = [*self._start.get("headers", []), *_encoded(self._headers)]
+        await self._send({**self._start, "headers": headers})
+
+    def _read_whole(self) -> None:
+        answer = json.loads(self._body)
+        self._note(answer)
+
+    def _read_events(self, body: bytes) -> bytes:
+        """Read the events that say what the request used; leave out the last one if the client did not ask for it."""
+        assert self._intake is not None
+        if f'"{OURS}"'.encode() not in body:
+            return body
+        kept = []
+        for event in events(body.decode()):
+            if isinstance(event, dict) and OURS in event:
+                self._note(event)
+                if is_usage_alone(event) and not self._intake.wants_usage:
+                    continue
+            kept.append(to_text(event))
+        return "".join(kept).encode()
+
+    def _note(self, answer: Mapping[str, Any]) -> None:
+        self.tally.read(answer)
+        summary = answer.get(OURS) or {}
+        self.is_complete = True
+        self.usd = summary.get("usd") or 0.0
+        for name in _SUMMARY_HEADERS:
+            if summary.get(name) is not None:
+                self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
+
+
+def is_loopback(scope: Scope) -> bool:
+    """Whether the client is on this machine."""
+    try:
+        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
+
+
+def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
+    """The scope with these headers in place of the client's; what begins with x-peagle- is ours to say, and the key is
+    nobody's business any more."""
+    replaced = {name.encode() for name in headers} | {b"authorization"}
+    kept = [
+        (name, value)
+        for name, value in scope.get("headers", [])
+        if name.lower() not in replaced and not name.lower().startswith(b"x-peagle-")
+    ]
+    return {**scope, "headers": [*kept, *_encoded(headers)]}
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body whole, then what the client does."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed

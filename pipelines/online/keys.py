@@ -1,0 +1,167 @@
+"""API keys: made, kept as hashes, compared in constant time, revoked.
+
+A key is 32 random bytes, so one SHA-256 is enough to store it safely: there is nothing to guess, and a slow hash for
+passwords would only slow every request. It knows a file and an environment variable; what a key may do is `limits.py`.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from peagle.errors import ConfigError
+from peagle.files import write_atomic
+
+ENVIRONMENT = "PEAGLE_API_KEYS"
+_PREFIX = "pk-"
+_LEAST_LENGTH = 16  # of a key that a user made up
+_RELOAD_S = 1.0
+LOCAL_NAME = "local"  # in usage, where there are no keys
+
+
+class KeyRecord(BaseModel):
+    """A key as it is stored, and what it may do; null is no limit.
+
+    Attributes:
+        name: of whom it is; usage and cost carry it.
+        sha256: of the key, in hexadecimal.
+        models: names of models that it may use.
+        budget_usd: what all its requests together may cost.
+        is_operator: it sees the usage of all keys, not only its own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    created_at: float = 0.0
+    models: tuple[str, ...] | None = None
+    requests_per_min: int | None = Field(default=None, ge=1)
+    output_tokens_per_min: int | None = Field(default=None, ge=1)
+    budget_usd: float | None = Field(default=None, gt=0)
+    is_operator: bool = False
+
+
+def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
+    """A key, and what to store of it. The key itself is stored nowhere.
+
+    Raises:
+        ConfigError: not a name, or not limits.
+    """
+    key = _PREFIX + secrets.token_urlsafe(32)
+    return key, _record({"name": name, "sha256": digest(key), "created_at": time.time(), **limits}, where="the key")
+
+
+def digest(key: str) -> str:
+    """What is stored of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
+    """The record of `key`. Every record is compared, whole: the time tells nothing of which one came close."""
+    presented, found = digest(key), None
+    for record in records:
+        if hmac.compare_digest(presented, record.sha256):
+            found = record
+    return found
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """The keys of a file; none where it does not exist.
+
+    Raises:
+        ConfigError: it is no file of keys.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"keys {path}: cannot be read: {error}") from error
+    if not isinstance(values, list):
+        raise ConfigError(f"keys {path}: it must hold a list", hint="`peagle serve keys add` writes such files")
+    return tuple(_record(value, where=f"keys {path}") for value in values)
+
+
+def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
+    """Replace the file; only its owner can read it.
+
+    Raises:
+        ConfigError: a name is there twice, or the file cannot be written.
+    """
+    names = [record.name for record in records]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"keys {path}: there is a key called {min(repeated)} already", hint="choose another name")
+    data = json.dumps([record.model_dump(mode="json") for record in records], indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data.encode())
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(f"keys {path}: cannot be written: {error}") from error
+
+
+def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[KeyRecord, ...]:
+    """Keys in `PEAGLE_API_KEYS`, NAME=KEY separated by commas; without limits.
+
+    Raises:
+        ConfigError: an entry is no such pair, or its key is short enough to be guessed.
+    """
+    records = []
+    for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
+        name, separator, key = entry.partition("=")
+        if not separator or len(key) < _LEAST_LENGTH:
+            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY with {_LEAST_LENGTH} characters or more")
+        records.append(_record({"name": name, "sha256": digest(key)}, where=ENVIRONMENT))
+    return tuple(records)
+
+
+class KeyRing:
+    """The keys that hold now: fixed ones, and those of a file, which is read again when it has changed."""
+
+    def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
+        self._path = path
+        self._fixed = tuple(fixed)
+        self._read: tuple[KeyRecord, ...] = ()
+        self._version: tuple[int, int] | None = None
+        self._next_look = 0.0
+
+    def find(self, key: str) -> KeyRecord | None:
+        """The record of a key that holds now.
+
+        Raises:
+            ConfigError: the file is there and no file of keys.
+        """
+        return find(key, self._records())
+
+    def _records(self) -> tuple[KeyRecord, ...]:
+        if self._path is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _RELOAD_S
+            try:
+                status = self._path.stat()
+                version = (status.st_mtime_ns, status.st_ino)
+            except FileNotFoundError:
+                version = (0, 0)
+            if version != self._version:
+                self._read, self._version = read_keys(self._path), version
+        return self._fixed + self._read
+
+
+def _record(values: Any, *, where: str) -> KeyRecord:
+    try:
+        return KeyRecord.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "an entry"
+        raise ConfigError(f"{where}: {field}: {first['msg']}") from None  # never the value: it may be a key
+
+
+LOCAL = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, is_operator=True)
+"""Whoever asks an endpoint without keys, which only this machine can reach. No key has this hash."""

@@ -1,0 +1,94 @@
+"""From an engine's spec to Ray's `LLMConfig`: the same engine arguments as in bulk, and where and how many.
+
+Built twice: by whoever starts the endpoint, to place replicas, and by each replica, from its own node's hardware and
+paths.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.engine.arguments import engine_args
+from peagle.engine.spec import EngineSpec
+from peagle.hardware import Hardware
+from pipelines.online.scaling import RequestCounts
+
+HEALTH_PERIOD_S = 5.0
+HEALTH_TIMEOUT_S = 30.0  # a step with long prompts on a CPU may hold up an engine's answer for seconds
+_DRAIN_POLL_S = 1.0
+_PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+_PREFIX_TREE_CHARS = 4_000_000  # prompts that the router remembers of each model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many engines, how many requests, how long to wait.
+
+    Attributes:
+        num_cpus: Ray's logical CPUs of an engine without accelerators.
+    """
+
+    counts: RequestCounts
+    min_replicas: int
+    max_replicas: int
+    upscale_delay_s: float
+    downscale_delay_s: float
+    drain_s: float
+    stream_interval_ms: float
+    num_cpus: float
+
+
+def make_llm_config(name: str, spec: EngineSpec, hardware: Hardware, sizes: Sizes, *, num_engines_on_node: int) -> Any:
+    """The `LLMConfig` of a model.
+
+    Raises:
+        ConfigError: the spec contradicts itself.
+        PrecisionError: the hardware cannot run it.
+    """
+    from ray.serve.llm import LLMConfig
+
+    arguments = engine_args(spec, hardware, num_engines_on_node=num_engines_on_node)
+    arguments.pop("model")
+    on_gpu = hardware.platform == "cuda"
+    return LLMConfig(
+        model_loading_config={"model_id": name, "model_source": spec.model},
+        engine_kwargs={**arguments, "enable_prompt_tokens_details": True},
+        placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
+        deployment_config=deployment_config(spec, sizes, on_gpu=on_gpu),
+        experimental_configs={"stream_batching_interval_ms": sizes.stream_interval_ms},
+    )
+
+
+def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:
+    """Options of the Serve deployment."""
+    counts = sizes.counts
+    options: dict[str, Any] = {
+        "max_ongoing_requests": counts.admitted,
+        # -1 is without limit for Serve, and 0 would refuse what an engine could take at once.
+        "max_queued_requests": max(1, counts.queued),
+        "autoscaling_config": {
+            "min_replicas": sizes.min_replicas,
+            "initial_replicas": max(1, sizes.min_replicas),
+            "max_replicas": sizes.max_replicas,
+            "target_ongoing_requests": counts.target,
+            "upscale_delay_s": sizes.upscale_delay_s,
+            "downscale_delay_s": sizes.downscale_delay_s,
+        },
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+        "graceful_shutdown_timeout_s": sizes.drain_s,
+        # Ray adds what the actor takes to the engine's first bundle.
+        "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
+    }
+    if sizes.max_replicas > 1 and spec.enable_prefix_caching:
+        options["request_router_config"] = {
+            "request_router_class": _PREFIX_ROUTER,
+            "request_router_kwargs": {
+                # Requests that an engine may be ahead of another for the sake of a prefix.
+                "imbalanced_threshold": max(1, counts.admitted // 4),
+                "do_eviction": True,
+                "eviction_threshold_chars": _PREFIX_TREE_CHARS,
+                "eviction_target_chars": _PREFIX_TREE_CHARS * 9 // 10,
+            },
+        }
+    return options

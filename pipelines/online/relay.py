@@ -1,0 +1,66 @@
+"""An engine's answer on its way out: its usage is read, what nobody asked for left out, what it cost put in.
+
+It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from peagle.economics.usage import Outcome
+from pipelines.online.account import RequestAccount, summary
+from pipelines.online.answers import OURS, events, is_usage_alone, to_text
+
+_CUT: Outcome = "cut"
+
+
+async def relay(
+    answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
+) -> AsyncGenerator[Any, None]:
+    """Pass an answer on, and write the request's record at its end, whatever the end.
+
+    Args:
+        answers: one object (a whole answer or an error), or lists of texts that hold events.
+        begin: opens the request's account. Only once somebody listens: what is never listened to never ends.
+        wants_each_usage: the client asked for usage in every event.
+    """
+    request, outcome = begin(), _CUT
+    try:
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                request.first_token()
+                if isinstance(answer, list) and all(isinstance(text, str) for text in answer):
+                    yield [_pass_on(text, request, wants_each_usage) for text in answer]
+                else:
+                    yield _with_summary(answer, request)
+        outcome = "ok"
+    except Exception:
+        outcome = "failed"
+        raise
+    finally:
+        request.write(outcome)
+
+
+def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
+    passed = []
+    for event in events(text):
+        if isinstance(event, dict):
+            request.tally.read(event)
+            if "error" in event:
+                request.finish("failed")
+            elif is_usage_alone(event):
+                event[OURS] = summary(request.finish("ok"))
+            elif not wants_each_usage:
+                event.pop("usage", None)
+        passed.append(to_text(event))
+    return "".join(passed)
+
+
+def _with_summary(answer: Any, request: RequestAccount) -> Any:
+    """A whole answer with the summary; an error as it is."""
+    if getattr(answer, "usage", None) is None:
+        request.finish("failed")
+        return answer
+    request.tally.read(answer.model_dump(include={"usage", "metrics"}))
+    setattr(answer, OURS, summary(request.finish("ok")))
+    return answer

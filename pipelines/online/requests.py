@@ -1,0 +1,161 @@
+"""A request's body before it goes to an engine: is it one, may this key make it, how long may the answer be.
+
+Pure: bytes in, bytes out. It checks what the endpoint itself decides by (model, stream, number of tokens); the rest is
+for the models of the API behind it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.errors import did_you_mean
+from pipelines.online.errors import ApiError
+from pipelines.online.keys import KeyRecord
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+_COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "max_tokens": (int,),
+    "max_completion_tokens": (int,),
+    "n": (int,),
+}
+_WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as the ingress knows it.
+
+    Attributes:
+        can_seed: whether a sampling seed works; vLLM 0.29 on CPU dies on one, and every request in it.
+    """
+
+    name: str
+    max_model_len: int
+    can_seed: bool = True
+    drafter: str | None = None
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """A request that may go on.
+
+    Attributes:
+        body: what the engine gets.
+        is_stream: the answer comes in events.
+        wants_usage: the client asked for the event with usage at the end of a stream.
+        wants_each_usage: and for usage in every event.
+        output_tokens: of all its choices at most.
+    """
+
+    body: bytes
+    model: ServedModel
+    is_stream: bool
+    wants_usage: bool
+    wants_each_usage: bool
+    output_tokens: int
+
+
+def check(
+    path: str,
+    body: bytes,
+    key: KeyRecord,
+    models: Mapping[str, ServedModel],
+    *,
+    max_output_tokens: int | None,
+) -> Intake:
+    """Decide on a request.
+
+    A stream is always asked for its usage, in every event, so that what was sent is known when the client leaves in
+    between; `answers.py` takes out what the client did not ask for.
+
+    Raises:
+        ApiError: 400, 403, 404 or 422, with the field that is at fault.
+    """
+    values = _parse(body)
+    model = _model(values, key, models)
+    if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
+        raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
+    tokens = _tokens(path, values, key, model, max_output_tokens)
+    options = values.get("stream_options") or {}
+    is_stream = bool(values.get("stream"))
+    if is_stream:
+        values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+    values["model"] = model.name
+    return Intake(
+        body=json.dumps(values, ensure_ascii=False).encode(),
+        model=model,
+        is_stream=is_stream,
+        wants_usage=bool(options.get("include_usage")),
+        wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
+        output_tokens=tokens * _num_choices(path, values),
+    )
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(422, "the body must be a JSON object", code="invalid_type")
+    for field, kinds in _TYPES.items():
+        value = values.get(field)
+        is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+        if value is not None and is_wrong:
+            raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
+    return values
+
+
+def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
+    allowed = [name for name in models if key.models is None or name in key.models]
+    name = values.get("model")
+    if name is None:
+        if len(models) != 1:
+            raise ApiError(400, f"model must be one of {', '.join(allowed)}", code="missing_model", param="model")
+        (name,) = models
+    if name not in models:
+        hint = did_you_mean(name, allowed)
+        raise ApiError(404, f"there is no model {name!r}; {hint}", code="model_not_found", param="model")
+    if name not in allowed:
+        raise ApiError(403, f"this key may not use the model {name!r}", code="model_not_allowed", param="model")
+    return models[name]
+
+
+def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedModel, most: int | None) -> int:
+    """Output tokens of one choice at most; one that names no number gets the smallest limit there is, if any."""
+    field = (
+        "max_tokens" if path == COMPLETIONS or values.get("max_completion_tokens") is None else "max_completion_tokens"
+    )
+    asked: int | None = values.get(field)
+    limit = model.max_model_len if most is None else min(most, model.max_model_len)
+    if asked is not None:
+        if asked > limit:
+            raise ApiError(
+                400,
+                f"{field} is {asked}, and {model.name} gives {limit} at most",
+                code="max_tokens_too_large",
+                param=field,
+            )
+        return asked
+    if path == COMPLETIONS:
+        return min(_COMPLETION_TOKENS, limit)
+    limits = [number for number in (most, key.output_tokens_per_min) if number is not None]
+    if limits and min(limits) < model.max_model_len:
+        values["max_tokens"] = min(limits)
+        return min(limits)
+    return model.max_model_len
+
+
+def _num_choices(path: str, values: Mapping[str, Any]) -> int:
+    prompt = values.get("prompt")
+    is_batch = path == COMPLETIONS and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return int(values.get("n") or 1) * (len(prompt) if is_batch and prompt else 1)

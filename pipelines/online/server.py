@@ -1,0 +1,89 @@
+"""A replica: Ray's `LLMServer` around vLLM, on this node's own paths and cores, with an account.
+
+It is imported on the nodes that run engines, and by whoever builds the application. Requests come with headers of the
+gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
+"""
+
+import functools
+import os
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.serve.llm.deployment import LLMServer
+
+from peagle import hardware
+from peagle.engine.environment import environment
+from peagle.engine.spec import EngineSpec
+from peagle.engine.vllm_engine import compile_seconds
+from pipelines.batch.node import claim_slot, local_spec, redirect_output
+from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
+from pipelines.online.keys import LOCAL_NAME
+from pipelines.online.llm_config import Sizes, make_llm_config
+from pipelines.online.relay import relay
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaJob:
+    """What a replica needs. `spec` names its models as any node can resolve them.
+
+    Attributes:
+        app_id: of one start of the endpoint; replicas on one node share its cores by it.
+        state: folder of the ledger and the logs, which every node sees.
+    """
+
+    app_id: str
+    state: str
+    spec: EngineSpec
+    engine: Engine
+    sizes: Sizes
+    num_engines_on_node: int
+    heartbeat_s: float
+
+
+class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
+    """One engine of the endpoint."""
+
+    async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
+        """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
+        state = Path(job.state)
+        self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s)
+        log = state / "logs" / f"engine-{self._account.session_id}.log"
+        redirect_output(log)
+        await super().__init__(self._local_config(job), **kwargs)
+        self._account.ready(compile_seconds(log.read_text(errors="replace")))
+
+    def _local_config(self, job: ReplicaJob) -> Any:
+        here, spec = hardware.detect(), local_spec(job.spec)
+        self._account.engine_index = claim_slot(job.app_id)
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the replica's logical CPUs
+        os.environ |= environment(
+            spec,
+            here,
+            # One that drains still has its slot; its successor computes on the same cores.
+            engine_index=self._account.engine_index % job.num_engines_on_node,
+            num_engines_on_node=job.num_engines_on_node,
+        )
+        return make_llm_config(job.engine.model, spec, here, job.sizes, num_engines_on_node=job.num_engines_on_node)
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Ray's, with an account."""
+        return self._accounted(await super().chat(request, raw_request_info), raw_request_info)
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Ray's, with an account."""
+        return self._accounted(await super().completions(request, raw_request_info), raw_request_info)
+
+    def _accounted(self, answers: Any, info: Any) -> AsyncGenerator[Any, None]:
+        headers = info.headers if info is not None else {}
+        request_id = headers.get("x-request-id") or uuid.uuid4().hex
+        begin = functools.partial(self._account.begin, request_id, headers.get(KEY_HEADER, LOCAL_NAME))
+        return relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+
+    async def __del__(self) -> None:
+        """Serve calls it when the replica stops."""
+        self._account.end()
+        await super().__del__()

@@ -1,0 +1,58 @@
+"""Limits kept true to the ledger: what keys have spent before, and what requests used whose client left before the end.
+
+Such a request's usage never reaches the ingress; its engine writes it to the ledger, and until it is read there the
+request holds what it reserved. So nobody gets tokens for nothing by hanging up. It knows no HTTP.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from peagle.economics.ledger import RequestReader
+from pipelines.online.limits import Limiter, Permit
+
+_LOOK_S = 1.0
+_GIVE_UP_S = 120.0  # an engine that was killed writes nothing
+
+
+class Settlements:
+    """The limiter, and the permits that wait for the ledger.
+
+    Args:
+        folder: of the ledger; what it holds now was spent before.
+    """
+
+    def __init__(self, folder: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._reader = RequestReader(folder)
+        self._monotonic = monotonic
+        self._waiting: dict[str, tuple[float, Permit]] = {}
+        self._next_look = 0.0
+        self._is_looking = False
+        spent: dict[str, float] = {}
+        for request in self._reader.new():
+            spent[request.key] = spent.get(request.key, 0.0) + request.usd
+        self.limiter = Limiter(spent, monotonic=monotonic)
+
+    def defer(self, request_id: str, permit: Permit) -> None:
+        """The ledger will say what this request used."""
+        self._waiting[request_id] = (self._monotonic(), permit)
+
+    async def catch_up(self) -> None:
+        """Settle what the ledger has by now; looks at it once a second at most, and only when something waits."""
+        now = self._monotonic()
+        if not self._waiting or now < self._next_look or self._is_looking:
+            return
+        self._is_looking = True
+        try:
+            found = await asyncio.to_thread(self._reader.new)
+        finally:
+            self._is_looking = False
+            self._next_look = now + _LOOK_S
+        for request in found:
+            if waiting := self._waiting.pop(request.request_id, None):
+                self.limiter.settle(waiting[1], output_tokens=request.usage.num_output_tokens, usd=request.usd)
+        for request_id, (since, permit) in list(self._waiting.items()):
+            if now - since > _GIVE_UP_S:
+                del self._waiting[request_id]
+                self.limiter.settle(permit, output_tokens=0, usd=0.0)

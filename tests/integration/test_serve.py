@@ -1,0 +1,122 @@
+"""`peagle serve` on real Ray Serve and a real vLLM engine, asked by OpenAI's own client."""
+
+import signal
+import socket
+
+import httpx
+import openai
+import pytest
+
+from peagle.economics.ledger import RequestReader, read_sessions
+from pipelines.online.keys import new_key, write_keys
+
+MODEL = "smollm2-135m"
+START_S = 240
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.timeout(START_S + 120)
+def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):
+    key, record = new_key("alice", is_operator=True)
+    write_keys(tmp_path / "keys.json", [record])
+    port = free_port()
+    process = peagle(
+        *("serve", "--port", port, "--state", tmp_path / "state", "--keys", tmp_path / "keys.json"),
+        *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
+        *("--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5),
+    )
+    url = wait_until_up(process)
+    assert url == f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        check_models(client)
+        check_whole_answers(client)
+        check_streams(client)
+        check_errors(client, url)
+        check_cost(client)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    check_ledger(tmp_path / "state" / "ledger")
+
+
+def wait_until_up(process):
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("http://"):
+            return line.strip()
+    raise AssertionError("".join(said))
+
+
+def check_models(client):
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def check_whole_answers(client):
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+    answer = raw.parse()
+    assert "Paris" in answer.choices[0].message.content
+    assert 0 < answer.usage.completion_tokens <= 16
+    assert float(raw.headers["x-peagle-usd"]) > 0
+    assert float(raw.headers["x-peagle-acceptance-length"]) >= 1
+    assert raw.headers["x-peagle-num-speculative-tokens"] == "3"
+    completion = client.completions.create(
+        model=MODEL, prompt="def add(a, b):\n", max_tokens=8, temperature=0, logprobs=1
+    )
+    assert completion.usage.completion_tokens == 8
+    assert len(completion.choices[0].logprobs.tokens) == 8
+
+
+def check_streams(client):
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "stream": True}
+    plain = list(client.chat.completions.create(**asked))
+    assert all(chunk.choices and chunk.usage is None for chunk in plain)
+    with_usage = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    assert with_usage[-1].usage.completion_tokens > 0
+    assert with_usage[-1].choices == []
+    texts = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices) for chunks in (plain, with_usage)]
+    assert texts[0] == texts[1]
+    assert "Paris" in texts[0]
+    with client.chat.completions.create(**{**asked, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
+        next(iter(stream))  # and leave
+
+
+def check_errors(client, url):
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=QUESTION)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt="word " * 600, max_tokens=1)
+    with pytest.raises(openai.UnprocessableEntityError):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature="hot")
+    with (
+        openai.OpenAI(base_url=url, api_key="pk-wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def check_cost(client):
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
+    assert report["by_key"]["alice"]["num_output_tokens"] > 0
+    assert report["account"]["usd"]["idle"] > 0
+
+
+def check_ledger(folder):
+    requests = RequestReader(folder).new()
+    outcomes = [request.outcome for request in requests]
+    assert outcomes.count("cut") == 1
+    assert outcomes.count("ok") == 4
+    assert {request.key for request in requests} == {"alice"}
+    assert all(request.ttft_s > 0 for request in requests if request.outcome == "ok")
+    (session,) = read_sessions(folder)
+    assert session.ended
+    assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

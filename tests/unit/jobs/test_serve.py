@@ -1,0 +1,39 @@
+import pytest
+
+from jobs import cli
+from pipelines.online.config import ServeConfig
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    def run(*arguments):
+        code = cli.run(["serve", "--state", str(tmp_path / "state"), "--usd-per-hour", "1", *arguments])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_other_addresses_need_keys(refused, embedded_target):
+    code, error = refused("--host", "0.0.0.0")
+    assert code == 2
+    assert "host 0.0.0.0: without API keys" in error
+    assert "--keys" in error
+
+
+def test_a_file_without_keys_is_refused(refused, embedded_target, tmp_path):
+    code, error = refused("--keys", str(tmp_path / "none.json"))
+    assert code == 2
+    assert "there is no key in it" in error
+
+
+def test_engines_that_do_not_fit_are_refused(refused, embedded_target):
+    code, error = refused("--max-replicas", "1000")
+    assert code == 1
+    assert "1000 engines" in error
+
+
+def test_every_key_is_in_a_group():
+    from jobs.serve import _GROUPS
+
+    grouped = [name for names in _GROUPS.values() for name in names]
+    assert sorted([*grouped, "models"]) == sorted(ServeConfig.model_fields)

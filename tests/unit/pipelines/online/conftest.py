@@ -1,0 +1,25 @@
+"""A ledger with an engine's account, on a clock that tests move."""
+
+import pytest
+
+from pipelines.online.account import Engine, EngineAccount
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def engine_account(tmp_path, clock):
+    engine = Engine(model="m", drafter="head", num_devices=2, device="vcpu", usd_per_device_s=0.01)
+    account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
+    yield account
+    account.end()

@@ -1,0 +1,47 @@
+import pytest
+
+from peagle.economics.ledger import RequestReader, append_request, read_sessions
+
+
+def session(tmp_path):
+    (found,) = read_sessions(tmp_path / "ledger")
+    return found
+
+
+def test_every_second_of_an_engine_is_in_its_session(engine_account, clock, tmp_path):
+    clock.now += 10
+    engine_account.ready(compile_s=4)
+    clock.now += 5
+    request = engine_account.begin("r", "alice")
+    clock.now += 3
+    request.finish("ok")
+    engine_account.end()
+    found = session(tmp_path)
+    assert [found.load_s, found.compile_s, found.idle_s, found.busy_s] == pytest.approx([6, 4, 5, 3])
+    assert (found.num_devices, found.ended) == (2, True)
+
+
+def test_an_engine_that_loads_is_in_the_ledger_already(engine_account, tmp_path):
+    assert not session(tmp_path).ended
+
+
+def test_requests_at_once_share_the_busy_seconds(engine_account, clock):
+    engine_account.ready()
+    one, two = engine_account.begin("1", "a"), engine_account.begin("2", "b")
+    clock.now += 4
+    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+    clock.now += 1
+    assert two.finish("ok").usage.busy_s == pytest.approx(3)
+
+
+def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
+    reader = RequestReader(tmp_path / "ledger")
+    record = engine_account.begin("r", "alice").finish("ok")
+    path = tmp_path / "ledger" / f"requests-{engine_account.session_id}.jsonl"
+    path.write_bytes(record.to_json()[:20])
+    assert reader.new() == []
+    path.write_bytes(record.to_json() + b"\n")
+    assert reader.new() == [record]
+    append_request(tmp_path / "ledger", record)
+    assert len(reader.new()) == 1
+    assert reader.new() == []

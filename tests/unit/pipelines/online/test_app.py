@@ -1,0 +1,58 @@
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.catalog.engines import ResolvedEngine
+from peagle.catalog.resolve import ResolvedDrafter
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from pipelines.batch.cluster import Placement
+from pipelines.online.app import Served, gate_settings
+from pipelines.online.config import ServeConfig
+from pipelines.online.keys import new_key, write_keys
+
+CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
+HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+
+
+def served(config):
+    engine = ResolvedEngine(
+        spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
+        precision=SimpleNamespace(describe=lambda: "bf16"),
+        model=SimpleNamespace(name="m"),
+        drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
+    )
+    return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]
+
+
+def settings(tmp_path, **keys):
+    config = ServeConfig(state=tmp_path, **keys)
+    return gate_settings(config, CPU, served(config))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_without_keys_it_listens_on_loopback(tmp_path, host):
+    assert not settings(tmp_path, host=host).requires_key
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_another_address_needs_keys(tmp_path, host):
+    with pytest.raises(ConfigError, match="without API keys"):
+        settings(tmp_path, host=host)
+
+
+def test_keys_of_a_file_or_of_the_environment_open_it(tmp_path, monkeypatch):
+    path = tmp_path / "keys.json"
+    write_keys(path, [new_key("alice")[1]])
+    assert settings(tmp_path, host="0.0.0.0", keys=path).key_file == path
+    monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
+    (record,) = settings(tmp_path, host="0.0.0.0").fixed_keys
+    assert record.name == "ci"
+
+
+def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
+    (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
+    assert (one.name, two.name) == ("a", "b")
+    assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)

@@ -1,0 +1,29 @@
+import pytest
+from pydantic import ValidationError
+
+from pipelines.online.config import ServeConfig
+
+
+def test_the_flat_keys_are_the_only_model():
+    (model,) = ServeConfig(model="smollm2-135m", drafter="none", max_replicas=2).served
+    assert (model.served_name, model.drafter, model.max_replicas) == ("smollm2-135m", "none", 2)
+
+
+def test_keys_beside_the_list_hold_for_every_model_unless_it_says_otherwise():
+    config = ServeConfig(max_num_seqs=4, enforce_eager=True, models=[{"name": "a"}, {"name": "b", "max_num_seqs": 2}])
+    assert [(m.served_name, m.max_num_seqs, m.enforce_eager) for m in config.served] == [("a", 4, True), ("b", 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"models": [{"model": "m"}, {"model": "m"}]}, "several models are called m"),
+        ({"models": [{"modle": "m"}]}, "modle"),
+        ({"min_replicas": 2}, "min_replicas is 2 and max_replicas 1"),
+        ({"drafter": "none", "num_speculative_tokens": 3}, "means nothing with drafter: none"),
+        ({"port": 0}, "port"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        ServeConfig(**keys)

@@ -1,0 +1,68 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from peagle.economics.prices import Price
+from pipelines.online.answers import Tally
+from pipelines.online.cost import CostView
+
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
+
+
+@pytest.fixture
+def view(engine_account, clock, tmp_path):
+    clock.now += 5
+    engine_account.ready()
+    for request_id, key, tokens, busy_s in (("1", "alice", 100, 2), ("2", "bob", 300, 3)):
+        request = engine_account.begin(request_id, key)
+        request.tally = Tally(num_prompt_tokens=10, num_output_tokens=tokens)
+        clock.now += busy_s
+        append_request(tmp_path / "ledger", request.finish("ok"))
+    clock.now += 10
+    engine_account.end()
+    return CostView(tmp_path / "ledger", PRICE)
+
+
+def test_an_operator_sees_every_key_and_where_the_money_went(view):
+    report = view.report()
+    assert report["by_key"]["alice"]["usd"] == pytest.approx(2 * 2 * 0.01)
+    assert report["by_key"]["bob"]["tokens_per_busy_usd"] == pytest.approx(300 / 0.06)
+    assert report["total"]["num_output_tokens"] == 400
+    assert report["account"]["usd"]["total"] == pytest.approx(20 * 2 * 0.01)
+    assert report["account"]["usd"]["idle"] == pytest.approx(10 * 2 * 0.01)
+    assert report["account"]["tokens_per_usd"] == pytest.approx(400 / 0.4)
+
+
+def test_a_key_sees_its_own_requests_and_nothing_of_the_whole(view):
+    report = view.report("alice")
+    assert report["total"]["num_requests"] == 1
+    assert set(report) == {"window_s", "total", "by_model"}
+
+
+def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_path):
+    start = engine_account._started_at
+
+    def request_of(seconds, request_id):
+        request = engine_account.begin(request_id, "alice")
+        request.tally = Tally(num_output_tokens=100)
+        clock.now += seconds
+        record = request.finish("ok")
+        finished_at = start + clock.now - 100
+        usage = replace(record.usage, started_at=finished_at - seconds, finished_at=finished_at)
+        append_request(tmp_path / "ledger", replace(record, usage=usage))
+
+    engine_account.ready()
+    request_of(50, "before")
+    clock.now += 70
+    engine_account.heartbeat()  # kept: more than a minute after the first
+    clock.now += 300
+    request_of(20, "within")
+    clock.now += 30
+    engine_account.end()
+    view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
+    report = view.report(window_s=240)
+    assert report["total"]["num_requests"] == 1
+    assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
+    assert report["account"]["device_s"]["idle"] == pytest.approx(2 * 330)  # since the last kept heartbeat before it
+    assert view.report()["account"]["device_s"]["total"] == pytest.approx(2 * 470)

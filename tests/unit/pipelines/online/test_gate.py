@@ -1,0 +1,278 @@
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from pipelines.online.gate import Gate, GateSettings
+from pipelines.online.keys import new_key, write_keys
+from pipelines.online.requests import ServedModel
+
+CHAT = "/v1/chat/completions"
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+SUMMARY = {"usd": 0.25, "ttft_s": 0.5, "acceptance_length": 1.5}
+EVENTS = [
+    {"choices": [{"delta": {"content": "Hello"}}]},
+    {"choices": [], "usage": USAGE, "peagle": SUMMARY},
+]
+
+
+class Engine:
+    """Stands in for the application: answers as vLLM through our replica does, and remembers what it was asked."""
+
+    def __init__(self, *, error=None, breaks_off=False):
+        self.error, self.breaks_off = error, breaks_off
+        self.asked, self.headers = None, {}
+
+    async def __call__(self, scope, receive, send):
+        if self.error:
+            raise self.error
+        self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked = json.loads((await receive())["body"] or b"{}") if scope["method"] == "POST" else {}
+        is_stream = self.asked.get("stream")
+        kind = b"text/event-stream" if is_stream else b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if not is_stream:
+            body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
+            await send({"type": "http.response.body", "body": body})
+            return
+        await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
+        if self.breaks_off:
+            raise RuntimeError("secret detail")
+        await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def text(event):
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+@pytest.fixture
+def keys(tmp_path):
+    made = {}
+    records = []
+    for name, limits in {
+        "alice": {},
+        "slow": {"requests_per_min": 1},
+        "small": {"output_tokens_per_min": 100, "budget_usd": 0.2},
+        "other": {"models": ["b"]},
+        "boss": {"is_operator": True},
+    }.items():
+        made[name], record = new_key(name, **limits)
+        records.append(record)
+    write_keys(tmp_path / "keys.json", records)
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "ledger").mkdir()
+    return {
+        "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False)),
+        "ledger": tmp_path / "ledger",
+        "key_file": tmp_path / "keys.json",
+        "max_body_bytes": 2000,
+        "body_timeout_s": 0.2,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def ask(settings, keys):
+    """Send requests, one after the other, through one gate."""
+
+    def send(*requests, app=None, client=("127.0.0.1", 1), **changes):
+        async def run():
+            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}))
+            transport = httpx.ASGITransport(app=gate, client=client)
+            async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
+                return [await http.request(*args, **kwargs) for args, kwargs in requests]
+
+        return asyncio.run(run())
+
+    return send
+
+
+def post(key=None, *, path=CHAT, headers=None, raw=None, **body):
+    own = {"authorization": f"Bearer {key}"} if key else {}
+    content = raw if raw is not None else json.dumps({"model": "a", "messages": []} | body)
+    return ("POST", path), {"content": content, "headers": own | (headers or {})}
+
+
+def get(path, key=None):
+    return ("GET", path), {"headers": {"authorization": f"Bearer {key}"} if key else {}}
+
+
+def error_of(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_an_answer_says_what_it_cost_in_its_headers(ask, keys):
+    (answer,) = ask(post(keys["alice"]))
+    assert answer.status_code == 200
+    assert answer.json()["usage"] == USAGE
+    assert answer.headers["x-peagle-usd"] == "0.25"
+    assert answer.headers["x-peagle-acceptance-length"] == "1.5"
+    assert answer.headers["x-peagle-drafter"] == "head"
+    assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
+    assert len(answer.headers["x-peagle-request-id"]) == 32
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
+def test_without_a_key_nothing_is_answered(ask, headers):
+    for path in (CHAT, "/v1/models", "/v1/cost", "/openapi.json"):
+        (answer,) = ask(post(path=path, headers=headers))
+        assert error_of(answer) == (401, "missing_api_key")
+
+
+def test_a_wrong_key_is_401_and_health_needs_none(ask):
+    wrong, health = ask(post("pk-wrong"), get("/health"))
+    assert error_of(wrong) == (401, "invalid_api_key")
+    assert wrong.json()["error"]["type"] == "authentication_error"
+    assert health.status_code == 200
+
+
+def test_without_keys_only_this_machine_is_answered(ask):
+    open_to_us = {"requires_key": False, "key_file": None}
+    assert ask(post(), **open_to_us)[0].status_code == 200
+    assert ask(post(), client=("::1", 1), **open_to_us)[0].status_code == 200
+    for client in (("10.0.0.7", 1), ("", 0), None):
+        assert error_of(ask(post(), client=client, **open_to_us)[0]) == (403, "not_local")
+
+
+def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
+    settings["key_file"].unlink()
+    assert error_of(ask(post(keys["alice"]))[0]) == (401, "invalid_api_key")
+
+
+def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
+    engine = Engine()
+    ask(
+        post(keys["alice"], headers={"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x"}), app=engine
+    )
+    assert engine.headers["x-peagle-key"] == "alice"
+    assert len(engine.headers["x-request-id"]) == 32
+    assert not {"x-peagle-operator", "authorization"} & set(engine.headers)
+    ask(get("/v1/cost", keys["boss"]), app=engine)
+    assert engine.headers["x-peagle-operator"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"raw": "{"}, (400, "invalid_json")),
+        ({"raw": "[" * 1000}, (400, "invalid_json")),
+        ({"raw": "[]"}, (422, "invalid_type")),
+        ({"stream": "yes"}, (422, "invalid_type")),
+        ({"max_tokens": "9"}, (422, "invalid_type")),
+        ({"max_tokens": True}, (422, "invalid_type")),
+        ({"max_tokens": -1}, (422, "invalid_value")),
+        ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
+        ({"model": 3}, (422, "invalid_type")),
+        ({"model": "b", "seed": 1}, (400, "unsupported_value")),
+        ({"model": "c"}, (404, "model_not_found")),
+        ({"model": None}, (400, "missing_model")),
+        ({"raw": "x" * 2001}, (413, "body_too_large")),
+    ],
+)
+def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expected):
+    engine = Engine()
+    (answer,) = ask(post(keys["alice"], **body), app=engine)
+    assert error_of(answer) == expected
+    assert engine.asked is None
+
+
+def test_a_key_may_be_for_some_models_only(ask, keys):
+    refused, allowed = ask(post(keys["other"]), post(keys["other"], model="b"))
+    assert error_of(refused) == (403, "model_not_allowed")
+    assert allowed.status_code == 200
+
+
+def test_a_body_that_trickles_in_is_given_up(ask, keys, settings):
+    async def trickle():
+        for _ in range(100):
+            yield b"{"
+            await asyncio.sleep(0.05)
+
+    (answer,) = ask((("POST", CHAT), {"content": trickle(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    assert error_of(answer) == (408, "request_timeout")
+
+
+def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
+    async def flood():
+        for _ in range(100):
+            yield b"x" * 100
+
+    (answer,) = ask((("POST", CHAT), {"content": flood(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    assert error_of(answer) == (413, "body_too_large")
+
+
+def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
+    first, second = ask(post(keys["slow"]), post(keys["slow"]))
+    assert first.status_code == 200
+    assert error_of(second) == (429, "rate_limit_exceeded")
+    assert 55 <= int(second.headers["retry-after"]) <= 60
+
+
+def test_what_a_request_cost_counts_against_the_budget(ask, keys):
+    first, second = ask(post(keys["small"]), post(keys["small"]))
+    assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
+
+
+def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys):
+    engine = Engine()
+    ask(post(keys["small"]), app=engine)
+    assert engine.asked["max_tokens"] == 100
+    ask(post(keys["alice"]), app=engine, max_output_tokens=30)
+    assert engine.asked["max_tokens"] == 30
+    ask(post(keys["alice"]), app=engine)
+    assert "max_tokens" not in engine.asked
+
+
+def streamed(answer):
+    return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+
+
+def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys):
+    engine = Engine()
+    plain, with_usage = ask(
+        post(keys["alice"], stream=True),
+        post(keys["alice"], stream=True, stream_options={"include_usage": True}),
+        app=engine,
+    )
+    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert "x-peagle-each-usage" not in engine.headers
+    assert streamed(plain) == EVENTS[:1]
+    assert streamed(with_usage) == EVENTS
+    assert plain.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
+    (answer,) = ask(post(keys["alice"], stream=True), app=Engine(breaks_off=True))
+    assert streamed(answer)[-1]["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
+def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask, keys):
+    cancelled = []
+
+    async def hangs(scope, receive, send):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
+    assert error_of(answer) == (504, "timeout")
+    assert cancelled == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("BackPressureError", 503), ("RayActorError", 503), ("ZeroDivisionError", 500)]
+)
+def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
+    (answer,) = ask(post(keys["alice"]), app=Engine(error=type(name, (Exception,), {})("secret")))
+    assert answer.status_code == status
+    assert "secret" not in answer.text
+    assert ("retry-after" in answer.headers) == (status == 503)

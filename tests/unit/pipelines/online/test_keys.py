@@ -1,0 +1,71 @@
+import stat
+
+import pytest
+
+from peagle.errors import ConfigError
+from pipelines.online import keys as module
+from pipelines.online.keys import KeyRing, digest, find, keys_from_environment, new_key, read_keys, write_keys
+
+
+def test_the_file_holds_no_key_and_only_its_owner_reads_it(tmp_path):
+    path = tmp_path / "keys.json"
+    key, record = new_key("alice", requests_per_min=10)
+    write_keys(path, [record])
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_keys(path) == (record,)
+
+
+def test_a_key_is_found_by_its_hash_whole():
+    (a, first), (b, second) = new_key("a"), new_key("b")
+    assert find(b, [first, second]) == second
+    assert find(a[:-1], [first, second]) is None
+    assert find("", [first, second]) is None
+
+
+def test_every_record_is_compared_however_early_one_fits(monkeypatch):
+    compared = []
+    monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: compared.append(b) or a == b)
+    (a, first), (_, second) = new_key("a"), new_key("b")
+    assert find(a, [first, second]) == first
+    assert compared == [first.sha256, second.sha256]
+
+
+def test_keys_from_the_environment():
+    (record,) = keys_from_environment({"PEAGLE_API_KEYS": " ci=0123456789abcdef , "})
+    assert (record.name, record.sha256) == ("ci", digest("0123456789abcdef"))
+    assert keys_from_environment({}) == ()
+
+
+@pytest.mark.parametrize("value", ["0123456789abcdef", "ci=short", "b@d name=0123456789abcdef"])
+def test_a_bad_entry_of_the_environment_is_refused_without_repeating_it(value):
+    with pytest.raises(ConfigError) as caught:
+        keys_from_environment({"PEAGLE_API_KEYS": value})
+    assert "0123456789abcdef" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])
+def test_a_file_that_is_none_of_keys_is_refused(tmp_path, text):
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"keys .*keys\.json"):
+        read_keys(path)
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a key called alice already"):
+        write_keys(tmp_path / "keys.json", [new_key("alice")[1], new_key("alice")[1]])
+
+
+def test_a_revoked_key_stops_holding_without_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
+    write_keys(path, [a, b])
+    ring = KeyRing(path)
+    assert ring.find(bob) == b
+    write_keys(path, [a])
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+    path.unlink()
+    assert ring.find(alice) is None

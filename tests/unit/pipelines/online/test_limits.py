@@ -1,0 +1,86 @@
+import pytest
+
+from pipelines.online.errors import ApiError
+from pipelines.online.keys import KeyRecord
+from pipelines.online.limits import Limiter
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def key(**limits):
+    return KeyRecord(name="alice", sha256="0" * 64, **limits)
+
+
+def refusal(limiter, record, tokens=1):
+    with pytest.raises(ApiError) as caught:
+        limiter.admit(record, tokens)
+    return caught.value
+
+
+def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock):
+    limiter, alice = Limiter(monotonic=clock), key(requests_per_min=2)
+    limiter.admit(alice, 1)
+    clock.now += 20
+    limiter.admit(alice, 1)
+    error = refusal(limiter, alice)
+    assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
+    clock.now += 39.9
+    refusal(limiter, alice)
+    clock.now += 0.1
+    limiter.admit(alice, 1)
+
+
+def test_a_refused_request_does_not_count(clock):
+    limiter, alice = Limiter(monotonic=clock), key(requests_per_min=1)
+    limiter.admit(alice, 1)
+    for _ in range(5):
+        refusal(limiter, alice)
+    clock.now += 60
+    limiter.admit(alice, 1)
+
+
+def test_tokens_are_held_until_they_are_known(clock):
+    limiter, alice = Limiter(monotonic=clock), key(output_tokens_per_min=100)
+    first = limiter.admit(alice, 80)
+    assert refusal(limiter, alice, 30).retry_after_s == 1
+    limiter.settle(first, output_tokens=50, usd=0)
+    limiter.admit(alice, 30)
+    assert refusal(limiter, alice, 30).retry_after_s == pytest.approx(60)
+    clock.now += 60
+    limiter.admit(alice, 30)
+
+
+def test_settling_twice_is_settling_once(clock):
+    limiter, alice = Limiter(monotonic=clock), key(output_tokens_per_min=100, budget_usd=1)
+    permit = limiter.admit(alice, 10)
+    for _ in range(3):
+        limiter.settle(permit, output_tokens=10, usd=0.4)
+    limiter.admit(alice, 90)
+
+
+def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(clock):
+    error = refusal(Limiter(monotonic=clock), key(output_tokens_per_min=100), 101)
+    assert (error.status, error.headers()) == (400, {})
+
+
+def test_a_budget_counts_what_the_ledger_knows(clock):
+    limiter, alice = Limiter({"alice": 0.9}, monotonic=clock), key(budget_usd=1)
+    limiter.settle(limiter.admit(alice, 1), output_tokens=1, usd=0.2)
+    error = refusal(limiter, alice)
+    assert (error.status, error.code, error.headers()) == (429, "insufficient_quota", {})
+
+
+def test_keys_do_not_share_limits(clock):
+    limiter = Limiter(monotonic=clock)
+    limiter.admit(key(requests_per_min=1), 1)
+    limiter.admit(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1), 1)

@@ -1,0 +1,44 @@
+import pytest
+from ray.serve.schema import DeploymentSchema
+
+from peagle.engine.spec import EngineSpec
+from pipelines.online.llm_config import Sizes, deployment_config
+from pipelines.online.scaling import RequestCounts
+
+
+def options(max_replicas=1, queued=8, on_gpu=False, **spec):
+    sizes = Sizes(
+        counts=RequestCounts(target=5.6, admitted=9, queued=queued),
+        min_replicas=0,
+        max_replicas=max_replicas,
+        upscale_delay_s=10,
+        downscale_delay_s=300,
+        drain_s=60,
+        stream_interval_ms=5,
+        num_cpus=1.0,
+    )
+    return deployment_config(EngineSpec(model="m", **spec), sizes, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("max_replicas", [1, 3])
+def test_serve_takes_the_options(max_replicas):
+    schema = DeploymentSchema(name="m", **options(max_replicas))
+    assert schema.autoscaling_config["target_ongoing_requests"] == 5.6
+
+
+def test_scaling_to_zero_starts_with_one():
+    scaling = options()["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 1)
+
+
+def test_prefixes_are_followed_only_where_there_is_a_choice():
+    assert "request_router_config" not in options()
+    assert "request_router_config" not in options(3, enable_prefix_caching=False)
+    router = options(3)["request_router_config"]["request_router_kwargs"]
+    assert router["do_eviction"]
+    assert 0 < router["imbalanced_threshold"] < float("inf")
+
+
+def test_an_engine_on_cpu_takes_no_more_than_its_bundle():
+    assert options()["ray_actor_options"] == {"num_cpus": 0}
+    assert options(queued=0)["max_queued_requests"] == 1

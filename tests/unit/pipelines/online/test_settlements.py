@@ -1,0 +1,48 @@
+import asyncio
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from pipelines.online.answers import Tally
+from pipelines.online.errors import ApiError
+from pipelines.online.keys import KeyRecord
+from pipelines.online.settlements import Settlements
+
+ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100, budget_usd=1)
+
+
+def used(account, request_id, tokens, busy_s, clock):
+    request = account.begin(request_id, "alice")
+    clock.now += busy_s
+    request.tally = Tally(num_output_tokens=tokens)
+    return request.finish("cut")
+
+
+def test_hanging_up_gives_no_tokens_for_nothing(engine_account, clock, tmp_path):
+    engine_account.ready()
+    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+    permit = settlements.limiter.admit(ALICE, 100)
+    settlements.defer("r1", permit)
+    asyncio.run(settlements.catch_up())
+    with pytest.raises(ApiError):
+        settlements.limiter.admit(ALICE, 50)
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    asyncio.run(settlements.catch_up())
+    settlements.limiter.admit(ALICE, 60)
+    with pytest.raises(ApiError):
+        settlements.limiter.admit(ALICE, 1)
+
+
+def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(tmp_path, clock):
+    settlements = Settlements(tmp_path, monotonic=clock)
+    settlements.defer("r1", settlements.limiter.admit(ALICE, 100))
+    clock.now += 121
+    asyncio.run(settlements.catch_up())
+    settlements.limiter.admit(ALICE, 100)
+
+
+def test_what_was_spent_before_a_restart_counts(engine_account, clock, tmp_path):
+    engine_account.ready()
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
+    with pytest.raises(ApiError, match="budget"):
+        Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)

@@ -1,0 +1,21 @@
+"""The files under deploy/ are what their readers take."""
+
+from pathlib import Path
+
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from pipelines.online.config import ServeConfig
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_serve_takes_the_file_and_the_endpoint_its_arguments():
+    schema = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "serve.yaml").read_text()))
+    (application,) = schema.applications
+    module, _, name = application.import_path.partition(":")
+    assert (module, name) == ("pipelines.online.app", "build")
+    assert [model.served_name for model in ServeConfig(**application.args).served] == [
+        "smollm2-135m",
+        "smollm2-135m-plain",
+    ]
