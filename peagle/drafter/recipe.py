@@ -11,7 +11,7 @@ OPTIMIZERS = ("muon", "adamw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How a head is trained; the defaults are the recipe of the shipped head.
+    """How a head is trained; the defaults are the best recipe found so far.
 
     Attributes:
         num_steps: optimizer steps, over which the learning rate rises and falls.
@@ -41,7 +41,7 @@ class TrainingConfig:
     depth_decay: float = 1.0
     optimizer: str = "muon"
     learning_rate: float = 7e-4
-    muon_learning_rate: float = 1.4e-3
+    muon_learning_rate: float = 3.5e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 50
     weight_decay: float = 0.01
