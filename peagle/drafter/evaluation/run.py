@@ -18,8 +18,8 @@ from peagle.drafter.evaluation.plan import Plan, make_plan
 from peagle.drafter.evaluation.plots import length_plot, position_plot
 from peagle.drafter.evaluation.report import make_report, markdown_report
 from peagle.drafter.evaluation.store import EvaluationFolder, default_output
-from peagle.engine.start import start_engine
 from peagle.engine.generation import Engine
+from peagle.engine.start import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
