@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peagle.bench.record import PassRecord
+from peagle.engine.spec import DRAFT_METHODS
 from peagle.speculation import SpeculationStats
 
 PERCENTILES = (50, 95, 99)
@@ -82,15 +83,26 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
 def step_s(records: Sequence[PassRecord]) -> float | None:
     """Mean seconds of a decoding step of a request: one pass of the target, drafting and verifying included.
 
-    A step yields one token of the target's own and the drafts that it accepts, so a request's tokens after its first
-    are its steps and its accepted drafts. None where the engine states no times, or there was no step.
+    None where the engine states no times, or there was no step.
     """
     requests = [request for record in records for request in record.requests]
     if any(request.decode_s is None for request in requests):
         return None
-    accepted = sum(record.speculation.num_accepted_tokens for record in records)
-    num_steps = sum(max(request.num_output_tokens - 1, 0) for request in requests) - accepted
+    num_steps = sum(map(_num_steps, records))
     return sum(request.decode_s or 0.0 for request in requests) / num_steps if num_steps > 0 else None
+
+
+def _num_steps(record: PassRecord) -> int:
+    """Steps after the first token of each response.
+
+    With a head each of them verifies a draft. Without one a step may have no draft: it yields one token of the target's
+    own and the drafts that it accepts, so the tokens after the first are the steps and the accepted drafts. (That is
+    a little low with drafts: those accepted beyond the end of a response count, too.)
+    """
+    if record.method in DRAFT_METHODS:
+        return record.speculation.num_drafts
+    num_later_tokens = sum(max(request.num_output_tokens - 1, 0) for request in record.requests)
+    return num_later_tokens - record.speculation.num_accepted_tokens
 
 
 def _percentiles(values: Sequence[float | None]) -> dict[str, float] | None:

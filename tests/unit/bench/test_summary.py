@@ -57,10 +57,11 @@ def test_a_single_pass_has_no_spread_and_an_unknown_price_no_tokens_per_dollar()
     assert cell["tokens_per_usd"] is None
 
 
-def test_steps_are_tokens_after_the_first_less_accepted_drafts_by_hand() -> None:
-    # 21 tokens: one from prefill, 10 accepted drafts, so 10 steps in 1.5 s.
-    assert step_s([record()]) == pytest.approx(0.15)
-    assert step_s([record("none")]) == pytest.approx(1.5 / 20)
+def test_steps_by_hand() -> None:
+    assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
+    assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
+    # 4 accepted drafts of 20 tokens: 16 steps, of which 5 had a draft.
+    assert step_s([record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
     assert step_s([record(requests=[times(5, 1.0, None)])]) is None
     assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
 
