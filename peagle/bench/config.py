@@ -90,10 +90,7 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         parse_synthetic(self.synthetic_acceptance)
-        drafting = [method for method in self.methods if method != NONE]
-        if self.load_format == "dummy" and drafting and not self.synthetic_acceptance:
-            raise ValueError("random weights accept nothing that means anything: give synthetic_acceptance too")
-        if self.synthetic_acceptance and not drafting:
+        if self.synthetic_acceptance and self.methods == [NONE]:
             raise ValueError("synthetic_acceptance needs a method that drafts")
         if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
             raise ValueError(f"drafter {unused[0]} is of none of the methods")

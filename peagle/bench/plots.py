@@ -62,6 +62,6 @@ def _methods(report: Mapping[str, Any]) -> list[str]:
 
 
 def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Axes) -> str:
-    label = "SYNTHETIC, " if report["labels"] else ""
+    label = f"{report['labels'][0].split()[0]}, " if report["labels"] else ""
     heading = f"{label}{subject}, {report['model']}, {report['dataset']['name']}"
     return standalone(line_chart(curves, axes), heading, [(words, series) for series, (words, _) in enumerate(curves)])

@@ -52,8 +52,13 @@ def make_setups(config: BenchConfig, model: ResolvedModel, hardware: Hardware) -
 
     Raises:
         DrafterError: a method has no head, or one of another method.
-        ConfigError: the synthetic acceptance does not fit a K, or a package is missing.
+        ConfigError: the synthetic acceptance does not fit a K or the hardware, or a package is missing.
     """
+    if config.synthetic_acceptance and hardware.platform == "cpu":
+        raise ConfigError(
+            "vLLM cannot accept drafts by lot on a CPU (0.29 dies at the first draft)",
+            hint="--load-format dummy alone runs here, with what random weights accept: next to nothing",
+        )
     setups: list[Setup] = []
     notes: list[str] = []
     for method in config.methods:

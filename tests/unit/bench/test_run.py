@@ -146,7 +146,7 @@ def test_methods_k_and_repeats_can_be_added(run: Any) -> None:
         ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
         ({"concurrency": "1,4"}, "max_num_seqs: it was 3, now it is 4"),
         ({"limit": 3}, "dataset.content"),
-        ({"synthetic_acceptance": "2"}, "synthetic_acceptance"),
+        ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
     ],
 )
 def test_another_fingerprint_is_refused_with_the_difference_named(change: Any, named: str, run: Any) -> None:
@@ -176,7 +176,12 @@ def test_progress_says_how_much_is_left(run: Any) -> None:
     assert "left" not in passes[-1]
 
 
-def test_what_means_nothing_is_labelled(run: Any) -> None:
+def test_what_means_nothing_is_labelled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=80, num_cpus=8,
+    )  # fmt: skip
+    monkeypatch.setattr("peagle.hardware.detect", lambda: gpu)
     said: list[str] = []
     start = Starter()
     report = run(start, said, repeats=1, load_format="dummy", synthetic_acceptance="2")

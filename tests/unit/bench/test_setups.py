@@ -53,10 +53,12 @@ def test_suffixes_need_their_package(target: Path, monkeypatch: pytest.MonkeyPat
 
 def test_acceptance_by_lot_reaches_every_drafter(target: Path, head: Any) -> None:
     keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    found = plan(target, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    found = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
     assert [setup.drafter.synthetic_rates for setup in found if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
     with pytest.raises(ConfigError, match="says nothing for n-gram K=2"):
-        plan(target, **keys, synthetic_acceptance="peagle=2.5")
+        plan(target, GPU, **keys, synthetic_acceptance="peagle=2.5")
+    with pytest.raises(ConfigError, match="cannot accept drafts by lot on a CPU"):
+        plan(target, CPU, **keys, synthetic_acceptance="2.5")
 
 
 def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prompt(target: Path) -> None:

@@ -61,7 +61,6 @@ def test_a_run_prints_its_tables_and_writes_its_result(
     [
         (["--methods", "none,medusa"], "methods are none, peagle"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--load-format", "dummy"], "random weights accept nothing"),
         (["--synthetic-acceptance", "0.1,0.2"], "never rise"),
     ],
 )
