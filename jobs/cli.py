@@ -33,6 +33,7 @@ COMMANDS = {
     "prompts": "write the prompts that ship for training a drafter",
     "train": "train a drafter head for a target",
     "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
+    "bench": "measure methods of speculation, K and concurrency against each other",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Evaluate, and print the table."""
     config = flags.load(EvaluateConfig, args)
     from peagle.drafter.evaluation.report import text_report
-    from peagle.drafter.evaluation.run import Listener, evaluate
+    from peagle.drafter.evaluation.run import evaluate
+    from peagle.measurement.engine_up import Listener
 
     report, folder = evaluate(config, Listener(say=_say, progress=Throttle(_progress)))
     _say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")

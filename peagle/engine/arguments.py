@@ -106,11 +106,19 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter is None:
         return None
     config: dict[str, Any] = {
-        "method": "eagle3",
-        "model": drafter.model,
+        "method": "eagle3" if drafter.has_head else drafter.method,
+        **({"model": drafter.model} if drafter.has_head else {}),
         "num_speculative_tokens": drafter.num_speculative_tokens,
     }
-    return config | {"parallel_drafting": True} if drafter.method == "peagle" else config
+    if drafter.method == "peagle":
+        config["parallel_drafting"] = True
+    if drafter.method == "suffix":
+        # Only the request's own text: responses kept from earlier requests would be those to the very same prompts
+        # wherever a measurement repeats them.
+        config["suffix_decoding_max_cached_requests"] = 0
+    if drafter.synthetic_rates:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(drafter.synthetic_rates)}
+    return config
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:

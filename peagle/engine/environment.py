@@ -39,7 +39,7 @@ def environment(
         CapacityError: fewer physical cores than engines (CPU only).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    models = [spec.model] + ([spec.drafter.model] if spec.drafter else [])
+    models = [spec.model] + ([spec.drafter.model] if spec.drafter and spec.drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up
     if hardware.platform == "cpu":

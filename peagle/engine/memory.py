@@ -172,7 +172,7 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 
 def _num_drafter_layers(spec: EngineSpec) -> int:
     """Layers of the drafter, which are as wide as the target's; 4, as in the published heads, where it is not here."""
-    if spec.drafter is None:
+    if spec.drafter is None or not spec.drafter.has_head:
         return 0
     try:
         config = json.loads((Path(spec.drafter.model) / "config.json").read_text())

@@ -7,6 +7,7 @@ names (`peagle.catalog.resolve`).
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from peagle.engine.precision import PRECISIONS
@@ -14,34 +15,52 @@ from peagle.errors import ConfigError, did_you_mean
 
 DraftMethod = Literal["peagle", "eagle3"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
+LookupMethod = Literal["ngram", "suffix"]
+"""Drafts looked up in the prompt and the response so far, without a head."""
+LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """A drafter head and how far it drafts.
+    """A drafter and how far it drafts.
 
     Attributes:
-        method: "peagle" drafts all K tokens in one pass, "eagle3" one after another.
-        model: a folder or a hub id.
+        method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one after another; "ngram" and "suffix"
+            have no head and look drafts up in what the request holds already.
+        model: the head's folder or hub id; empty without a head.
         num_speculative_tokens: K, the tokens drafted ahead of every verification.
+        synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
+            be accepted. It times hardware; the text means nothing.
     """
 
-    method: DraftMethod
+    method: DraftMethod | LookupMethod
     model: str
     num_speculative_tokens: int
+    synthetic_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in DRAFT_METHODS:
-            raise ConfigError(f"unknown draft method {self.method!r}", hint=did_you_mean(self.method, DRAFT_METHODS))
-        if not self.model:
+        methods = DRAFT_METHODS + LOOKUP_METHODS
+        if self.method not in methods:
+            raise ConfigError(f"unknown draft method {self.method!r}", hint=did_you_mean(self.method, methods))
+        if self.has_head and not self.model:
             raise ConfigError("a drafter needs a model: a folder or a hub id")
+        if self.model and not self.has_head:
+            raise ConfigError(f"{self.method} drafts without a head, and {self.model} was given")
         _require_positive("num_speculative_tokens", self.num_speculative_tokens)
+        if self.synthetic_rates is not None:
+            _require_rates(self.synthetic_rates, self.num_speculative_tokens)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it is a model of its own, with layers and a KV cache."""
+        return self.method in DRAFT_METHODS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
         """Inverse of `dataclasses.asdict`; unknown keys are a ConfigError."""
         _require_known_keys(cls, values)
-        return cls(**values)
+        rates = values.get("synthetic_rates")
+        return cls(**{**values, "synthetic_rates": None if rates is None else tuple(rates)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +139,15 @@ def _require_positive(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and value > 0):  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number above zero, not {value!r}")
+
+
+def _require_rates(rates: tuple[float, ...], k: int) -> None:
+    falls = all(earlier >= later for earlier, later in pairwise((1.0, *rates, 0.0)))
+    if len(rates) != k or not falls:
+        raise ConfigError(
+            f"synthetic rates must be {k} shares from 1 to 0 that never rise, not {list(rates)}",
+            hint="a draft is accepted as a prefix, so no position can be accepted more often than the one before it",
+        )
 
 
 def _require_known_keys(cls: type, values: Mapping[str, Any]) -> None:

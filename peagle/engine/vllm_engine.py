@@ -75,6 +75,13 @@ def has_request_metrics() -> bool:
     return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
 
 
+def has_synthetic_acceptance() -> bool:
+    """Whether this vLLM accepts drafts by lot at given rates by position."""
+    from vllm.config import SpeculativeConfig
+
+    return hasattr(SpeculativeConfig, "synthetic_acceptance_rates")
+
+
 def compile_seconds(log: str) -> float:
     """Seconds that went into profiling, compiling and warming up, as vLLM states them in the log of its start.
 

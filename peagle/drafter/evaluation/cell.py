@@ -5,7 +5,6 @@ It knows nothing of engines, files or how results are shown.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any, Self
 
 from peagle.engine.generation import Generation
@@ -158,16 +157,4 @@ def _category_result(generations: Sequence[Generation]) -> CategoryResult:
         num_responses=len(generations),
         num_output_tokens=sum(g.num_output_tokens for g in generations),
         speculation=sum((g.speculation for g in generations if g.speculation), start=SpeculationStats.empty()),
-    )
-
-
-def difference(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:
-    """What was drafted between two readings of an engine's counters; None where it keeps none."""
-    if after is None or before is None:
-        return None
-    pairs = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)
-    return SpeculationStats(
-        num_drafts=after.num_drafts - before.num_drafts,
-        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        accepted_per_position=tuple(a - b for a, b in pairs),
     )

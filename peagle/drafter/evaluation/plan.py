@@ -1,6 +1,6 @@
 """From what a user asked for to the cells of an evaluation: target, heads, K, engine. Starts nothing.
 
-Everything that can be refused is refused here or in `dataset.py`, before an engine starts.
+Everything that can be refused is refused here or in `peagle.measurement.dataset`, before an engine starts.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import Any
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter
 from peagle.drafter.evaluation.cell import Cell
 from peagle.drafter.evaluation.config import EvaluateConfig
-from peagle.drafter.evaluation.dataset import Dataset
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, DrafterError
 from peagle.hardware import Hardware
 from peagle.manifest import versions
+from peagle.measurement.dataset import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from peagle.drafter.evaluation.cell import CellResult
-from peagle.drafter.evaluation.dataset import Dataset
 from peagle.drafter.evaluation.plan import Plan
 from peagle.drafter.evaluation.store import SCHEMA
 from peagle.economics.report.figures import in_words_share
+from peagle.measurement.dataset import Dataset
 from peagle.speculation import SpeculationStats
 from peagle.tables import aligned, markdown
 

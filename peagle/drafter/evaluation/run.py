@@ -5,11 +5,7 @@
 It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
 """
 
-import asyncio
-import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +13,24 @@ from peagle import hardware
 from peagle.catalog.targets import resolve_model
 from peagle.drafter.evaluation.cell import Cell, CellResult
 from peagle.drafter.evaluation.config import EvaluateConfig
-from peagle.drafter.evaluation.dataset import Dataset, build_dataset, read_dataset
 from peagle.drafter.evaluation.measure import measure
 from peagle.drafter.evaluation.plan import Plan, make_plan
 from peagle.drafter.evaluation.plots import length_plot, position_plot
 from peagle.drafter.evaluation.report import make_report, markdown_report
 from peagle.drafter.evaluation.store import EvaluationFolder, default_output
 from peagle.engine.generation import Engine
-from peagle.engine.spec import EngineSpec
 from peagle.engine.start import start_engine
-from peagle.engine.vllm_engine import with_root_cause
-from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
-from peagle.hardware import Hardware
+from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
 from peagle.prompting import Tokenizer
-from peagle.quiet import QuietStderr
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """Who is told what happens: sentences, and responses done of how many."""
-
-    say: Callable[[str], None] = lambda message: None
-    progress: Callable[[int, int], None] = lambda done, total: None
-
-
-def load_tokenizer(folder: str) -> Tokenizer:
-    """The target's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer
 
 
 def evaluate(
     config: EvaluateConfig,
     listener: Listener,
     *,
-    start: Callable[[EngineSpec, Hardware], Engine] = start_engine,
+    start: Start = start_engine,
     tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     """Measure every cell that is not measured yet; the report, and the folder that holds it.
@@ -72,7 +48,9 @@ def evaluate(
     model = resolve_model(config.model, announce=listener.say)
     plan = make_plan(config, here, model)
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, tokenizer_of(model.path), plan.spec.max_model_len)
+    dataset = build_dataset(
+        config, rows, tokenizer_of(model.path), plan.spec.max_model_len, category_column=config.category_column
+    )
     fingerprint = plan.fingerprint(dataset)
     folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
     _announce(plan, dataset, listener)
@@ -96,7 +74,7 @@ def _measured(
     cell: Cell,
     dataset: Dataset,
     folder: EvaluationFolder,
-    start: Callable[[EngineSpec, Hardware], Engine],
+    start: Start,
     listener: Listener,
 ) -> CellResult:
     """What the folder has of the cell, else a measurement."""
@@ -106,35 +84,24 @@ def _measured(
         listener.say(f"{head}: measured {found.measured_at}")
         return found
     listener.say(f"{head}: starting the engine")
-    log = folder.log(cell)
-    with QuietStderr() as quiet:
-        quiet.move_to(log)
-        started = time.monotonic()
-        try:
-            engine = _start(plan.engine_spec(cell), plan.hardware, start)
-        except EngineError as error:
-            raise with_root_cause(error, log.read_text(errors="replace")) from error
-        result = asyncio.run(
-            measure(
-                cell,
-                engine,
-                dataset.prompts,
-                sampling=plan.config.sampling(),
-                concurrency=plan.config.concurrency,
-                start_s=time.monotonic() - started,
-                progress=listener.progress,
-            )
+
+    async def use(engine: Engine, start_s: float) -> CellResult:
+        return await measure(
+            cell,
+            engine,
+            dataset.prompts,
+            sampling=plan.config.sampling(),
+            concurrency=plan.config.concurrency,
+            start_s=start_s,
+            progress=listener.progress,
         )
+
+    result = with_engine(plan.engine_spec(cell), plan.hardware, start, folder.log(cell), use)
     folder.keep(cell, result)
     listener.say(
         f"{head}: acceptance length {result.acceptance_length:.2f}, {result.output_tokens_per_s:.1f} output tokens/s"
     )
     return result
-
-
-def _start(spec: EngineSpec, here: Hardware, start: Callable[[EngineSpec, Hardware], Engine]) -> Engine:
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
-    return start(spec, here)
 
 
 def _write(root: Path, report: dict[str, Any]) -> None:

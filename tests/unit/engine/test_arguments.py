@@ -43,6 +43,27 @@ def test_eagle3_drafts_one_after_another() -> None:
     }
 
 
+def test_drafts_can_be_looked_up_without_a_head() -> None:
+    ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=4)
+    assert speculative_config(ngram) == {"method": "ngram", "num_speculative_tokens": 4}
+    assert max_num_batched_tokens(EngineSpec(model="m", drafter=ngram, max_num_seqs=2), CPU) == 2048 + 2 * 5
+
+
+def test_suffixes_are_looked_up_in_the_request_alone() -> None:
+    config = speculative_config(DrafterSpec(method="suffix", model="", num_speculative_tokens=4))
+    assert config == {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
+
+
+def test_drafts_accepted_by_lot_keep_their_method() -> None:
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.8, 0.5))
+    config = speculative_config(drafter)
+    assert config == {
+        **(speculative_config(head(k=2)) or {}),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.8, 0.5],
+    }
+
+
 def test_without_a_drafter_vllm_hears_nothing_of_speculation() -> None:
     arguments = engine_args(EngineSpec(model="org/m"), CPU)
     assert speculative_config(None) is None

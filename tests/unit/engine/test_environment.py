@@ -46,8 +46,10 @@ def test_local_models_stay_off_the_network(tmp_path: Path) -> None:
     local, hub = EngineSpec(model=str(tmp_path)), EngineSpec(model="org/m")
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
     mixed = EngineSpec(model=str(tmp_path), drafter=head)
-    offline = ["HF_HUB_OFFLINE" in environment(spec, GPU, inherited={}) for spec in (local, hub, mixed)]
-    assert offline == [True, False, False]
+    ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
+    headless = EngineSpec(model=str(tmp_path), drafter=ngram)
+    offline = ["HF_HUB_OFFLINE" in environment(spec, GPU, inherited={}) for spec in (local, hub, mixed, headless)]
+    assert offline == [True, False, False, True]
 
 
 def test_a_lone_engine_gets_every_core() -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def test_the_default_cache_has_room_for_the_drafters_layers(tmp_path: Path, laye
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
     needed = 8192 * 23_040 * (30 + layers) / 30 / GIB
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(needed + 0.1, abs=0.01)
+
+
+def test_drafts_without_a_head_need_no_cache(tmp_path: Path) -> None:
+    drafter = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
+    assert default_kv_cache_gib(spec, cpu()) == default_kv_cache_gib(replace(spec, drafter=None), cpu())
 
 
 def test_the_default_cache_stops_at_a_quarter_of_the_free_memory(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 def test_a_spec_survives_json() -> None:
     spec = EngineSpec(model="m", drafter=HEAD, extra={"block_size": 32}, max_model_len=1024)
     assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_synthetic_rates_survive_json_and_a_drafter_stored_before_there_were_any_is_read() -> None:
+    head = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.8, 0.5))
+    assert DrafterSpec.from_dict(json.loads(json.dumps(asdict(head)))) == head
+    assert DrafterSpec.from_dict({"method": "peagle", "model": "head", "num_speculative_tokens": 3}) == HEAD
 
 
 def test_a_spec_without_a_drafter_survives_json() -> None:
@@ -46,6 +53,10 @@ def test_a_bad_value_is_named(changes: dict[str, Any], name: str) -> None:
         ({"model": ""}, "model"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram"}, "drafts without a head"),
+        ({"synthetic_rates": (0.5, 0.4)}, "3 shares"),
+        ({"synthetic_rates": (0.5, 0.4, 0.6)}, "never rise"),
+        ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 1 to 0"),
     ],
 )
 def test_a_bad_drafter_is_named(changes: dict[str, Any], name: str) -> None:

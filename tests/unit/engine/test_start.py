@@ -5,6 +5,7 @@ import pytest
 
 from peagle.engine import start
 from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
@@ -28,3 +29,12 @@ def test_vllm_starts_in_its_environment_and_is_asked_only_for_what_it_has(
     assert started["bound_to"] == "1"
     assert ("per_request_spec_decode_metrics" in started) == has_request_metrics
     assert started["speculative_config"]["num_speculative_tokens"] == 3
+
+
+def test_a_vllm_that_cannot_accept_by_lot_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = DrafterSpec(method="peagle", model="d", num_speculative_tokens=1, synthetic_rates=(0.5,))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
+    with pytest.raises(ConfigError, match="cannot accept drafts by lot"):
+        start.start_engine(EngineSpec(model="m", drafter=head), HERE)

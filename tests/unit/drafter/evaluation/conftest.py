@@ -67,7 +67,7 @@ class RecordingEngine(FakeEngine):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No waiting for counters; a home of each test's own."""
-    monkeypatch.setattr("peagle.drafter.evaluation.measure._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a run; put back afterwards
 

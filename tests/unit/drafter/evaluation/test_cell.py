@@ -8,7 +8,6 @@ from peagle.drafter.evaluation.cell import (
     CategoryResult,
     CellResult,
     by_category,
-    difference,
     merged_speculation,
 )
 from peagle.engine.generation import Generation
@@ -71,9 +70,3 @@ def test_categories_are_sorted_refused_ones_left_out_and_missing_ones_named() ->
 def test_no_categories_without_a_column_or_without_drafts_by_response() -> None:
     assert by_category([generation(stats(2, 1))], [None]) == {}
     assert by_category([generation(None)], ["a"]) == {}
-
-
-def test_difference_of_two_readings() -> None:
-    assert difference(stats(10, 6, 3), stats(4, 3, 1)) == stats(6, 3, 2)
-    assert difference(stats(10, 6, 3), SpeculationStats.empty()) == stats(10, 6, 3)
-    assert difference(None, stats(1, 1)) is None

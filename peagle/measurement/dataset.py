@@ -1,4 +1,4 @@
-"""The prompts of an evaluation: HumanEval or a file's rows, through the target's chat template, with their categories.
+"""The prompts of a measurement: HumanEval or a file's rows, through the target's chat template, with their categories.
 
 It knows files, templates and a tokenizer; it knows nothing of drafters or engines. Everything that is wrong with the
 data is found here, before an engine starts.
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.drafter.data import Row, read_rows
-from peagle.drafter.evaluation.config import HUMANEVAL, EvaluateConfig
 from peagle.errors import InputError
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
+from peagle.measurement.keys import HUMANEVAL, MeasurementKeys
 from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer, resolve_prompts
 
 
@@ -29,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """What is asked of every drafter alike.
+    """What is asked of every engine alike.
 
     Attributes:
         name: for people.
@@ -46,7 +46,7 @@ class Dataset:
     rejected: dict[str, int]
 
 
-def read_dataset(config: EvaluateConfig) -> list[Row]:
+def read_dataset(config: MeasurementKeys) -> list[Row]:
     """The first rows of the dataset, as many as are asked for.
 
     Raises:
@@ -59,8 +59,18 @@ def read_dataset(config: EvaluateConfig) -> list[Row]:
     return rows
 
 
-def build_dataset(config: EvaluateConfig, rows: Sequence[Row], tokenizer: Tokenizer, max_model_len: int) -> Dataset:
+def build_dataset(
+    config: MeasurementKeys,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    category_column: str | None = None,
+) -> Dataset:
     """Template and tokenise the rows.
+
+    Args:
+        category_column: names each row's category, where a row has it.
 
     Raises:
         InputError: no prompt column, or no row that gives a prompt.
@@ -71,7 +81,7 @@ def build_dataset(config: EvaluateConfig, rows: Sequence[Row], tokenizer: Tokeni
         keys = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template))
-    prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), config.category_column)
+    prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), category_column)
     if not prompts:
         raise InputError(f"dataset {config.dataset}: no row gives a prompt; the first: {first}")
     return Dataset(
@@ -94,12 +104,12 @@ def _rows(dataset: str) -> Iterable[Row]:
     return read_rows(file)
 
 
-def _names_a_source(config: EvaluateConfig) -> bool:
+def _names_a_source(config: MeasurementKeys) -> bool:
     return bool(config.prompt_column or config.prompt_template or config.messages_column)
 
 
 def _build(
-    rows: Sequence[Row], builder: PromptBuilder, category_column: str
+    rows: Sequence[Row], builder: PromptBuilder, category_column: str | None
 ) -> tuple[list[Prompt], dict[str, int], str | None]:
     """Prompts, the reasons of the rows without one, and the first of these in words."""
     prompts: list[Prompt] = []
@@ -115,8 +125,8 @@ def _build(
     return prompts, rejected, first
 
 
-def _category(row: Mapping[str, Any], column: str) -> str | None:
-    value = row.get(column)
+def _category(row: Mapping[str, Any], column: str | None) -> str | None:
+    value = row.get(column) if column else None
     return None if value is None else str(value)
 
 

@@ -7,15 +7,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from peagle.drafter.evaluation.config import EvaluateConfig
-from peagle.drafter.evaluation.dataset import Dataset, build_dataset, read_dataset
 from peagle.errors import InputError
+from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 
-from .conftest import Bytes
+from ..drafter.evaluation.conftest import Bytes
 
 
 def load(max_model_len: int = 4096, **keys: Any) -> Dataset:
     config = EvaluateConfig(**keys)
-    return build_dataset(config, read_dataset(config), Bytes(), max_model_len)
+    rows = read_dataset(config)
+    return build_dataset(config, rows, Bytes(), max_model_len, category_column=config.category_column)
 
 
 def test_humaneval_is_asked_for_as_by_the_demo() -> None:

@@ -1,0 +1,62 @@
+"""`peagle bench`: methods of speculation, K and concurrency against each other in the real engine."""
+
+import argparse
+from typing import Any
+
+from jobs import flags
+from jobs.throttle import Throttle
+from peagle.bench.config import BenchConfig
+from peagle.economics.price_keys import PRICE_KEYS
+from peagle.prompting import PromptKeys
+
+HELP = """\
+Measure methods of speculation x K x concurrency on one target, in vLLM: output tokens/s with spread, per user,
+acceptance, time to first token and per token, memory, tokens per dollar. One engine at a time; Ray is not needed.
+
+  peagle bench
+  peagle bench --methods none,eagle3,peagle,ngram --drafter eagle3=heads/eagle3/head -k 1,3,5,7,11 --concurrency 1,2,4,8
+  peagle bench --dataset mine.jsonl --limit 64 --repeats 5 --rounds 5
+  peagle bench --load-format dummy --synthetic-acceptance peagle=3.2 --synthetic-acceptance eagle3=2.9
+
+All prompts go through the engine with so many at once, after a warm-up. Each engine is started --rounds times, its
+repeats shared out among them, and the order turns round from one round to the next. OUTPUT holds report.json, report.md
+and two plots. A finished pass is kept there: the same command goes on where it was stopped, and methods, K,
+concurrencies up to --max-num-seqs and repeats can be added to it.
+"""
+_GROUPS = {
+    "what is compared": ["methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds"],
+    "target": ["model", "precision", "load_format", "synthetic_acceptance"],
+    "data and results": ["dataset", "limit", "output"],
+    "prompts": list(PromptKeys.model_fields),
+    "sampling": ["temperature", "max_tokens"],
+    "engine": [
+        "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
+        "gpu_memory_utilization",
+    ],
+    "price": list(PRICE_KEYS),
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle bench`."""
+    flags.add_flags(parser, BenchConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Measure, and print the tables."""
+    config = flags.load(BenchConfig, args)
+    from peagle.bench.run import bench
+    from peagle.bench.tables import text_tables
+    from peagle.measurement.engine_up import Listener
+
+    report, folder = bench(config, Listener(say=_say, progress=Throttle(_progress)))
+    _say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    return 0, report
+
+
+def _progress(done: int, total: int) -> None:
+    _say(f"  {done} of {total} responses")
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

@@ -1,0 +1,113 @@
+"""What a user can ask of a benchmark: one flat set of keys, the same in YAML and on the command line."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from peagle.bench.synthetic import parse_synthetic
+from peagle.economics.price_keys import PriceKeys
+from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
+from peagle.measurement.keys import MeasurementKeys, whole_numbers
+
+NONE = "none"
+METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
+MAX_K = 32
+_MAX_CONCURRENCY = 4096
+
+
+class BenchConfig(PriceKeys, MeasurementKeys):
+    """One benchmark. A description is the help text of its flag; an unknown key is an error."""
+
+    methods: list[str] = Field(
+        default_factory=lambda: [NONE, "peagle"],
+        min_length=1,
+        description=f"of {', '.join(METHODS)}; default: none,peagle",
+    )
+    drafter: list[str] = Field(
+        default_factory=list,
+        description="METHOD=HEAD, a folder or a Hugging Face id; default: the catalog's head of each method",
+    )
+    num_speculative_tokens: list[int] = Field(
+        default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
+    )
+    concurrency: list[int] = Field(
+        default_factory=lambda: [1, 4, 8], description="requests in the engine at once, as 1,4,8; default: 1,4,8"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="requests that each engine is sized for; default: the largest concurrency"
+    )
+    repeats: int = Field(3, ge=1, description="passes over all prompts for each cell")
+    rounds: int = Field(
+        2, ge=1, description="times that each engine is started, its repeats shared out among them; at most repeats"
+    )
+    output: Path | None = Field(
+        None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for timing alone")
+    synthetic_acceptance: list[str] = Field(
+        default_factory=list,
+        description="accept drafts by lot: a length (3.2) or rates by position (0.8,0.6,0.4), for all or as "
+        "peagle=3.2 or peagle:7=3.2 for one method, or one K of it",
+    )
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _split_methods(cls, value: Any) -> list[str]:
+        parts = value if isinstance(value, list) else [value]
+        names = [word.strip() for part in parts for word in str(part).split(",")]
+        for name in names:
+            if name not in METHODS:
+                raise ValueError(f"methods are {', '.join(METHODS)}")
+        return list(dict.fromkeys(names))
+
+    @field_validator("drafter", "synthetic_acceptance", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [str(value)]
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _split_ks(cls, value: Any) -> list[int]:
+        return whole_numbers(value, "K", MAX_K)
+
+    @field_validator("concurrency", mode="before")
+    @classmethod
+    def _split_concurrencies(cls, value: Any) -> list[int]:
+        return whole_numbers(value, "concurrencies", _MAX_CONCURRENCY)
+
+    @field_validator("drafter")
+    @classmethod
+    def _heads_of_methods(cls, value: list[str]) -> list[str]:
+        for one in value:
+            method, _, head = one.partition("=")
+            if method not in DRAFT_METHODS or not head:
+                raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
+        if len({one.partition("=")[0] for one in value}) < len(value):
+            raise ValueError("a method has one head")
+        return value
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        parse_synthetic(self.synthetic_acceptance)
+        if self.synthetic_acceptance and self.methods == [NONE]:
+            raise ValueError("synthetic_acceptance needs a method that drafts")
+        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
+            raise ValueError(f"drafter {unused[0]} is of none of the methods")
+        if self.max_num_seqs is not None and self.max_num_seqs < max(self.concurrency):
+            raise ValueError("max_num_seqs is below the largest concurrency")
+        return self
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the text means nothing: drafts accepted by lot, or random weights."""
+        return bool(self.synthetic_acceptance) or self.load_format == "dummy"
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """The heads that were named, by method."""
+        return {method: head for method, _, head in (one.partition("=") for one in self.drafter)}
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters. Where the text means nothing, so does its end: every response has full length."""
+        return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})

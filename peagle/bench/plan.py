@@ -1,0 +1,131 @@
+"""From what a user asked for to what will be measured: target, engines, prices. Starts nothing.
+
+Everything that can be refused is refused here, in `setups` or in `peagle.measurement.dataset`, before an engine starts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peagle.bench.config import BenchConfig
+from peagle.bench.schedule import Pass, all_passes
+from peagle.bench.setups import Setup, make_setups
+from peagle.catalog.resolve import ResolvedModel, max_model_len
+from peagle.economics.price_keys import PRICE_KEYS, resolve_price
+from peagle.economics.prices import Price
+from peagle.engine.memory import check_capacity
+from peagle.engine.precision import Precision, resolve_precision
+from peagle.engine.spec import EngineSpec
+from peagle.errors import PriceError
+from peagle.hardware import Hardware
+from peagle.manifest import versions
+from peagle.measurement.dataset import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be measured.
+
+    Attributes:
+        spec: the engine without a drafter; each setup adds its own.
+        setups: the engines.
+        price: of this hardware; None where none is known and none was stated.
+        notes: what the user should know beforehand.
+    """
+
+    config: BenchConfig
+    hardware: Hardware
+    model: ResolvedModel
+    spec: EngineSpec
+    precision: Precision
+    setups: list[Setup]
+    price: Price | None
+    notes: list[str]
+
+    @property
+    def passes(self) -> list[Pass]:
+        """Every pass in its order."""
+        config = self.config
+        return all_passes(self.setups, config.concurrency, config.repeats, config.rounds)
+
+    @property
+    def usd_per_s(self) -> float | None:
+        """What the devices of one engine cost, by the arithmetic of the ledger; None where no price is known."""
+        on_gpu = self.hardware.platform == "cuda"
+        num_devices = self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
+        return num_devices * self.price.usd_per_device_s if self.price else None
+
+    def engine_spec(self, setup: Setup) -> EngineSpec:
+        """The engine of one setup."""
+        return replace(self.spec, drafter=setup.drafter)
+
+    def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
+        """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
+        return {
+            "model": {"name": self.model.name, "weights": self.model.fingerprint},
+            "precision": self.precision.describe(),
+            "load_format": self.spec.load_format,
+            "synthetic_acceptance": self.config.synthetic_acceptance,
+            "max_model_len": self.spec.max_model_len,
+            "max_num_seqs": self.spec.max_num_seqs,
+            "tensor_parallel_size": self.spec.tensor_parallel_size,
+            "enforce_eager": self.spec.enforce_eager,
+            "sampling": self.config.sampling(),
+            "dataset": {"content": dataset.fingerprint, "prompts": dataset.spec.to_dict()},
+            "hardware": self.hardware.describe(),
+            "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
+        }
+
+
+def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+    """Decide everything but the prompts.
+
+    Raises:
+        ConfigError: of the kind that fits (drafter, precision, context, price).
+        CapacityError: the hardware cannot hold an engine.
+    """
+    setups, notes = make_setups(config, model, hardware)
+    price, no_price = _price(config, hardware)
+    spec = EngineSpec(
+        model=model.path,
+        precision=config.precision,
+        native_quantization=model.native_quantization,
+        max_num_seqs=config.max_num_seqs or max(config.concurrency),
+        max_model_len=max_model_len(model, config.max_model_len),
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=config.enforce_eager,
+        kv_cache_gib=config.kv_cache_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        load_format=config.load_format,
+        # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
+        enable_prefix_caching=False,
+    )
+    plan = Plan(
+        config=config,
+        hardware=hardware,
+        model=model,
+        spec=spec,
+        precision=resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization),
+        setups=setups,
+        price=price,
+        notes=notes + no_price,
+    )
+    for setup in setups:
+        check_capacity(plan.engine_spec(setup), hardware)
+    return plan
+
+
+def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[str]]:
+    """The price, or why there is none: speeds can be measured without one, unless the user speaks of it."""
+    try:
+        price = resolve_price(config, hardware)
+    except PriceError as error:
+        if any(name in config.model_fields_set for name in PRICE_KEYS):
+            raise
+        return None, [f"tokens per dollar are left out: {error.message} ({error.hint})"]
+    expected = "accelerator" if hardware.platform == "cuda" else "vcpu"
+    if price.device != expected:
+        raise PriceError(
+            f"the price of {price.instance_type} is per {price.device}, and engines here hold {expected}s",
+            hint="name what this machine is with --instance-type, or state a price with --usd-per-hour",
+        )
+    return price, []

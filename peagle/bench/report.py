@@ -1,0 +1,107 @@
+"""A benchmark's results as JSON-ready data; every table and plot is made from it alone.
+
+It knows nothing of engines or files.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle.bench.config import NONE
+from peagle.bench.plan import Plan
+from peagle.bench.record import PassRecord
+from peagle.bench.summary import acceptance, summarise
+from peagle.manifest import git_revision, versions
+from peagle.measurement.dataset import Dataset
+
+SCHEMA = 1
+SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot and the text means nothing; these figures time hardware"
+DUMMY = "DUMMY WEIGHTS: the weights are random and the text means nothing; these figures time hardware"
+
+
+def make_report(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> dict[str, Any]:
+    """All that was measured and what it was measured on."""
+    cells = _cells(plan, records)
+    return {
+        "schema": SCHEMA,
+        "labels": labels(plan),
+        "model": plan.model.name,
+        "configuration": plan.config.model_dump(mode="json"),
+        "engine": plan.spec.to_dict(),
+        "fingerprint": plan.fingerprint(dataset),
+        "hardware": plan.hardware.to_dict() | {"description": plan.hardware.describe()},
+        "versions": versions() | {"python": platform.python_version(), "git_revision": git_revision()},
+        "precision": plan.precision.describe(),
+        "compiled": not plan.spec.enforce_eager,
+        "sampling": plan.config.sampling(),
+        "dataset": {"name": dataset.name, "num_prompts": len(dataset.prompts), "rejected": dataset.rejected},
+        "price": plan.price.to_dict() if plan.price else None,
+        "usd_per_s": plan.usd_per_s,
+        "setups": [_setup(plan, index, records) for index in range(len(plan.setups))],
+        "cells": cells,
+        "ratios": ratios(cells),
+        "notes": plan.notes,
+    }
+
+
+def labels(plan: Plan) -> list[str]:
+    """What must stand over every figure; nothing where they are of real text."""
+    is_dummy = plan.config.load_format == "dummy"
+    return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
+
+
+def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
+    """The K of a method with the most output tokens a second at a concurrency; None where it was not measured."""
+    among = [cell for cell in cells if (cell["method"], cell["concurrency"]) == (method, concurrency)]
+    return max(among, key=lambda cell: cell["output_tokens_per_s"], default=None)
+
+
+def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation."""
+    found = []
+    methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    for over in ("eagle3", NONE):
+        for method in methods:
+            if method in (NONE, over) or over not in methods or (over == "eagle3" and method != "peagle"):
+                continue
+            by_concurrency = {str(c): _ratio(cells, method, over, c) for c in _concurrencies(cells)}
+            found.append({"method": method, "over": over, "by_concurrency": by_concurrency})
+    return found
+
+
+def _ratio(cells: Sequence[Mapping[str, Any]], method: str, over: str, concurrency: int) -> float | None:
+    ours, theirs = best(cells, method, concurrency), best(cells, over, concurrency)
+    if ours is None or theirs is None or not theirs["output_tokens_per_s"]:
+        return None
+    return float(ours["output_tokens_per_s"] / theirs["output_tokens_per_s"])
+
+
+def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:
+    return sorted({cell["concurrency"] for cell in cells})
+
+
+def _cells(plan: Plan, records: Sequence[PassRecord]) -> list[dict[str, Any]]:
+    """Setup by setup, concurrencies ascending."""
+    found = []
+    for setup in plan.setups:
+        for concurrency in plan.config.concurrency:
+            own = [r for r in records if (r.method, r.k, r.concurrency) == (setup.method, setup.k, concurrency)]
+            if own:
+                found.append(summarise(own, usd_per_s=plan.usd_per_s))
+    return found
+
+
+def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, Any]:
+    """A setup, and its acceptance over all concurrencies: it is the same drafter on the same prompts."""
+    setup = plan.setups[index]
+    own = [record.speculation for record in records if (record.method, record.k) == (setup.method, setup.k)]
+    rates = setup.drafter.synthetic_rates if setup.drafter else None
+    return {
+        "method": setup.method,
+        "k": setup.k,
+        "label": setup.label,
+        "head": setup.head,
+        "head_fingerprint": setup.fingerprint or None,
+        "synthetic_rates": list(rates) if rates is not None else None,
+        **acceptance(own),
+    }

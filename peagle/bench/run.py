@@ -1,0 +1,157 @@
+"""A benchmark, from its configuration to its report: one engine after another, a finished pass kept at once.
+
+    config -> plan and prompts -> passes left -> (engine, its passes) for each visit -> report
+
+    bench.json     what is measured, on what (written once), the fingerprint that every pass shares
+    cells/*.json   a finished pass each
+    report.json  report.md  tokens-per-second.svg  drafting-cost.svg       of the last command
+    logs/          what the engines print
+
+It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.bench.config import BenchConfig
+from peagle.bench.memory import PeakMemory, memory_reader
+from peagle.bench.plan import Plan, make_plan
+from peagle.bench.plots import cost_plot, speed_plot
+from peagle.bench.progress import time_left_s
+from peagle.bench.record import PassRecord, make_record
+from peagle.bench.report import SCHEMA, labels, make_report
+from peagle.bench.schedule import Pass, Visit, visits
+from peagle.bench.setups import Setup
+from peagle.bench.tables import markdown_tables
+from peagle.catalog.targets import resolve_model
+from peagle.economics.report.figures import in_words_s
+from peagle.engine.generation import Engine
+from peagle.engine.start import start_engine
+from peagle.files import write_atomic, write_json
+from peagle.measurement.closed_loop import run_loop
+from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.folder import MeasurementFolder, default_folder, digest
+from peagle.prompting import Tokenizer
+
+DEFAULT_FOLDER = Path("runs/bench")
+
+
+def bench(
+    config: BenchConfig,
+    listener: Listener,
+    *,
+    start: Start = start_engine,
+    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+) -> tuple[dict[str, Any], Path]:
+    """Run every pass that is not there yet; the report, and the folder that holds it.
+
+    Args:
+        start: starts an engine.
+        tokenizer_of: the tokenizer of a target's folder.
+
+    Raises:
+        ConfigError: bad usage; no engine was started.
+        EngineError: an engine did not start or died; finished passes stay, and the same command goes on.
+    """
+    rows = read_dataset(config)
+    model = resolve_model(config.model, announce=listener.say)
+    plan = make_plan(config, hardware.detect(), model)
+    assert plan.spec.max_model_len is not None, "make_plan() sets it"
+    dataset = build_dataset(config, rows, tokenizer_of(model.path), plan.spec.max_model_len)
+    fingerprint = plan.fingerprint(dataset)
+    root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
+    folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)
+    run = _Run(plan, dataset, folder, listener, start)
+    run.announce()
+    for visit in visits(run.left()):
+        run.visit(visit)
+    report = make_report(plan, dataset, [run.done[one] for one in plan.passes])
+    _write(folder.root, report)
+    return report, folder.root
+
+
+class _Run:
+    """The passes of one command: those that are done, and the engines that do the others."""
+
+    def __init__(
+        self, plan: Plan, dataset: Dataset, folder: MeasurementFolder, listener: Listener, start: Start
+    ) -> None:
+        self._plan, self._dataset, self._folder = plan, dataset, folder
+        self._listener, self._start = listener, start
+        self._read_memory = memory_reader(plan.hardware)
+        found = {one: folder.find(pass_name(one), PassRecord.from_dict) for one in plan.passes}
+        self.done = {one: record for one, record in found.items() if record is not None}
+
+    def left(self) -> list[Pass]:
+        """Passes that are not done, in their order."""
+        return [one for one in self._plan.passes if one not in self.done]
+
+    def announce(self) -> None:
+        """What will be measured, and what is there already."""
+        plan, dataset, say = self._plan, self._dataset, self._listener.say
+        where = f"{plan.hardware.describe()}, {plan.precision.describe()}"
+        say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
+        for note in [*labels(plan), *plan.notes]:
+            say(f"  {note}")
+        for reason, count in dataset.rejected.items():
+            say(f"  {count} rows give no prompt: {reason}")
+        left = self.left()
+        say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
+
+    def visit(self, visit: Visit) -> None:
+        """Start the engine and run its passes."""
+        self._listener.say(f"{visit.setup.label}: starting the engine")
+
+        async def use(engine: Engine, start_s: float) -> None:
+            for one in visit.passes:
+                await self._measure(engine, one, start_s)
+
+        log = self._folder.log(setup_name(visit.setup))
+        with_engine(self._plan.engine_spec(visit.setup), self._plan.hardware, self._start, log, use)
+
+    async def _measure(self, engine: Engine, one: Pass, start_s: float) -> None:
+        with PeakMemory(self._read_memory) as peak:
+            loop = await run_loop(
+                engine,
+                self._dataset.prompts,
+                sampling=self._plan.config.sampling(),
+                concurrency=one.concurrency,
+                progress=self._listener.progress,
+                num_warm_up=one.concurrency,
+            )
+        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib)
+        self._folder.keep(pass_name(one), record.to_dict())
+        self.done[one] = record
+        self._tell(one, record)
+
+    def _tell(self, one: Pass, record: PassRecord) -> None:
+        left = self.left()
+        is_up = bool(left) and left[0].setup == one.setup
+        left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
+        rest = f"; about {in_words_s(left_s)} left" if left and left_s is not None else ""
+        self._listener.say(
+            f"[{len(self.done)}/{len(self._plan.passes)}] {one.setup.label}, concurrency {one.concurrency}, "
+            f"repeat {one.repeat + 1}: {record.output_tokens_per_s:.1f} output tokens/s{rest}"
+        )
+
+
+def setup_name(setup: Setup) -> str:
+    """The name of a setup's files; another head has another."""
+    head = f"-{digest(setup.fingerprint)}" if setup.fingerprint else ""
+    return f"{setup.method}{head}-k{setup.k}"
+
+
+def pass_name(one: Pass) -> str:
+    """The name of a pass's file."""
+    return f"{setup_name(one.setup)}-c{one.concurrency}-r{one.repeat}"
+
+
+def _write(root: Path, report: dict[str, Any]) -> None:
+    write_json(root / "report.json", report)
+    write_atomic(root / "report.md", markdown_tables(report).encode())
+    write_atomic(root / "tokens-per-second.svg", speed_plot(report).encode())
+    if (cost := cost_plot(report)) is not None:
+        write_atomic(root / "drafting-cost.svg", cost.encode())

@@ -1,0 +1,84 @@
+"""Acceptance by lot: from what a user writes to the rates by position that vLLM is given.
+
+    3.2                a length, for every method and K
+    0.8,0.6,0.4        rates by position; a smaller K takes the first of them
+    peagle=...         for one method
+    peagle:7=...       for one method at one K
+
+The most particular entry wins. Pure; it knows nothing of engines.
+"""
+
+from collections.abc import Sequence
+
+from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
+from peagle.errors import ConfigError
+
+Key = tuple[str | None, int | None]  # method, K; None is any
+
+
+def parse_synthetic(entries: Sequence[str]) -> dict[Key, tuple[float, ...]]:
+    """What was written, by method and K; a single number is a length, from 1 up.
+
+    Raises:
+        ValueError: an entry is of none of the forms, or says the same as another.
+    """
+    found: dict[Key, tuple[float, ...]] = {}
+    for entry in entries:
+        where, _, numbers = entry.rpartition("=")
+        key = _key(where, entry)
+        if key in found:
+            raise ValueError(f"synthetic_acceptance says {where or 'any method'} twice")
+        found[key] = _numbers(numbers, entry)
+    return found
+
+
+def rates_for(method: str, k: int, entries: dict[Key, tuple[float, ...]]) -> tuple[float, ...] | None:
+    """Rates by position for a method at a K; None where nothing was written for it.
+
+    Raises:
+        ConfigError: they do not reach K, or K cannot yield that length.
+    """
+    keys: tuple[Key, ...] = ((method, k), (method, None), (None, None))
+    numbers = next((entries[key] for key in keys if key in entries), None)
+    if numbers is None:
+        return None
+    if numbers[0] >= 1 and len(numbers) == 1:
+        if numbers[0] > k + 1:
+            raise ConfigError(
+                f"an acceptance length of {numbers[0]:g} is more than {method} can reach at K={k}: {k + 1}",
+                hint=f"give one for that K: --synthetic-acceptance {method}:{k}=LENGTH",
+            )
+        return rates_of_length(numbers[0], k)
+    if len(numbers) < k:
+        raise ConfigError(f"acceptance is given for {len(numbers)} positions, and K is {k}", hint="give one for each")
+    return numbers[:k]
+
+
+def rates_of_length(length: float, k: int) -> tuple[float, ...]:
+    """Rates by position that add up to a length, as vLLM lays them out: full ones first, then what is left.
+
+    >>> rates_of_length(3.25, 4)
+    (1.0, 1.0, 0.25, 0.0)
+    """
+    return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(k))
+
+
+def _key(where: str, entry: str) -> Key:
+    if not where:
+        return None, None
+    method, _, k = where.partition(":")
+    if method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in where and not k.isdecimal()):
+        raise ValueError(f"{entry!r} is not NUMBERS, METHOD=NUMBERS or METHOD:K=NUMBERS")
+    return method, int(k) if k else None
+
+
+def _numbers(words: str, entry: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(word) for word in words.split(","))
+    except ValueError:
+        raise ValueError(f"{entry!r} holds something that is no number") from None
+    is_length = len(numbers) == 1 and 1 <= numbers[0] < float("inf")
+    are_rates = all(0 <= rate <= 1 for rate in numbers) and list(numbers) == sorted(numbers, reverse=True)
+    if not is_length and not are_rates:
+        raise ValueError(f"{entry!r} is neither a length from 1 up nor rates from 1 to 0 that never rise")
+    return numbers

@@ -1,0 +1,140 @@
+"""A benchmark's tables, for the terminal and in Markdown: made from its report alone.
+
+The first has the published layout: a row a method and K, a column a concurrency, and below them the best K of one
+method over the best of another.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from peagle.bench.setups import METHOD_NAMES
+from peagle.economics.report.figures import UNKNOWN, in_words_count, in_words_share
+from peagle.tables import aligned, markdown
+
+Rows = list[list[str]]
+Form = Callable[[Sequence[Sequence[str]]], list[str]]
+
+_LATENCIES = ("p50", "p95", "p99")
+_SPEED_NOTE = (
+    "Output tokens/s of the engine: the median of {repeats} passes, and their range over it. Best: of all K at that "
+    "concurrency."
+)
+_COST_NOTE = (
+    "Per user: tokens/s that the median request saw. TTFT: from asking to the first token. TPOT: time per token after "
+    "it. Step: one decoding step of a request, drafting and verifying included. Memory: {memory}."
+)
+_MEMORY = {
+    "cpu": "the most that all processes held (RSS)",
+    "cuda": "the most on the device, which vLLM fills as far as it may",
+}
+
+
+def text_tables(report: Mapping[str, Any]) -> str:
+    """The terminal's tables."""
+    return "\n".join(_page(report, aligned))
+
+
+def markdown_tables(report: Mapping[str, Any]) -> str:
+    """The same tables in Markdown, and the conditions that they hold for."""
+    return "\n".join(_page(report, markdown)) + "\n"
+
+
+def speed_rows(report: Mapping[str, Any]) -> Rows:
+    """Output tokens/s by method, K and concurrency, and the bests over each other."""
+    concurrencies = report["configuration"]["concurrency"]
+    cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
+    rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
+    for setup in report["setups"]:
+        own = [cells.get((setup["method"], setup["k"], c)) for c in concurrencies]
+        rows.append([*_names(setup), *map(_speed, own)])
+    for ratio in report["ratios"]:
+        over = METHOD_NAMES[ratio["over"]]
+        name = f"best {METHOD_NAMES[ratio['method']]} / {'best ' if ratio['over'] != 'none' else ''}{over}"
+        values = [ratio["by_concurrency"].get(str(c)) for c in concurrencies]
+        rows.append([name, "", *(UNKNOWN if value is None else f"{value:.2f}x" for value in values)])
+    return rows
+
+
+def acceptance_rows(report: Mapping[str, Any]) -> Rows:
+    """Acceptance length and by position of every setup that drafted; none where none did."""
+    drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
+    num_positions = max((len(setup["acceptance_rates"]) for setup in drafting), default=0)
+    if not drafting:
+        return []
+    rows = [["acceptance", "K", "length", "drafts", *map(str, range(1, num_positions + 1))]]
+    for setup in drafting:
+        rates = [in_words_share(rate) for rate in setup["acceptance_rates"]]
+        blank = [""] * (num_positions - len(rates))
+        rows.append([*_names(setup), f"{setup['acceptance_length']:.2f}", f"{setup['num_drafts']:,}", *rates, *blank])
+    return rows
+
+
+def cost_rows(report: Mapping[str, Any]) -> Rows:
+    """What users waited and what it took, a row a cell."""
+    percentiles = [f"{name} {p}" for name in ("TTFT ms", "TPOT ms") for p in _LATENCIES]
+    rows = [["latency and cost", "K", "conc.", "per user", *percentiles, "step ms", "GiB", "tokens per $"]]
+    for cell in report["cells"]:
+        latencies = [_ms((cell[name] or {}).get(p)) for name in ("ttft_s", "tpot_s") for p in _LATENCIES]
+        tokens_per_usd = cell["tokens_per_usd"]
+        rows.append(
+            [
+                *_names(cell),
+                str(cell["concurrency"]),
+                _decimals(cell["user_tokens_per_s"], 1),
+                *latencies,
+                _ms(cell["step_s"]),
+                _decimals(cell["peak_memory_gib"], 2),
+                UNKNOWN if tokens_per_usd is None else in_words_count(tokens_per_usd),
+            ]
+        )
+    return rows
+
+
+def conditions(report: Mapping[str, Any]) -> str:
+    """What the figures hold for, in one line."""
+    temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
+    dates = sorted(date[:10] for cell in report["cells"] for date in cell["measured_at"])
+    found = [f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))]
+    parts = [
+        report["model"],
+        f"{report['dataset']['num_prompts']} prompts of {report['dataset']['name']}",
+        f"temperature {temperature:g}" if temperature else "greedy",
+        f"{'exactly' if report['labels'] else 'at most'} {max_tokens} tokens",
+        f"{report['precision']}, {'compiled' if report['compiled'] else 'not compiled'}",
+        *found,
+        report["hardware"]["description"],
+        " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+    ]
+    return "; ".join(parts)
+
+
+def _page(report: Mapping[str, Any], form: Form) -> list[str]:
+    repeats = max(cell["repeats"] for cell in report["cells"])
+    memory = _MEMORY[report["hardware"]["platform"]]
+    lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
+    lines += [f"{conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(repeats=repeats)]
+    if drafted := acceptance_rows(report):
+        lines += ["", *form(drafted), "", "By position: the share of drafts in which that token was accepted."]
+    lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
+    if any(cell["num_refused"] for cell in report["cells"]):
+        lines += ["", "Requests were refused by the engine and are in no figure: see num_refused in the JSON."]
+    return lines + [line for note in report["notes"] for line in ("", note)]
+
+
+def _names(found: Mapping[str, Any]) -> list[str]:
+    return [METHOD_NAMES[found["method"]], str(found["k"] or "-")]
+
+
+def _speed(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return UNKNOWN
+    around = "" if cell["spread"] is None else f" ({in_words_share(cell['spread'])})"
+    return f"{cell['output_tokens_per_s']:,.1f}{around}"
+
+
+def _ms(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{seconds * 1000:,.1f}"
+
+
+def _decimals(value: float | None, decimals: int) -> str:
+    return UNKNOWN if value is None else f"{value:,.{decimals}f}"

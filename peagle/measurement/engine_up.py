@@ -1,0 +1,75 @@
+"""An engine that is up for a while: its prints in a file of their own, its failure to start told by its cause.
+
+It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peagle.engine.generation import Engine
+from peagle.engine.spec import EngineSpec
+from peagle.engine.vllm_engine import with_root_cause
+from peagle.errors import EngineError
+from peagle.hardware import Hardware
+from peagle.prompting import Tokenizer
+from peagle.quiet import QuietStderr
+
+Result = TypeVar("Result")
+Start = Callable[[EngineSpec, Hardware], Engine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Who is told what happens: sentences, and responses done of how many."""
+
+    say: Callable[[str], None] = lambda message: None
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+def with_engine(
+    spec: EngineSpec,
+    hardware: Hardware,
+    start: Start,
+    log: Path,
+    use: Callable[[Engine, float], Coroutine[Any, Any, Result]],
+) -> Result:
+    """Start an engine, use it, and shut it down.
+
+    Args:
+        start: starts an engine.
+        log: where the engine prints to.
+        use: is given the engine, and what it took to start in seconds.
+
+    Raises:
+        EngineError: it did not start, or died.
+    """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
+    with QuietStderr() as quiet:
+        quiet.move_to(log)
+        started = time.monotonic()
+        try:
+            engine = start(spec, hardware)
+        except EngineError as error:
+            raise with_root_cause(error, log.read_text(errors="replace")) from error
+        return asyncio.run(_used(engine, use(engine, time.monotonic() - started)))
+
+
+async def _used(engine: Engine, use: Coroutine[Any, Any, Result]) -> Result:
+    """vLLM has tasks in the loop that it was used in, so it is shut down there too."""
+    try:
+        return await use
+    finally:
+        engine.shutdown()
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The target's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer

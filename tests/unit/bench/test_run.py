@@ -1,0 +1,206 @@
+"""The whole benchmark with fakes in the place of engines: what runs, in which order, what is kept, what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from peagle.bench.config import BenchConfig
+from peagle.bench.run import bench
+from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.engine.generation import Generation
+from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError, EngineError
+from peagle.hardware import Hardware
+from peagle.measurement.engine_up import Listener
+
+ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
+
+
+class Starter:
+    """Starts fakes; remembers which and in what order, and how many requests each had at once."""
+
+    def __init__(self, dies_in_engine: int | None = None) -> None:
+        self.engines: list[Fake] = []
+        self.specs: list[EngineSpec] = []
+        self._dies_in_engine = dies_in_engine
+
+    def __call__(self, spec: EngineSpec, hardware: Hardware) -> "Fake":
+        assert all(engine.is_down for engine in self.engines), "one engine at a time"
+        self.specs.append(spec)
+        k = spec.drafter.num_speculative_tokens if spec.drafter else 0
+        self.engines.append(Fake(k, dies=len(self.engines) == self._dies_in_engine))
+        return self.engines[-1]
+
+    @property
+    def ks(self) -> list[int]:
+        return [spec.drafter.num_speculative_tokens if spec.drafter else 0 for spec in self.specs]
+
+
+class Fake(FakeEngine):
+    is_down = False
+
+    def __init__(self, k: int, *, dies: bool) -> None:
+        super().__init__(num_speculative_tokens=k, token_s=0.0005)
+        self.widths: list[int] = []
+        self._running, self._dies = 0, dies
+
+    async def generate(self, *args: Any) -> Generation:
+        if self._dies and self.widths.count(1) > 8:
+            raise EngineError("the vLLM engine process died")
+        self._running += 1
+        self.widths.append(self._running)
+        try:
+            return await super().generate(*args)
+        finally:
+            self._running -= 1
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest.fixture
+def run(target: Path, head: Any, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
+    def run(start: Any, said: list[str] | None = None, **keys: Any) -> dict[str, Any]:
+        values = {
+            "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
+            "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
+            "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
+        } | keys  # fmt: skip
+        listener = Listener(say=(said if said is not None else []).append)
+        report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda _: ByteTokenizer())
+        assert json.loads((folder / "report.json").read_bytes()) == report
+        return report
+
+    return run
+
+
+def test_engines_in_turned_rounds_and_every_figure_of_every_cell(run: Any) -> None:
+    start = Starter()
+    report = run(start)
+    assert start.ks == [0, 2, 4, 2, 0]  # 4 is at the turn and stays up
+    assert all(engine.is_down and max(engine.widths) == 3 for engine in start.engines)
+    assert {spec.max_num_seqs for spec in start.specs} == {3}
+    assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
+        (method, k, c, 2) for method, k in (("none", 0), ("peagle", 2), ("peagle", 4)) for c in (1, 3)
+    ]
+    none, two = report["cells"][0], report["cells"][2]
+    assert (none["acceptance_length"], none["num_drafts"]) == (None, 0)
+    # The fake has the first token of every draft accepted and no other.
+    assert (two["acceptance_length"], two["acceptance_rates"]) == (2.0, [1.0, 0.0])
+    assert two["num_responses"] == 12
+    assert none["tokens_per_usd"] == pytest.approx(none["output_tokens_per_s"] * 1000)
+    assert 0 < none["ttft_s"]["p50"] <= none["ttft_s"]["p99"]
+    assert none["tpot_s"]["p50"] >= 0.0005
+    assert none["peak_memory_gib"] > 0
+    assert report["labels"] == []
+
+
+def test_the_report_says_what_it_was_measured_with(run: Any) -> None:
+    report = run(Starter())
+    assert report["configuration"]["repeats"] == 2
+    assert report["configuration"]["usd_per_hour"] == 3.6
+    assert report["engine"]["enable_prefix_caching"] is False
+    assert {"peagle", "python", "git_revision"} <= set(report["versions"])
+    assert report["hardware"]["description"]
+    assert report["price"]["source"] == "stated by the user"
+    assert [s["head"] for s in report["setups"]] == [None, "peagle", "peagle"]
+
+
+def test_tables_and_plots_lie_in_the_folder(run: Any, tmp_path: Path) -> None:
+    run(Starter())
+    assert "| best P-EAGLE / no speculation |" in (tmp_path / "out" / "report.md").read_text()
+    for name in ("tokens-per-second.svg", "drafting-cost.svg"):
+        assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
+
+
+def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_others(run: Any, tmp_path: Path) -> None:
+    dying, again, last = Starter(dies_in_engine=1), Starter(), Starter()
+    with pytest.raises(EngineError, match="process died"):
+        run(dying)
+    kept = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
+    assert sorted(name.split("-k")[1] for name in kept) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
+    report = run(again)
+    assert again.ks == [2, 4, 2, 0]
+    assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 was left of it
+    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in kept.items())
+    assert run(last)["cells"] == report["cells"]
+    assert last.specs == []
+
+
+def test_methods_k_and_repeats_can_be_added(run: Any) -> None:
+    more = Starter()
+    run(Starter(), num_speculative_tokens="2")
+    report = run(more, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
+    assert [spec.drafter.method if spec.drafter else "none" for spec in more.specs] == ["none", "peagle", "ngram"]
+    assert [len(engine.widths) for engine in more.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
+    assert {cell["repeats"] for cell in report["cells"]} == {3}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
+        ({"concurrency": "1,4"}, "max_num_seqs: it was 3, now it is 4"),
+        ({"limit": 3}, "dataset.content"),
+        ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
+    ],
+)
+def test_another_fingerprint_is_refused_with_the_difference_named(change: Any, named: str, run: Any) -> None:
+    refused = Starter()
+    run(Starter(), repeats=1)
+    with pytest.raises(ConfigError, match=named):
+        run(refused, repeats=1, **change)
+    assert refused.specs == []
+
+
+def test_another_price_needs_no_new_measurement(run: Any) -> None:
+    again = Starter()
+    before = run(Starter(), repeats=1)["cells"][0]
+    after = run(again, repeats=1, usd_per_hour=7.2)["cells"][0]
+    assert again.specs == []
+    assert after["tokens_per_usd"] == pytest.approx(before["tokens_per_usd"] / 2)
+
+
+def test_progress_says_how_much_is_left(run: Any) -> None:
+    said: list[str] = []
+    run(Starter(), said)
+    assert "  12 passes in 5 engine starts; 0 passes are done already" in said
+    passes = [line for line in said if line.startswith("[")]
+    assert [line.split("]")[0] for line in passes] == [f"[{n}/12" for n in range(1, 13)]
+    assert "[1/12] no speculation, concurrency 1, repeat 1: " in passes[0]
+    assert all("left" in line for line in passes[:-1])
+    assert "left" not in passes[-1]
+
+
+def test_what_means_nothing_is_labelled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=80, num_cpus=8,
+    )  # fmt: skip
+    monkeypatch.setattr("peagle.hardware.detect", lambda: gpu)
+    said: list[str] = []
+    start = Starter()
+    report = run(start, said, repeats=1, load_format="dummy", synthetic_acceptance="2")
+    assert [label.split(":")[0] for label in report["labels"]] == ["SYNTHETIC ACCEPTANCE", "DUMMY WEIGHTS"]
+    assert report["setups"][1]["synthetic_rates"] == [1.0, 0.0]
+    assert any("SYNTHETIC ACCEPTANCE" in line for line in said)
+    assert {spec.load_format for spec in start.specs} == {"dummy"}
+
+
+def test_an_engine_that_says_nothing_by_request_still_gives_speeds_and_lengths(run: Any) -> None:
+    class Older(FakeEngine):
+        """Drafts are counted, but not by request, and there are no times."""
+
+        async def generate(self, *args: Any) -> Generation:
+            from dataclasses import replace
+
+            return replace(await super().generate(*args), speculation=None, ttft_s=None, latency_s=None)
+
+    report = run(lambda spec, _: Older(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
+    (one, _) = report["cells"]
+    assert (one["acceptance_length"], one["ttft_s"], one["step_s"]) == (2.0, None, None)
+    assert one["output_tokens_per_s"] > 0

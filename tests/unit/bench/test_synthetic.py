@@ -1,0 +1,40 @@
+import pytest
+
+from peagle.bench.synthetic import parse_synthetic, rates_for, rates_of_length
+from peagle.errors import ConfigError
+from peagle.speculation import expected_acceptance_length
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
+def test_rates_of_a_length_add_up_to_it(length: float, k: int) -> None:
+    assert expected_acceptance_length(rates_of_length(length, k), k) == pytest.approx(length)
+
+
+def test_the_most_particular_entry_wins() -> None:
+    entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
+    assert rates_for("peagle", 1, entries) == (0.9,)
+    assert rates_for("peagle", 2, entries) == (0.8, 0.5)
+    assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
+
+
+def test_a_single_share_is_a_rate_and_one_is_a_length() -> None:
+    assert rates_for("ngram", 1, parse_synthetic(["0.7"])) == (0.7,)
+    assert rates_for("ngram", 1, parse_synthetic(["1"])) == (0.0,)
+
+
+def test_a_method_of_which_nothing_is_said_has_none() -> None:
+    assert rates_for("eagle3", 2, parse_synthetic(["peagle=3"])) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "k", "message"), [("3.2", 2, "more than peagle can reach at K=2: 3"), ("0.8,0.6", 3, "2 positions")]
+)
+def test_what_does_not_reach_a_k_is_refused(entry: str, k: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rates_for("peagle", k, parse_synthetic([entry]))
+
+
+@pytest.mark.parametrize("entries", [["x"], ["-1"], ["1.5,0.5"], ["none=2"], ["peagle:x=2"], ["2", "3"], ["inf"]])
+def test_what_is_of_no_form_is_refused(entries: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
+        parse_synthetic(entries)

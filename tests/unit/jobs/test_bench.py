@@ -1,0 +1,76 @@
+"""`peagle bench`: flags reach the runner, the tables the terminal, and errors the user. Measuring: unit/bench."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import run
+from peagle.bench import run as runner
+from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+
+CONFIG = {
+    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
+    "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path / "target")
+
+
+def test_a_run_prints_its_tables_and_writes_its_result(
+    target: str,
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def with_fakes(*args: Any) -> Any:
+        def start(spec: Any, hardware: Any) -> FakeEngine:
+            return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
+
+        return bench(*args, start=start, tokenizer_of=lambda folder: ByteTokenizer())
+
+    bench = runner.bench
+    monkeypatch.setattr(runner, "bench", with_fakes)
+    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    data, result = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "result.json"
+    arguments = ["--dataset", str(data), "--methods", "none,ngram", "-k", "3", "--concurrency", "1,2", "--repeats", "1"]
+    code = run(["bench", "--model", target, *arguments, "--output", str(tmp_path / "out"), "--json", str(result)])
+    assert code == 0
+    assert [(c["method"], c["concurrency"]) for c in json.loads(result.read_text())["cells"]] == [
+        ("none", 1), ("none", 2), ("ngram", 1), ("ngram", 2),
+    ]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "n-gram K=3: starting the engine" in printed
+    assert "best n-gram / no speculation" in printed
+    assert "4 of 4 responses" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "none,medusa"], "methods are none, peagle"),
+        (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--synthetic-acceptance", "0.1,0.2"], "never rise"),
+    ],
+)
+def test_bad_usage_ends_before_a_model_is_looked_for(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "--model", "no-such-model", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_runs_where_there_is_no_ray() -> None:
+    code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.tables"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,14 @@
+import pytest
+
+from peagle.measurement.keys import whole_numbers
+
+
+def test_numbers_from_one_flag_and_several() -> None:
+    assert whole_numbers("8, 1", "N", 8) == [1, 8]
+    assert whole_numbers(["4,2", 2], "N", 8) == [2, 4]
+
+
+@pytest.mark.parametrize("value", ["0", "9", "", "1,", "-1", "1.5"])
+def test_other_things_are_refused_by_name(value: str) -> None:
+    with pytest.raises(ValueError, match="N must be whole numbers from 1 to 8"):
+        whole_numbers(value, "N", 8)
