@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
     "generate": "generate text in bulk for a corpus of prompts",
     "status": "say how a run stands, from another terminal or machine",
+    "audit": "check a run's files against its plan, and a sample of its rows against the target alone",
     "serve": "serve models by OpenAI's API, with keys, limits and cost",
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
