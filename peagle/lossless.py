@@ -10,11 +10,11 @@ does not fit the target's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from peagle.engine.generation import Completion
+from peagle.engine.generation import Completion, TokenLogprob
 from peagle.engine.precision import Precision
 
 NUM_LIKELIEST = 5  # tokens that are asked for in each place
@@ -81,20 +81,30 @@ def compare(committed: Response, target: Completion, *, ends: Sequence[str], max
     same_text = committed.text == target.text and committed.finish_reason == target.finish_reason
     if same_text and committed.num_output_tokens == target.num_output_tokens:
         return Verdict(outcome="same")
-    texts = [token.token for token in target.logprobs]
-    found = list(_alternatives(committed, target, ends, same_text))
+    tokens = _as_in_text(target.logprobs, target.text)
+    texts = [token.token for token in tokens]
+    found = list(_alternatives(committed, tokens, ends, same_text))
     if found:
         margin, position, text = min(found)
         outcome: Outcome = "tie" if margin <= max_tie else "different"
         return Verdict(outcome=outcome, position=position, committed=text, target=texts[position], margin=margin)
     position = _first_unlike(committed.text, texts)
-    top = target.logprobs[position].top
+    top = tokens[position].top
     spread = top[0][1] - top[-1][1] if top else None
     return Verdict(outcome="different", position=position, target=texts[position], margin=spread)
 
 
+def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """The tokens as they are in the text: SentencePiece drops the space with which the first one begins."""
+    if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
+        return list(tokens)
+    first = tokens[0]
+    top = tuple((likely.removeprefix(" "), logprob) for likely, logprob in first.top)
+    return [replace(first, token=first.token.removeprefix(" "), top=top), *tokens[1:]]
+
+
 def _alternatives(
-    committed: Response, target: Completion, ends: Sequence[str], same_text: bool
+    committed: Response, tokens: Sequence[TokenLogprob], ends: Sequence[str], same_text: bool
 ) -> Iterator[tuple[float, int, str]]:
     """Tokens that the run may have taken where the target took another: margin, position, text.
 
@@ -103,7 +113,6 @@ def _alternatives(
     wanted = [committed.text]
     if committed.finish_reason == "stop":
         wanted += [committed.text + end for end in ends]
-    tokens = target.logprobs or ()
     own = "".join(token.token for token in tokens)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, committed.text, strict=False)))
     within_character = not committed.text[shared : shared + 1].isascii()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from peagle.engine.generation import Completion, TokenLogprob
@@ -81,6 +83,12 @@ def test_parts_of_a_character_have_no_text_and_can_tie():
     assert judge("a🙃", by=by, num_output_tokens=3).outcome == "tie"
     assert judge("ax", by=by, num_output_tokens=3).outcome == "different"
     assert judge("aa", by=target(place(("a", -0.1)), place(("b", -0.7), ("", -0.75)))).outcome == "different"
+
+
+def test_the_space_that_a_text_drops_at_its_beginning_is_no_difference():
+    by = replace(target(place((" A", -0.7), (" The", -0.8)), place((" cow", -0.7), (" cat", -0.8))), text="A cow")
+    assert (judge("A cat", by=by).outcome, judge("A cat", by=by).position) == ("tie", 1)
+    assert (judge("The cow", by=by).outcome, judge("The cow", by=by).position) == ("tie", 0)
 
 
 @pytest.mark.parametrize(
