@@ -1,6 +1,7 @@
 # make demo   set up, then run the main job on the embedded model
 # make test   set up, then every check: linter, types, import contract, tests
 # make setup  only the environment, in .venv
+# make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make lock   resolve requirements/*.txt again
 #
 # LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test setup check lock clean
+.PHONY: demo test setup check docs-bad-inputs lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -42,6 +43,9 @@ check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs-bad-inputs: setup
+	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/bad_inputs
 
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded --extra dev \
 	--universal --python-version 3.11 --no-header --no-emit-find-links --no-emit-index-url --quiet --upgrade

@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and r
 """
 
 import argparse
+import difflib
 import importlib
 import json
 import re
@@ -24,6 +25,7 @@ COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
     "generate": "generate text in bulk for a corpus of prompts",
     "status": "say how a run stands, from another terminal or machine",
+    "audit": "check a run's files against its plan, and a sample of its rows against the target alone",
     "serve": "serve models by OpenAI's API, with keys, limits and cost",
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     """Run one command; its exit code."""
     command, rest = _split(argv)
-    args = _parser(command).parse_args([command, *rest] if command else rest)
+    args = _parsed(_parser(command), [command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
     try:
         code, result = args.module.run(args)
@@ -63,6 +65,16 @@ def run(argv: Sequence[str]) -> int:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
         return 3
     return int(code)
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; a flag that is not known ends the process, with the nearest one."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", args.usage), n=1)
+        parser.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))
+    return args
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -96,7 +108,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         )
         module.add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="write the result as data ('-' for standard output)")
-        sub.set_defaults(module=module)
+        sub.set_defaults(module=module, usage=sub.format_usage())
     return parser
 
 

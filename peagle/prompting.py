@@ -172,11 +172,7 @@ class PromptBuilder:
     def _tokens(self, content: str | list[dict[str, Any]], *, chat: bool) -> list[int] | RowError:
         try:
             token_ids = self._encode(content, chat=chat)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-        ) as error:  # a chat template may refuse a role order
+        except Exception as error:  # it refuses roles, and its filters raise whatever they meet
             return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
         return self._fitting(token_ids)
 
@@ -197,7 +193,7 @@ class PromptBuilder:
         if self._template is not None:
             try:
                 return self._template.render(columns)
-            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            except Exception as error:  # filters raise whatever they meet in a row
                 return RowError(reason="template_error", message=f"prompt_template: {error}")
         value = columns.get(spec.column or "")
         if not isinstance(value, str):

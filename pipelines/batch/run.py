@@ -91,6 +91,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         committed = run.committed()
         units = [unit for unit in plan.units if unit.unit not in committed]
         if not units:
+            run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
         stop = threading.Event()
         supervisor = Supervisor(run, plan, resolved, stop, command=command)

@@ -211,16 +211,24 @@ class RunDirectory:
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
         """The dead letters of one committed unit, whether a retry took them up or not."""
-        if name := self._unit_metadata(unit)[_FAILED].decode():
+        if name := self.letters_name(unit):
             with (self.failed / name).open(encoding="utf-8") as lines:
                 yield from (json.loads(line) for line in lines)
+
+    def letters_name(self, unit: int) -> str:
+        """The file in `failed` that a committed unit names; empty where it has no dead letters.
+
+        Raises:
+            PeagleError: the unit's file is damaged.
+        """
+        return self._unit_metadata(unit)[_FAILED].decode()
 
     def remove_leftovers(self) -> int:
         """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
 
         Temporary files, and dead letters that no committed unit names.
         """
-        valid = {self._unit_metadata(unit)[_FAILED].decode() for unit in self.committed()}
+        valid = {self.letters_name(unit) for unit in self.committed()}
         orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
         for orphan in orphans:
             orphan.unlink(missing_ok=True)

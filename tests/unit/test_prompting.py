@@ -82,6 +82,12 @@ def test_sources_exclude_each_other():
         (PromptSpec(template="{{ a.b.c }}", chat=False), {"a": 1}, "template_error"),
         (PromptSpec(template="{{ 1 / a }}", chat=False), {"a": 0}, "template_error"),
         (PromptSpec(template="{{ a.__class__ }}", chat=False), {"a": 0}, "template_error"),
+        (PromptSpec(template="{{ a | dictsort }}", chat=False), {"a": "no dictionary"}, "template_error"),
+        (
+            PromptSpec(template="{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(a) }}", chat=False),
+            {"a": 1},
+            "template_error",
+        ),
         (PromptSpec(messages_column="m", chat=True), {"m": None}, "invalid_messages"),
         (PromptSpec(messages_column="m", chat=True), {"m": []}, "invalid_messages"),
         (PromptSpec(messages_column="m", chat=True), {"m": "hello"}, "invalid_messages"),

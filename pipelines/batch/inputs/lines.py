@@ -13,6 +13,7 @@ from pipelines.batch.inputs.span import Span
 
 MAX_LINE_BYTES = 64 << 20
 _MAGIC = {b"\x1f\x8b": "gzip (.gz)", b"\x28\xb5\x2f\xfd": "zstd (.zst)", b"PAR1": "Parquet (.parquet)"}
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SKIP_BYTES = 1 << 20
 
 
@@ -109,3 +110,5 @@ def _refuse_binary(path: str, first: bytes) -> None:
     for magic, name in _MAGIC.items():
         if first.startswith(magic):
             raise InputError(f"input {path}: this is {name}, not text", hint="give the file the suffix of what it is")
+    if first.startswith(_UTF_16):
+        raise InputError(f"input {path}: this is UTF-16", hint="text is read as UTF-8: convert the file")

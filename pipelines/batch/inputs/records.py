@@ -15,6 +15,7 @@ from pipelines.batch.inputs.openai_batch import batch_row
 from pipelines.batch.inputs.span import RawRow, Span
 
 TEXT_COLUMN = "prompt"
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def read_records(span: Span) -> Iterator[RawRow]:
 
 def _json_row(line: bytes, where: str) -> RawRow:
     try:
-        value = json.loads(line)
+        value = json.loads(line.removeprefix(_BOM).decode())  # of bytes it would guess the encoding
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         return _no_row(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
@@ -82,7 +83,7 @@ def _batch_row(line: bytes, where: str) -> RawRow:
 
 
 def _text_row(line: bytes, where: str) -> RawRow:
-    line = line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")
+    line = line.removeprefix(_BOM).rstrip(b"\r\n")
     try:
         return RawRow({TEXT_COLUMN: line.decode()})
     except UnicodeDecodeError as error:

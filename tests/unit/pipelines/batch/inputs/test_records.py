@@ -96,6 +96,24 @@ def test_a_binary_file_under_a_name_of_text_is_refused(write, magic):
         scan(write("a.jsonl", magic + b"\n1\n"), 10)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le"])
+def test_utf_16_is_never_taken_for_rows(write, encoding):
+    mark = b"" if encoding == "utf-16" else "\ufeff".encode(encoding)
+    with pytest.raises(InputError, match="this is UTF-16"):
+        scan(write("a.jsonl", mark + '{"prompt": "a"}\n'.encode(encoding)), 10)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-be", "utf-16-le"])
+def test_utf_16_without_a_mark_gives_no_row_either(write, encoding):
+    with pytest.raises(InputError, match="no row in it is valid"):
+        scan(write("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n'.encode(encoding)), 10)
+
+
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_row(write):
+    path = write("a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [row.columns for row in rows_of(scan(path, 1)[0])] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(write, monkeypatch):
     monkeypatch.setattr("pipelines.batch.inputs.lines.MAX_LINE_BYTES", 100)
     with pytest.raises(InputError, match=r"a\.txt line 2: longer than"):

@@ -1,0 +1,57 @@
+"""`peagle audit`: whether a run is what its plan says, and its text what the target says by itself."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+HELP = """\
+Audit a run. Its files against its plan: every unit, every id in exactly one row or dead letter, usage equal to the sum
+of the rows, the ledger, nothing left over, the input unchanged. And the lossless promise: a sample of its rows is
+generated again without the drafter, on the same engine settings, and compared token by token.
+
+  peagle audit runs/first
+  peagle audit runs/first --sample 64 --seed 1
+  peagle audit runs/first --no-regenerate      files only: no engine is started
+  peagle audit runs/first --json -             as data, and nothing else
+
+Where a text differs, the log-probabilities of the two tokens decide: nearly equal ones are a rounding tie (how near
+depends on the precision), anything else is a difference. Sampled rows cannot be compared and are skipped. The engine
+runs in this process, without Ray; nothing is written into the run directory.
+"""
+EPILOG = """\
+exit codes: 0 all right, 1 a file that is not as planned or a text that differs by more than a tie, 2 bad usage
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle audit`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--sample", type=int, default=16, metavar="N", help="rows to generate again (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample (default: 0)")
+    parser.add_argument("--no-regenerate", action="store_true", help="check the files only")
+    parser.add_argument(
+        "--max-tie", type=float, metavar="X", help="largest margin that is a tie (default: by the run's precision)"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Audit, and print what was found."""
+    from peagle.errors import ConfigError
+    from pipelines.batch.audit import audit
+    from pipelines.batch.rundir import RunDirectory
+
+    if args.sample < 1:
+        raise ConfigError(f"--sample {args.sample}: a number of rows", hint="--no-regenerate checks the files only")
+    if args.max_tie is not None and not args.max_tie >= 0:
+        raise ConfigError(f"--max-tie {args.max_tie:g}: a difference of log-probabilities, 0 or more")
+    as_data_only = args.json is not None and str(args.json) == "-"
+    done = audit(
+        RunDirectory(args.run),
+        num_rows=0 if args.no_regenerate else args.sample,
+        seed=args.seed,
+        max_tie=args.max_tie,
+        announce=lambda message: None if as_data_only else print(message, flush=True),
+    )
+    if not as_data_only:
+        print(done.describe())
+    return (0 if done.is_clean else 1), done.to_dict()

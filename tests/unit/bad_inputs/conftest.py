@@ -1,0 +1,62 @@
+"""`docs/bad-inputs.md`: a section for each test module here, made from what really happens.
+
+WRITE_DOCS=1 (`make docs-bad-inputs`) writes the sections, instead of comparing them.
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from peagle.hardware import Hardware
+from peagle.tables import markdown
+
+PAGE = Path(__file__).parents[3] / "docs" / "bad-inputs.md"
+LONGEST = 160  # characters of a message that the page shows
+# Refusals may name the machine: the page is made on this one, wherever the tests run.
+MACHINE = Hardware(
+    platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
+    core_ids=(0, 1, 2, 3),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """Every look at the hardware sees the same small machine; a Ray cluster that starts fails the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.hardware.detect", lambda: MACHINE)
+        patch.setattr("pipelines.batch.cluster.ray_cluster", lambda: pytest.fail("a cluster was started"))
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield MACHINE
+    time.tzset()
+
+
+@pytest.fixture(scope="session")
+def shown():
+    """A message as the page has it: its first line, as code."""
+
+    def show(message):
+        line = message.splitlines()[0]
+        return f"``{line if len(line) <= LONGEST else line[: LONGEST - 3] + '...'}``"
+
+    return show
+
+
+@pytest.fixture(scope="session")
+def check_section():
+    """Compare a section of the page with these rows, or write it."""
+
+    def check(heading, rows):
+        page = PAGE.read_text()
+        section = f"## {heading}\n\n" + "\n".join(markdown(rows)) + "\n"
+        pattern = re.compile(rf"## {re.escape(heading)}\n.*?(?=\n## |\Z)", re.DOTALL)
+        assert pattern.search(page), f"{PAGE.name} has no section {heading!r}"
+        written = pattern.sub(lambda _: section, page)
+        if os.environ.get("WRITE_DOCS"):
+            PAGE.write_text(written)
+        assert PAGE.read_text() == written, "docs/bad-inputs.md is not what happens now: make docs-bad-inputs"
+
+    return check

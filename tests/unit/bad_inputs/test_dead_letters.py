@@ -1,0 +1,200 @@
+"""Rows that cannot be done: the dead letter that each gets, and that the good row beside it is untouched."""
+
+import io
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.engine.fake_engine import ByteTokenizer
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.plan import make_plan, unit_to_json
+from pipelines.batch.preparing import PrepareJob, prepare_unit
+from pipelines.batch.resolve import resolve
+from pipelines.batch.rows import PreparedUnit
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One bad row: its line in a file of this name, behind a good row; what it gets; and keys of the run."""
+
+    what: str
+    row: Any
+    reason: str
+    says: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    name: str = "a.jsonl"
+    good: Any = None
+
+
+def parameters(what, own, says):
+    return Bad(what, {"prompt": "x", "sampling": own}, "invalid", says, good={"prompt": "a", "sampling": {}})
+
+
+def messages(what, value, reason, says, **keys):
+    return Bad(what, {"messages": value}, reason, says, keys, good={"messages": CHAT})
+
+
+def template(what, template, row, says):
+    return Bad(what, row, "template_error", says, {"prompt_template": template}, good={"prompt": "a", "x": {"y": 1}})
+
+
+def envelope(what, says, reason="invalid", **changes):
+    request = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT}}
+    return Bad(what, {**request, **changes}, reason, says, good={**request, "custom_id": "a"})
+
+
+def body(what, says, reason="invalid", **changes):
+    return envelope(f"an OpenAI request {what}", says, reason, body={"messages": CHAT, **changes})
+
+
+def of_file(what, name, good, row, reason, says):
+    return Bad(what, row, reason, says, {}, name, good)
+
+
+CASES = [
+    # no rows at all
+    Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
+    Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
+    Bad("a JSON text", "x", "invalid_row", "a JSON str, not an object"),
+    Bad("Latin-1 in JSON lines", b'{"prompt": "\xe9"}', "invalid_row", "'utf-8' codec can't decode"),
+    Bad("nulls in JSON lines, as UTF-16 has", '{"prompt": "x"}'.encode("utf-16-be"), "invalid_row", "not valid JSON"),
+    Bad("half a surrogate pair", b'{"prompt": "\\ud83d"}', "invalid_row", "half a surrogate pair"),
+    Bad("JSON nested without end", b"[" * 100_000, "invalid_row", "not valid JSON"),
+    of_file("CSV with a field too few", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields where"),
+    of_file("CSV with a field too many", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields where"),
+    of_file("Latin-1 in CSV", "a.csv", b"prompt,n\na,1", b"\xe9,2", "invalid_row", "not valid UTF-8"),
+    of_file("Latin-1 in text", "a.txt", b"a", b"\xe9", "invalid_row", "a.txt line 2: not valid UTF-8"),
+    # prompts
+    Bad("no prompt", {"other": 1}, "invalid_prompt", "holds nothing, not text"),
+    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "holds a int, not text"),
+    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "holds a list, not text"),
+    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "holds nothing"),
+    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "holds a bytes"),
+    Bad("an empty prompt", {"prompt": ""}, "empty_prompt", "has no token", {"chat": False}),
+    Bad("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the context holds 100",
+        {"max_model_len": 100, "max_tokens": 8}),
+    messages("no message", [], "invalid_messages", "holds an empty list"),
+    messages("messages that are text", "hi", "invalid_messages", "not a list of messages"),
+    messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
+    messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
+    messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "both text"),
+    messages("roles that the model's template refuses", CHAT * 2, "template_error", "roles must alternate"),
+    template("a template that needs what a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
+    template("a template that divides by a row's 0", "{{ prompt }}{{ 1 / x.y }}", {"prompt": "x", "x": {"y": 0}},
+             "division by zero"),
+    template("a template that leaves its sandbox", "{{ prompt }}{% if not x %}{{ prompt.__class__.mro() }}{% endif %}",
+             {"prompt": "x", "x": None}, "unsafe"),
+    template("a filter that fails on a row", "{{ prompt }}{{ x | dictsort }}", {"prompt": "x", "x": "t"},
+             "no attribute 'items'"),
+    # a row's own parameters
+    parameters("parameters that are no JSON", "{", "not valid JSON"),
+    parameters("parameters that are a list", [1], "not an object of parameters"),
+    parameters("an unknown parameter", {"temprature": 1}, "did you mean temperature?"),
+    parameters("a parameter of another type", {"temperature": "1"}, "temperature: "),
+    parameters("a parameter out of range", {"top_p": 1.5}, "top_p: "),
+    parameters("several greedy responses", {"n": 3}, "need a temperature above 0"),
+    parameters("more tokens than the context has", {"max_tokens": 9000}, "more than the context"),
+    parameters("an empty stop string", {"stop": [""]}, "an empty string ends nothing"),
+    parameters("a JSON schema that is none", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
+    # OpenAI batches
+    envelope("an OpenAI request to another url", "url must be", url="/v1/embeddings"),
+    envelope("an OpenAI request by GET", "method must be POST", method="GET"),
+    envelope("an OpenAI request without a body", "the request has no body", body=None),
+    envelope("an OpenAI request with a body of text", "body must be a JSON object", body="{}"),
+    envelope("an OpenAI request with a number for its custom_id", "custom_id must be text", custom_id=7),
+    envelope("an OpenAI request with another key", "unknown key 'priority'", priority=1),
+    body("without messages", "the request has no messages", messages=None),
+    body("with an unknown parameter", "did you mean temperature?", temprature=1),
+    body("for a stream", "body.stream: True is not supported", stream=True),
+    body("with tools", "is not supported", tools=[{"type": "function"}]),
+    body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
+    body("with top_logprobs alone", "needs logprobs: true", top_logprobs=2),
+    body("with an image", "both text", "invalid_messages", messages=[{"role": "user", "content": [{"type": "image"}]}]),
+]  # fmt: skip
+
+
+class Strict(ByteTokenizer):
+    """A tokenizer whose chat template refuses two messages of one role in a row, as many models' do."""
+
+    def apply_chat_template(self, conversation, **options):
+        roles = [message["role"] for message in conversation]
+        if any(a == b for a, b in pairwise(roles)):
+            raise jinja2.TemplateError("Conversation roles must alternate user/assistant/user/assistant/...")
+        return super().apply_chat_template(conversation, **options)
+
+
+def write(case, folder):
+    """The corpus: a good row, and the bad one."""
+    path = folder / case.name
+    good = {"prompt": "a"} if case.good is None else case.good
+    if path.suffix == ".parquet":
+        sink = io.BytesIO()
+        is_bytes = isinstance(case.row, bytes)
+        pq.write_table(pa.table({"prompt": pa.array([b"a" if is_bytes else "a", case.row])}), sink)
+        path.write_bytes(sink.getvalue())
+    else:
+        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in (good, case.row)]
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def prepared(case, folder, machine):
+    """The corpus as it comes to an engine."""
+    config = GenerateConfig(
+        input=str(write(case, folder)),
+        output=folder / "run",
+        engine="fake",
+        usd_per_hour=1,
+        rows_per_unit=8,
+        **case.keys,
+    )
+    plan = make_plan(config)
+    resolved = resolve(config, machine, plan.schema.names, is_batch=plan.is_batch, announce=print)
+    job = PrepareJob(
+        run_dir=str(config.output), model=None, prompts=resolved.prompts, sampling=resolved.sampling, schema=plan.schema
+    )
+    (unit,) = plan.units
+    return PreparedUnit(prepare_unit(pa.table({"unit": [unit_to_json(unit)]}), job=job))
+
+
+@pytest.fixture(scope="module")
+def results(machine, tmp_path_factory):
+    """Of each case its prompts and its dead letters."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.batch.preparing.load_tokenizer", lambda model: Strict())
+        for case in CASES:
+            folder = tmp_path_factory.mktemp("case")
+            unit = prepared(case, folder, machine)
+            letters = [{**one, "message": one["message"].replace(f"{folder}/", "")} for one in unit.letters()]
+            found[case.what] = unit.prompts, letters
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+def test_a_bad_row_gets_its_dead_letter_and_the_good_one_its_prompt(results, case):
+    prompts, letters = results[case.what]
+    if case.name.endswith(".parquet") and isinstance(case.row, bytes):
+        assert prompts == [None, None]  # the column has one type, so both rows are bytes
+    else:
+        assert len(prompts) == 2
+        assert prompts[0]
+        assert prompts[1] is None
+    letter = letters[-1]
+    assert (letter["id"], letter["reason"]) == ("000000001", case.reason)
+    assert case.says in letter["message"]
+    assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
+
+
+def test_the_page_has_what_each_gets(results, check_section, shown):
+    rows = [("row", "reason", "message")]
+    rows += [(case.what, f"`{case.reason}`", shown(results[case.what][1][-1]["message"])) for case in CASES]
+    check_section("Rows that become dead letters", rows)

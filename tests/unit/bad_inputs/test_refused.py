@@ -1,0 +1,263 @@
+"""Inputs that `peagle generate` refuses as a whole: what each gets, and that it leaves nothing behind."""
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+
+NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
+GOOD = b'{"prompt": "a"}\n'
+MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
+NOISE = os.urandom(9000).hex().encode()
+
+
+def parquet(**columns):
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
+
+
+def request(custom_id="a", url="/v1/chat/completions"):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode() + b"\n"
+
+
+def zstd(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """One bad input.
+
+    Attributes:
+        flags: beside an input, an output, a price and the fake engine; what is named here replaces these.
+        files: beside `prompts.jsonl`, which has one good row.
+        says: what the message must contain.
+        code: the exit code.
+        has_run: whether there is a run of `prompts.jsonl` in the same directory already.
+    """
+
+    what: str
+    says: str
+    flags: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    code: int = 2
+    has_run: bool = False
+
+
+def bad(what, flags, says, code=2, files=None):
+    return Bad(what=what, flags=flags, says=says, code=code, files=files or {})
+
+
+def of_file(what, name, data, says, flags=""):
+    return bad(what, f"--input {name} {flags}".strip(), says, files={name: data})
+
+
+def of_run(what, says, flags="", files=None):
+    return Bad(what=what, flags=flags, says=says, files=files or {}, has_run=True)
+
+
+CASES = [
+    # the corpus
+    bad("a file that is not there", "--input nothing.jsonl", "no such file"),
+    bad("a glob that matches nothing", "--input 'in/*.jsonl'", "no such file"),
+    of_file("a folder without a corpus", "in/readme.md", b"x", "unknown format"),
+    bad("a folder with other files only", "--input in", "holds no", files={"in/readme.md": b"x"}),
+    bad("a folder without the format that is asked for", "--input in --input-format csv", "no .csv file",
+        files={"in/a.jsonl": GOOD}),
+    of_file("a suffix that is not known", "prompts.docx", b"x", "unknown format '.docx'"),
+    of_file("no suffix", "prompts", GOOD, "no suffix"),
+    of_file("compressed Parquet", "a.parquet.gz", b"x", "Parquet in gzip"),
+    bad("a store that is not S3", "--input gs://bucket/a.jsonl", "only local files and s3://"),
+    of_file("an empty file", "a.jsonl", b"", "the file is empty"),
+    of_file("blank lines only", "a.jsonl", b"\n \n", "there is no row in it"),
+    of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row in it is valid"),
+    of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
+    of_file("a gzip file that is cut off", "a.jsonl.gz", gzip.compress(NOISE)[:4000], "damaged"),
+    of_file("plain text named .gz", "a.jsonl.gz", GOOD, "damaged, or not gzip"),
+    of_file("a zstd file that is cut off", "a.jsonl.zst", zstd(NOISE)[:4000], "damaged"),
+    of_file("gzip named .jsonl", "a.jsonl", gzip.compress(GOOD), "this is gzip"),
+    of_file("Parquet named .jsonl", "a.jsonl", parquet(prompt=["a"]), "this is Parquet"),
+    of_file("text named .parquet", "a.parquet", GOOD, "not readable as Parquet"),
+    of_file("a Parquet file that is cut off", "a.parquet", parquet(prompt=["a"] * 99)[:-60], "not readable as Parquet"),
+    of_file("Parquet without a row", "a.parquet", parquet(prompt=pa.array([], pa.string())), "no row"),
+    of_file("Parquet without a column for prompts", "a.parquet", parquet(promt=["a"]), "it has: promt"),
+    of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
+    of_file("CSV with a header alone", "a.csv", b"prompt\n", "no row"),
+    of_file("CSV with a column twice", "a.csv", b"prompt,prompt\na,b\n", "twice"),
+    of_file("CSV with a quote that never ends", "a.csv", b'prompt\n"a\nb\n', "not valid CSV"),
+    of_file("an OpenAI batch with a custom_id twice", "a.jsonl", request() + request("b") + request(),
+        "its custom_id is that of"),
+    of_file("an OpenAI batch for embeddings", "a.jsonl", request(url="/v1/embeddings"), "url must be"),
+    bad("an OpenAI batch beside other rows", "--input in", "is no OpenAI batch", files={"in/a.jsonl": request(),
+        "in/b.jsonl": GOOD}),
+    of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "means nothing for an OpenAI batch",
+        "--prompt-column body"),
+    bad("a format that is not known", "--input-format json", "input_format"),
+    # prompts
+    bad("a column that is not there", "--prompt-column promt", "did you mean prompt?"),
+    bad("a template that uses a column that is not there", "--prompt-template 'Say {{ promt }}'",
+        "did you mean prompt?"),
+    bad("a template that does not parse", "--prompt-template 'Say {{ prompt'", "prompt_template, line 1"),
+    bad("a template with an unknown filter", "--prompt-template '{{ prompt | shout }}'", "shout"),
+    bad("two sources of prompts", "--prompt-column prompt --prompt-template x", "exclude each other"),
+    bad("messages without the chat template", "--messages-column prompt --no-chat", "needs the chat template"),
+    bad("a system prompt without the chat template", "--system-prompt x --no-chat", "needs a chat template"),
+    # sampling
+    bad("a column of parameters that is not there", "--sampling-column mine", "has no column 'mine'"),
+    bad("a temperature above 2", "--temperature 3", "temperature"),
+    bad("a temperature that is no number", "--temperature hot", "temperature"),
+    bad("top_p 0", "--top-p 0", "top_p"),
+    bad("no response at all", "--n 0", "n: "),
+    bad("several greedy responses", "--n 2", "need a temperature above 0"),
+    bad("no token at all", "--max-tokens 0", "max_tokens"),
+    bad("more tokens than the context has", "--max-tokens 9000", "more than the context"),
+    bad("a negative seed", "--seed -1", "seed"),
+    bad("an empty stop string", "--stop ''", "an empty string ends nothing"),
+    bad("too many log-probabilities", "--logprobs 50", "logprobs"),
+    bad("min_p with a drafter", "--min-p 0.1 --num-speculative-tokens 3", "min_p"),
+    bad("a JSON schema that is not there", "--json-schema nothing.json", "no schema can be read there"),
+    bad("a JSON schema that is no JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
+    bad("a JSON schema that is none", "--json-schema s.json", "not a valid JSON schema",
+        files={"s.json": b'{"type": "objekt"}'}),
+    # engines and models
+    bad("a model by a name that is not known", "--engine vllm --model smollm-135m", "did you mean smollm2-135m"),
+    bad("a model folder that is not there", "--engine vllm --model ./models/mine", "no such model folder"),
+    bad("a model folder without a configuration", "--engine vllm --model in", "config.json", files={"in/x": b""}),
+    bad("a configuration of no language model", "--engine vllm --model in", "is it a language model?",
+        files={"in/config.json": b"{}"}),
+    bad("a drafter that is not there", "--engine vllm --model in --drafter ./head", "no such drafter",
+        files={"in/config.json": MODEL}),
+    bad("a draft length without a drafter", "--drafter none --num-speculative-tokens 3",
+        "means nothing with drafter: none"),
+    bad("a draft length of 0", "--num-speculative-tokens 0", "num_speculative_tokens"),
+    bad("a drafter for the fake engine", "--drafter peagle", "loads no drafter"),
+    bad("a precision that is not known", "--precision int4", "precision"),
+    bad("FP8 on a CPU without AVX-512", "--precision fp8", "fp8 needs AVX-512"),
+    bad("more context than the model has", "--max-model-len 100000", "the context of fake has 8192"),
+    bad("no engine", "--engines 0", "engines"),
+    bad("more engines than the machine holds", "--engines 64", "--engines", code=1),
+    bad("poison for a real engine", "--engine vllm --fake-die-on x", "mean nothing without engine: fake"),
+    # the run directory
+    bad("an output folder that holds something else", "--output in", "holds other files",
+        files={"in/thesis.tex": b"x"}),
+    bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
+    bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),
+    of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
+    of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
+    of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),
+    of_run("a run directory whose plan is damaged", "plan.parquet is damaged", files={"run/plan.parquet": b"PAR1"}),
+    # money, time and other limits
+    bad("an instance type that has no price", "--instance-type c7a.larg", "did you mean c7a.large"),
+    bad("a market where it is not sold", "--instance-type p5e.48xlarge", "no on-demand price is known"),
+    bad("a place where it is not sold", "--instance-type c7a.large --region mars", "at mars"),
+    bad("a price table that is not there", "--prices mine.csv", "mine.csv"),
+    bad("a price table of other columns", "--prices mine.csv", "mine.csv", files={"mine.csv": b"a,b\n1,2\n"}),
+    bad("a price of nothing", "--usd-per-hour 0", "usd_per_hour"),
+    bad("a budget of nothing", "--budget-usd 0", "budget_usd"),
+    bad("a budget that is used up before an engine is up", "--budget-usd 0.000001", "budget", code=3),
+    bad("a deadline in words", "--deadline tomorrow", "deadline"),
+    bad("a deadline that has passed", "--deadline 2020-01-01T00:00:00+00:00", "deadline", code=3),
+    bad("a limit of dead letters in words", "--max-failed-rows many", "a number of rows or a share"),
+    bad("a limit of dead letters above 100 %", "--max-failed-rows 150%", "a number of rows or a share"),
+    bad("rows per unit of 0", "--rows-per-unit 0", "rows_per_unit"),
+    # flags and files of keys
+    bad("a flag that is not known", "--temprature 1", "did you mean --temperature?"),
+    bad("a key that is not known", "--config job.yaml", "did you mean temperature",
+        files={"job.yaml": b"temprature: 1\n"}),
+    bad("a file of keys that is not there", "--config job.yaml", "job.yaml"),
+    bad("a file of keys that is no YAML", "--config job.yaml", "not valid YAML", files={"job.yaml": b"a: [\n"}),
+    bad("a file of keys that is a list", "--config job.yaml", "keys and values", files={"job.yaml": b"- a\n"}),
+    bad("a list where a key takes a number", "--config job.yaml", "max_tokens",
+        files={"job.yaml": b"max_tokens: [1]\n"}),
+]  # fmt: skip
+
+
+def argv(flags):
+    """The command line; flags that are named take the place of those that every case has."""
+    named = shlex.split(flags)
+    always = {"--input": "prompts.jsonl", "--output": "run", "--engine": "fake", "--usd-per-hour": "1"}
+    if {"--instance-type", "--prices"} & set(named):
+        always.pop("--usd-per-hour")
+    return ["generate", *(part for name in always.keys() - set(named) for part in (name, always[name])), *named]
+
+
+def generate(flags):
+    """Exit code, and what was said on standard error."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = cli.run(argv(flags))
+        except SystemExit as stopped:  # argparse
+            code = stopped.code
+    return code, said.getvalue()
+
+
+def contents(folder):
+    """Every file but leases, which each attempt takes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lease" not in path.parts}
+
+
+def set_up(case, folder):
+    (folder / "prompts.jsonl").write_bytes(GOOD)
+    if case.has_run:
+        assert generate(NOT_STARTED)[0] == 3
+        assert (folder / "run" / "run.json").exists()
+    for name, data in case.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def results(machine, tmp_path_factory):
+    """Of each case its exit code, what was said, and the files before and after."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for case in CASES:
+            folder = tmp_path_factory.mktemp("case")
+            patch.chdir(folder)
+            set_up(case, folder)
+            before = contents(folder)
+            code, said = generate(case.flags)
+            found[case.what] = (code, said.replace(f"{folder}/", ""), before, contents(folder))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+def test_a_bad_input_is_refused_with_its_reason_and_nothing_is_touched(results, case):
+    code, said, before, after = results[case.what]
+    assert (code, "Traceback" in said) == (case.code, False), said
+    assert case.says in said
+    if code == 3:  # the run exists, and has done nothing
+        after = {path: data for path, data in after.items() if "run" not in path.parts}
+    assert after == before
+
+
+def test_the_page_has_what_each_gets(results, check_section, shown):
+    rows = [("input", "given as", "exit code", "message")]
+    for case in CASES:
+        code, said, *_ = results[case.what]
+        rows.append(
+            (case.what, f"`{case.flags}`" if case.flags else "the same command", str(code), shown(message_of(said)))
+        )
+    assert len(CASES) >= 40
+    check_section("Refused as a whole", rows)
+
+
+def message_of(said):
+    """What was said, without the command's name and argparse's usage."""
+    return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", said)
