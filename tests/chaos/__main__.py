@@ -1,0 +1,141 @@
+"""`python -m tests.chaos`: play the runs that are not played yet, then the faults, and write the report.
+
+What was played is kept under --folder, run by run, so an interrupted campaign goes on with the same command.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from tests.chaos import faults, report
+from tests.chaos.driver import Job
+from tests.chaos.play import Player
+from tests.chaos.ray_nodes import ROOT, RayNodes
+from tests.chaos.schedule import schedule
+
+_NUM_NODES = _NUM_ENGINES = 3
+_OWN_CLUSTER_EVERY = 5  # every fifth run has no cluster but its driver's own
+_FAKE_LIMIT_S, _REAL_LIMIT_S = 300.0, 900.0
+
+
+def main() -> int:
+    """The command; its exit code is 1 when a run or a fault did not go as it has to."""
+    args = _parser().parse_args()
+    campaign = Campaign(args)
+    with RayNodes(_NUM_NODES, max(2, hardware.detect().num_cpus), campaign.folder / "ray") as nodes:
+        for number in range(args.runs):
+            campaign.play(number, is_fake=True, nodes=nodes)
+        for number in range(args.runs, args.runs + args.real_runs):
+            campaign.play(number, is_fake=False, nodes=nodes)
+    if not args.no_faults:
+        campaign.faults()
+    path = report.write(args.report, campaign.results(), seed=args.seed, command=_command(args))
+    _say(f"report: {path}")
+    return int(any(result["problems"] for result in campaign.results()))
+
+
+class Campaign:
+    """The runs of one seed, in one folder."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.folder: Path = args.folder / f"seed-{args.seed}"
+
+    def play(self, number: int, *, is_fake: bool, nodes: RayNodes) -> None:
+        """One run, unless it was played before."""
+        name = f"{'fake' if is_fake else 'real'}-{number:03d}"
+        own_cluster = is_fake and number % _OWN_CLUSTER_EVERY == _OWN_CLUSTER_EVERY - 1
+        job, kills = self._job(name, is_fake, own_cluster), self._schedule(number, is_fake)
+        if self._is_done(name):
+            return
+        shutil.rmtree(job.folder, ignore_errors=True)
+        _say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', a cluster of its own' if own_cluster else ''}")
+        player = Player(
+            job,
+            kills,
+            None if own_cluster else nodes,
+            limit_s=_FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S,
+            say=_say,
+        )
+        played = player.play().to_dict()
+        self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played})
+
+    def faults(self) -> None:
+        """Each fault, unless it was tried before."""
+        for name in faults.FAULTS:
+            if not self._is_done(f"fault-{name}"):
+                folder = self.folder / f"fault-{name}"
+                shutil.rmtree(folder, ignore_errors=True)
+                _say(f"fault: {name}")
+                self._keep(f"fault-{name}", {"engine": "fault", **faults.inject(name, folder)})
+
+    def results(self) -> list[dict[str, Any]]:
+        """All that were played, in the order of their names."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+
+    def _job(self, name: str, is_fake: bool, own_cluster: bool) -> Job:
+        engines = 1 if own_cluster else _NUM_ENGINES if is_fake else 2
+        common = ("--engines", str(engines), "--heartbeat-s", "0.5", "--max-num-seqs", "4", "--lease-s", "10")
+        if is_fake:
+            flags = ("--rows-per-unit", "8", "--fake-token-s", "0.03")
+        else:
+            flags = ("--rows-per-unit", "2", "--max-tokens", "24", "--max-model-len", "256", "--drafter", "peagle")
+        num_rows = self._args.rows if is_fake else self._args.real_rows
+        return Job(
+            folder=self.folder / name,
+            num_rows=num_rows // 2 if own_cluster else num_rows,
+            is_fake=is_fake,
+            flags=common + flags,
+        )
+
+    def _schedule(self, number: int, is_fake: bool) -> list[Any]:
+        return schedule(self._args.seed, number, num_kills=4, max_wait_s=6.0 if is_fake else 30.0)
+
+    def _is_done(self, name: str) -> bool:
+        return (self.folder / f"{name}.json").exists()
+
+    def _keep(self, name: str, result: dict[str, Any]) -> None:
+        """A result; the files of a run that went well are not needed any more."""
+        (self.folder / f"{name}.json").write_text(json.dumps({"name": name, **result}, indent=2))
+        for problem in result["problems"]:
+            _say(f"  PROBLEM {problem}")
+        _say(f"{name}: {'as it has to be' if not result['problems'] else 'its files are kept'}")
+        if not result["problems"]:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    env = os.environ.get
+    parser.add_argument("--seed", type=int, default=int(env("CHAOS_SEED", "1")), help="CHAOS_SEED; default 1")
+    parser.add_argument("--runs", type=int, default=int(env("CHAOS_RUNS", "20")), help="CHAOS_RUNS; default 20")
+    parser.add_argument(
+        "--real-runs", type=int, default=int(env("CHAOS_REAL_RUNS", "2")), help="CHAOS_REAL_RUNS; default 2"
+    )
+    parser.add_argument("--rows", type=int, default=600, help="of a run with the fake engine; default 600")
+    parser.add_argument("--real-rows", type=int, default=48, help="of a run with the real engine; default 48")
+    parser.add_argument("--no-faults", action="store_true", help="only kill")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
+    parser.add_argument(
+        "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="where the report goes"
+    )
+    return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    return f"CHAOS_SEED={args.seed} CHAOS_RUNS={args.runs} CHAOS_REAL_RUNS={args.real_runs} make chaos"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
