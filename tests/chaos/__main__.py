@@ -21,6 +21,7 @@ from tests.chaos.schedule import schedule
 
 _NUM_NODES = _NUM_ENGINES = 3
 _OWN_CLUSTER_EVERY = 5  # every fifth run has no cluster but its driver's own
+_NUM_KILLS = 4
 _FAKE_LIMIT_S, _REAL_LIMIT_S = 300.0, 900.0
 
 
@@ -28,13 +29,8 @@ def main() -> int:
     """The command; its exit code is 1 when a run or a fault did not go as it has to."""
     args = _parser().parse_args()
     campaign = Campaign(args)
-    with RayNodes(_NUM_NODES, max(2, hardware.detect().num_cpus), campaign.folder / "ray") as nodes:
-        for number in range(args.runs):
-            campaign.play(number, is_fake=True, nodes=nodes)
-        for number in range(args.runs, args.runs + args.real_runs):
-            campaign.play(number, is_fake=False, nodes=nodes)
-    if not args.no_faults:
-        campaign.faults()
+    campaign.play_all()
+    campaign.inject_all()
     path = report.write(args.report, campaign.results(), seed=args.seed, command=_command(args))
     _say(f"report: {path}")
     return int(any(result["problems"] for result in campaign.results()))
@@ -47,33 +43,34 @@ class Campaign:
         self._args = args
         self.folder: Path = args.folder / f"seed-{args.seed}"
 
-    def play(self, number: int, *, is_fake: bool, nodes: RayNodes) -> None:
-        """One run, unless it was played before."""
-        name = f"{'fake' if is_fake else 'real'}-{number:03d}"
-        own_cluster = is_fake and number % _OWN_CLUSTER_EVERY == _OWN_CLUSTER_EVERY - 1
-        job, kills = self._job(name, is_fake, own_cluster), self._schedule(number, is_fake)
-        if self._is_done(name):
+    def play_all(self) -> None:
+        """The runs that are not played yet, on one cluster of several nodes."""
+        num_fake, num_all = self._args.runs, self._args.runs + self._args.real_runs
+        numbers = [n for n in range(num_all) if self._is_wanted(_name(n, n < num_fake))]
+        if not numbers:
             return
+        with RayNodes(_NUM_NODES, max(2, hardware.detect().num_cpus), self.folder / "ray") as nodes:
+            for number in numbers:
+                self._play(number, number < num_fake, nodes)
+
+    def inject_all(self) -> None:
+        """The faults that were not tried yet."""
+        for fault in faults.FAULTS:
+            if self._is_wanted(name := f"fault-{fault}"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+                _say(name)
+                self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
+
+    def _play(self, number: int, is_fake: bool, nodes: RayNodes) -> None:
+        name = _name(number, is_fake)
+        own_cluster = is_fake and number % _OWN_CLUSTER_EVERY == _OWN_CLUSTER_EVERY - 1
+        job = self._job(name, is_fake, own_cluster)
+        kills = schedule(self._args.seed, number, num_kills=_NUM_KILLS, max_wait_s=3.0 if is_fake else 20.0)
         shutil.rmtree(job.folder, ignore_errors=True)
         _say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', a cluster of its own' if own_cluster else ''}")
-        player = Player(
-            job,
-            kills,
-            None if own_cluster else nodes,
-            limit_s=_FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S,
-            say=_say,
-        )
-        played = player.play().to_dict()
-        self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played})
-
-    def faults(self) -> None:
-        """Each fault, unless it was tried before."""
-        for name in faults.FAULTS:
-            if not self._is_done(f"fault-{name}"):
-                folder = self.folder / f"fault-{name}"
-                shutil.rmtree(folder, ignore_errors=True)
-                _say(f"fault: {name}")
-                self._keep(f"fault-{name}", {"engine": "fault", **faults.inject(name, folder)})
+        limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
+        played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=_say).play()
+        self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
 
     def results(self) -> list[dict[str, Any]]:
         """All that were played, in the order of their names."""
@@ -94,11 +91,9 @@ class Campaign:
             flags=common + flags,
         )
 
-    def _schedule(self, number: int, is_fake: bool) -> list[Any]:
-        return schedule(self._args.seed, number, num_kills=4, max_wait_s=6.0 if is_fake else 30.0)
-
-    def _is_done(self, name: str) -> bool:
-        return (self.folder / f"{name}.json").exists()
+    def _is_wanted(self, name: str) -> bool:
+        """Whether it was not played before, and is not left out."""
+        return not (self.folder / f"{name}.json").exists() and name in (self._args.only or [name])
 
     def _keep(self, name: str, result: dict[str, Any]) -> None:
         """A result; the files of a run that went well are not needed any more."""
@@ -108,6 +103,10 @@ class Campaign:
         _say(f"{name}: {'as it has to be' if not result['problems'] else 'its files are kept'}")
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _name(number: int, is_fake: bool) -> str:
+    return f"{'fake' if is_fake else 'real'}-{number:03d}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, default=600, help="of a run with the fake engine; default 600")
     parser.add_argument("--real-rows", type=int, default=48, help="of a run with the real engine; default 48")
-    parser.add_argument("--no-faults", action="store_true", help="only kill")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these, such as fake-004 or fault-full-disk")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
     parser.add_argument(
         "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="where the report goes"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipelines.batch.rundir import RunDirectory
 from tests.chaos import processes
 from tests.chaos.audit import Audit, audit
 from tests.chaos.driver import Driver, Job
@@ -63,7 +64,9 @@ class Player:
         self, job: Job, kills: list[Kill], nodes: RayNodes | None, *, limit_s: float, say: Callable[[str], None]
     ) -> None:
         self._job, self._left, self._nodes, self._say = job, list(kills), nodes, say
-        self._started = self._last = time.monotonic()
+        self._started = time.monotonic()
+        self._units_at_last = 0
+        self._due_at: float | None = None
         self._until = self._started + limit_s
         self._played = Played()
 
@@ -102,26 +105,36 @@ class Player:
 
     def _watch(self, driver: Driver) -> None:
         while driver.exit_code() is None and time.monotonic() < self._until:
-            if self._left and time.monotonic() - self._last >= self._left[0].wait_s:
+            if self._left and self._is_due(self._left[0]):
                 self._try(self._left[0], driver)
             time.sleep(_LOOK_S)
 
+    def _is_due(self, kill: Kill) -> bool:
+        now = time.monotonic()
+        if self._due_at is None and self._num_committed() >= self._units_at_last + kill.after_units:
+            self._due_at = now + kill.wait_s
+        return self._due_at is not None and now >= self._due_at
+
     def _try(self, kill: Kill, driver: Driver) -> None:
         """Carry a kill out, if what it kills is there at this moment; else it stays the next one."""
+        num_committed = self._num_committed()
         victim = self._carry_out(kill, driver)
         if victim is None:
             return
         self._left.pop(0)
-        self._last = time.monotonic()
+        self._due_at, self._units_at_last = None, num_committed
         done = Done(
             kind=kill.kind,
             victim=victim,
-            at_s=round(self._last - self._started, 1),
+            at_s=round(time.monotonic() - self._started, 1),
             attempt=len(self._played.attempts),
-            num_committed=len(list(self._job.output.glob("data/unit-*.parquet"))),
+            num_committed=num_committed,
         )
         self._played.kills.append(done)
-        self._say(f"  {done.at_s:6.1f} s  killed {kill.kind} {victim} with {done.num_committed} units committed")
+        self._say(f"  {done.at_s:6.1f} s  killed {kill.kind} {victim} with {num_committed} units committed")
+
+    def _num_committed(self) -> int:
+        return len(RunDirectory(self._job.output).committed())
 
     def _carry_out(self, kill: Kill, driver: Driver) -> int | None:
         if kill.kind == "driver":

@@ -21,6 +21,7 @@ _SYSTEM_CONFIG = (
     '{"health_check_initial_delay_ms": 3000, "health_check_period_ms": 1000, "health_check_timeout_ms": 5000}'
 )
 _START_S = 120
+_STARTED = b"Ray runtime started."
 
 
 class RayNodes:
@@ -35,6 +36,7 @@ class RayNodes:
     def __init__(self, num_nodes: int, num_cpus: int, logs: Path) -> None:
         self._num_nodes, self._num_cpus, self._logs = num_nodes, num_cpus, logs
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._log_of: dict[int, Path] = {}
         self.address = f"127.0.0.1:{_free_port()}"
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._environment = {**os.environ, **token, "PYTHONPATH": str(ROOT)}
@@ -50,12 +52,10 @@ class RayNodes:
         self._head = self._start(
             "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--system-config={_SYSTEM_CONFIG}"
         )
-        deadline = time.monotonic() + _START_S
-        while not _listens(int(port)):
-            if self._head.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"no Ray head came up: see {self._logs}")
-            time.sleep(0.2)
+        self._wait_for(self._head)
         self.replace_lost()
+        for node in self._nodes:
+            self._wait_for(node)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +91,16 @@ class RayNodes:
             f"--dashboard-agent-listen-port={_free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
         with log.open("wb") as sink:
-            return subprocess.Popen(command, env=self._environment, stdout=sink, stderr=subprocess.STDOUT)
+            node = subprocess.Popen(command, env=self._environment, stdout=sink, stderr=subprocess.STDOUT)
+        self._log_of[node.pid] = log
+        return node
+
+    def _wait_for(self, node: "subprocess.Popen[bytes]") -> None:
+        deadline, log = time.monotonic() + _START_S, self._log_of[node.pid]
+        while _STARTED not in log.read_bytes():
+            if node.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"a Ray node did not start: see {log}")
+            time.sleep(0.2)
 
 
 def _tree(node: "subprocess.Popen[bytes]") -> list[int]:
@@ -102,8 +111,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
