@@ -218,8 +218,8 @@ class RunDirectory:
     def remove_leftovers(self) -> int:
         """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
 
-        Temporary files, and dead letters that no committed unit names. Notes of committed units go too: their engine was
-        killed between the commit and their removal.
+        Temporary files, and dead letters that no committed unit names. Notes of committed units go too: their engine
+        was killed between the commit and their removal.
         """
         forget_killed_driver(self.suspects, self.committed())
         valid = {self._unit_metadata(unit)[_FAILED].decode() for unit in self.committed()}
