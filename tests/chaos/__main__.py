@@ -22,7 +22,7 @@ from tests.chaos.schedule import schedule
 _NUM_NODES = _NUM_ENGINES = 3
 _OWN_CLUSTER_EVERY = 5  # every fifth run has no cluster but its driver's own
 _NUM_KILLS = 4
-_FAKE_LIMIT_S, _REAL_LIMIT_S = 300.0, 900.0
+_FAKE_LIMIT_S, _REAL_LIMIT_S = 600.0, 1800.0
 
 
 def main() -> int:
