@@ -39,6 +39,7 @@ _GROUPS = {
         "fake_token_s",
         "fake_die_on",
         "fake_kill_on",
+        "fake_core",
         "cluster_wait_s",
         "heartbeat_s",
         "lease_s",

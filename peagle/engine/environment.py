@@ -100,7 +100,8 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             f"{num_engines} engine(s) on this node need {num_ranks} cores, one a rank; it has {num_cores}",
             hint="use fewer engines on this node",
         )
-    first = engine_index * spec.num_accelerators
+    # After a node was lost, more engines may be here than the run has for a node: then they share cores.
+    first = engine_index % num_engines * spec.num_accelerators
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
             ",".join(

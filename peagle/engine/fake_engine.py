@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +19,8 @@ from typing import Any
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
+
+CORE_NAME = "peagle-fake-engine-core"
 
 
 class FakeEngine:
@@ -28,6 +32,7 @@ class FakeEngine:
         token_s: seconds a token takes.
         die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
         kill_on: a prompt with this text kills the process that the engine is in.
+        has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
     """
 
     compile_s = 0.0
@@ -40,8 +45,10 @@ class FakeEngine:
         token_s: float = 0.0,
         die_on: str | None = None,
         kill_on: str | None = None,
+        has_core: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
+        self._core = _start_core() if has_core else None
         self._die_on, self._kill_on = die_on, kill_on
         self._is_dead = False
         self._num_speculative_tokens = num_speculative_tokens
@@ -78,8 +85,15 @@ class FakeEngine:
         """See `Engine.speculation_totals`."""
         return self._totals if self._num_speculative_tokens else None
 
+    @property
+    def core_pid(self) -> int | None:
+        """The engine's own process; None where it has none."""
+        return self._core.pid if self._core else None
+
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        """Stop the engine's own process, if it has one."""
+        if self._core is not None:
+            self._core.communicate()
 
     def _meet_poison(self, prompt_token_ids: list[int]) -> None:
         if _contains(prompt_token_ids, self._kill_on):
@@ -88,6 +102,7 @@ class FakeEngine:
         self._require_life()
 
     def _require_life(self) -> None:
+        self._is_dead = self._is_dead or (self._core is not None and self._core.poll() is not None)
         if self._is_dead:
             raise EngineError("the fake engine died")
 
@@ -98,6 +113,12 @@ class FakeEngine:
             return None
         num_drafts = num_tokens // 2
         return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+def _start_core() -> subprocess.Popen[bytes]:
+    """A process that waits until its standard input is closed, which is also when the engine's process is gone."""
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def _contains(prompt_token_ids: list[int], text: str | None) -> bool:

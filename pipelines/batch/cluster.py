@@ -17,9 +17,11 @@ from peagle import hardware
 from peagle.economics.prices import Device
 from peagle.errors import CapacityError, StoppedEarly
 from peagle.hardware import Hardware
+from pipelines.failures import explain
 
 PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
 _POLL_S = 5.0
+_NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
 _abandoned = False
 
 
@@ -51,6 +53,9 @@ def ray_cluster() -> Iterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
 
     A process that has joined one already keeps it.
+
+    Raises:
+        CapacityError: it did not come up, or cannot be joined.
     """
     import ray
 
@@ -58,14 +63,18 @@ def ray_cluster() -> Iterator[None]:
         yield
         return
     remote = is_remote()
-    ray.init(
-        address=None if remote else "local",
-        num_cpus=None if remote else max(2, hardware.detect().num_cpus),
-        include_dashboard=False if not remote else None,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        configure_logging=False,
-    )
+    try:
+        ray.init(
+            address=None if remote else "local",
+            num_cpus=None if remote else max(2, hardware.detect().num_cpus),
+            include_dashboard=False if not remote else None,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+    except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
+        what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
+        raise explain(error, what, hint=_NO_RAY, otherwise=CapacityError) from error
     try:
         yield
     finally:

@@ -56,6 +56,9 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
     fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
     fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
+    fake_core: bool = Field(
+        False, description="the fake engine has a process of its own that may be killed, like vLLM's"
+    )
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"

@@ -226,8 +226,10 @@ class RunDirectory:
     def remove_leftovers(self) -> int:
         """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
 
-        Temporary files, and dead letters that no committed unit names.
+        Temporary files, and dead letters that no committed unit names. Notes of committed units go too: their engine
+        was killed between the commit and their removal.
         """
+        forget_killed_driver(self.suspects, self.committed())
         valid = {self.letters_name(unit) for unit in self.committed()}
         orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
         for orphan in orphans:

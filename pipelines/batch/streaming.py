@@ -140,6 +140,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         fake_token_s=config.fake_token_s,
         fake_die_on=config.fake_die_on,
         fake_kill_on=config.fake_kill_on,
+        fake_core=config.fake_core,
         row_timeout_s=config.row_timeout_s,
         num_devices=placement.num_devices,
         device=placement.device,

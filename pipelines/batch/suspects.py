@@ -5,10 +5,11 @@
 The note is written before the rows go in, so it is there whatever is killed, the driver included. It comes to mean:
 
 - The engine died and its actor saw it (`died`): the note names the rows that were in it. They are suspects: each is
-  tried again alone in the engine. One that was alone when an engine died has then killed twice: a dead letter.
+  tried again alone in the engine. One that was alone at two ends of an engine is a dead letter; one end may be chance
+  (the kernel short of memory, an operator), and a row is not condemned for that.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps a node was taken away.
-  So the first time the unit is simply done again; from the second time on, all its rows are suspects. A row that was
-  alone when that happened is tried once more before it is a dead letter, and units that only waited are cleared.
+  So the first time the unit is simply done again; from the second time on, all its rows are suspects. For a row that
+  was alone it counts like a death that the actor saw, and units that only waited are cleared.
 - The driver was killed: that says nothing of rows. `forget_killed_driver` drops the notes that only mean this.
 
 It knows files; it knows neither engines nor Ray.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from peagle.files import write_atomic
 
-_MANY_LOST = 2
+_MANY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +51,24 @@ class Verdict:
 def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
     """What the notes that dead engine processes left of a unit say.
 
-    Example: three rows were in an engine that died, then the first of them was alone in one that died: it is guilty,
+    Example: three rows were in an engine that died, then the first of them was alone in two that died: it is guilty,
     and the other two are suspects.
     """
     suspects: set[int] = set()
-    guilty: set[int] = set()
-    lost_alone: Counter[int] = Counter()
+    ends_alone: Counter[int] = Counter()
     num_lost = 0
     for note in notes:
         rows = range(num_rows) if note.rows is None else note.rows
-        if note.died:
-            (guilty if note.alone else suspects).update(rows)
-        elif not note.is_vague:
-            lost_alone.update(rows)
-            suspects.update(rows)
-        else:
+        if note.is_vague:
             num_lost += 1
-    guilty.update(row for row, count in lost_alone.items() if count >= _MANY_LOST)
-    if num_lost >= _MANY_LOST:
+            continue
+        suspects.update(rows)
+        if note.alone:
+            ends_alone.update(rows)
+    if num_lost >= _MANY:
         suspects.update(range(num_rows))
-    return Verdict(suspects=frozenset(suspects - guilty), guilty=frozenset(guilty))
+    guilty = frozenset(row for row, count in ends_alone.items() if count >= _MANY)
+    return Verdict(suspects=frozenset(suspects) - guilty, guilty=guilty)
 
 
 class UnitNotes:

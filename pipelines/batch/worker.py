@@ -50,6 +50,7 @@ class EngineJob:
     fake_token_s: float = 0.0
     fake_die_on: str | None = None
     fake_kill_on: str | None = None
+    fake_core: bool = False
     row_timeout_s: float | None = None
     num_devices: int = 1
     device: Device = "vcpu"
@@ -58,9 +59,7 @@ class EngineJob:
 
 
 _STOP_POLL_S = 1.0
-_KILLER = RowError(
-    reason="engine_died", message="the engine died while this row was in it, and again while it was alone"
-)
+_KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
 
 
 class EngineWorker:
@@ -224,6 +223,7 @@ class EngineWorker:
                 token_s=job.fake_token_s,
                 die_on=job.fake_die_on,
                 kill_on=job.fake_kill_on,
+                has_core=job.fake_core,
             )
             return engine, 0.0
         from peagle.engine.vllm_engine import compile_seconds, with_root_cause

@@ -63,6 +63,11 @@ def test_engines_of_a_node_share_no_core_and_leave_none() -> None:
     assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "2,3,4"]
 
 
+def test_an_engine_more_than_the_node_was_to_have_shares_cores() -> None:
+    bindings = [environment(SPEC, cpu(0, 1), engine_index=i, inherited={}) for i in range(2)]
+    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "0,1"]
+
+
 def test_the_ranks_of_an_engine_are_bound_one_by_one() -> None:
     spec = EngineSpec(model="org/m", tensor_parallel_size=2)
     variables = environment(spec, cpu(*range(8)), engine_index=1, num_engines_on_node=2, inherited={})

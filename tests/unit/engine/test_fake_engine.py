@@ -1,4 +1,8 @@
 import asyncio
+import os
+import signal
+
+import pytest
 
 from peagle.engine.fake_engine import FakeEngine
 from peagle.errors import EngineError
@@ -45,3 +49,22 @@ def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
 
     for (outcome,) in asyncio.run(scene()):
         assert isinstance(outcome, EngineError)
+
+
+def test_an_engine_with_a_process_of_its_own_dies_with_it():
+    engine = FakeEngine(has_core=True)
+    try:
+        assert asyncio.run(engine.generate("a", [1, 2, 3], GREEDY)).text == generate(GREEDY).text
+        os.kill(engine.core_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine.core_pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(EngineError):
+            asyncio.run(engine.generate("b", [1, 2, 3], GREEDY))
+    finally:
+        engine.shutdown()
+
+
+def test_shutting_an_engine_down_ends_its_process():
+    engine = FakeEngine(has_core=True)
+    engine.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.core_pid, 0)

@@ -2,7 +2,7 @@ import pytest
 
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import PREPARE_CPUS, place
+from pipelines.batch.cluster import PREPARE_CPUS, place, ray_cluster
 
 
 def cpu_node(num_cpus):
@@ -36,3 +36,23 @@ def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
     )
     placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
     assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (None, "Ray did not start here: too slow"),
+        ("10.0.0.1:6379", "cannot join the Ray cluster at 10.0.0.1:6379: too"),
+    ],
+)
+def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, message):
+    import ray
+
+    def fail(**_):
+        raise Exception("too slow")
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    with pytest.raises(CapacityError, match=message), ray_cluster():
+        pass

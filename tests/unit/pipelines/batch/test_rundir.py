@@ -9,6 +9,7 @@ from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.suspects import Note, UnitNotes
 
 
 def usage(**changes):
@@ -64,6 +65,7 @@ def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
 def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
     (run.failed / "unit-00000000.deadbeef.jsonl").write_text('{"id": "0", "reason": "orphan"}\n')
     (run.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
+    UnitNotes(run.suspects, 0, "session").write(Note(rows=(1,), alone=True, died=True))
     run.commit(0, TABLE, usage(), [])
     assert list(run.dead_letters()) == []
     assert run.remove_leftovers() == 2

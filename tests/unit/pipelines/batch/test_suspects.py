@@ -22,7 +22,10 @@ def verdict(suspects=(), guilty=()):
     [
         ([], verdict()),
         ([died(0, 2)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(0, alone=True)], verdict(suspects=[0, 2])),
+        ([died(0, 2), died(0, alone=True), died(0, alone=True)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(0, alone=True), died(2, alone=True)], verdict(suspects=[0, 2])),
+        ([died(0, 2), died(0, alone=True), lost_alone(0)], verdict(suspects=[2], guilty=[0])),
         ([died(0, 2), died(1)], verdict(suspects=[0, 1, 2])),
         ([LOST], verdict()),
         ([LOST, LOST], verdict(suspects=range(4))),
@@ -32,7 +35,7 @@ def verdict(suspects=(), guilty=()):
         ([lost_alone(1), lost_alone(2)], verdict(suspects=[1, 2])),
     ],
 )
-def test_a_row_is_suspect_after_a_death_in_company_and_guilty_after_one_alone(notes, expected):
+def test_a_row_is_suspect_after_a_death_in_company_and_guilty_after_two_alone(notes, expected):
     assert judge(notes, 4) == expected
 
 

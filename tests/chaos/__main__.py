@@ -1,0 +1,140 @@
+"""`python -m tests.chaos`: play the runs that are not played yet, then the faults, and write the report.
+
+What was played is kept under --folder, run by run, so an interrupted campaign goes on with the same command.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from tests.chaos import faults, report
+from tests.chaos.driver import Job
+from tests.chaos.play import Player
+from tests.chaos.ray_nodes import ROOT, RayNodes
+from tests.chaos.schedule import schedule
+
+_NUM_NODES = _NUM_ENGINES = 3
+_OWN_CLUSTER_EVERY = 5  # every fifth run has no cluster but its driver's own
+_NUM_KILLS = 4
+_FAKE_LIMIT_S, _REAL_LIMIT_S = 600.0, 1800.0
+
+
+def main() -> int:
+    """The command; its exit code is 1 when a run or a fault did not go as it has to."""
+    args = _parser().parse_args()
+    campaign = Campaign(args)
+    campaign.play_all()
+    campaign.inject_all()
+    path = report.write(args.report, campaign.results(), seed=args.seed, command=_command(args))
+    _say(f"report: {path}")
+    return int(any(result["problems"] for result in campaign.results()))
+
+
+class Campaign:
+    """The runs of one seed, in one folder."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.folder: Path = args.folder / f"seed-{args.seed}"
+
+    def play_all(self) -> None:
+        """The runs that are not played yet, on one cluster of several nodes."""
+        num_fake, num_all = self._args.runs, self._args.runs + self._args.real_runs
+        numbers = [n for n in range(num_all) if self._is_wanted(_name(n, n < num_fake))]
+        if not numbers:
+            return
+        with RayNodes(_NUM_NODES, max(2, hardware.detect().num_cpus), self.folder / "ray") as nodes:
+            for number in numbers:
+                self._play(number, number < num_fake, nodes)
+
+    def inject_all(self) -> None:
+        """The faults that were not tried yet."""
+        for fault in faults.FAULTS:
+            if self._is_wanted(name := f"fault-{fault}"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+                _say(name)
+                self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
+
+    def _play(self, number: int, is_fake: bool, nodes: RayNodes) -> None:
+        name = _name(number, is_fake)
+        own_cluster = is_fake and number % _OWN_CLUSTER_EVERY == _OWN_CLUSTER_EVERY - 1
+        job = self._job(name, is_fake, own_cluster)
+        kills = schedule(self._args.seed, number, num_kills=_NUM_KILLS, max_wait_s=3.0 if is_fake else 20.0)
+        shutil.rmtree(job.folder, ignore_errors=True)
+        _say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', a cluster of its own' if own_cluster else ''}")
+        limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
+        played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=_say).play()
+        self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
+
+    def results(self) -> list[dict[str, Any]]:
+        """All that were played, in the order of their names."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+
+    def _job(self, name: str, is_fake: bool, own_cluster: bool) -> Job:
+        engines = 1 if own_cluster else _NUM_ENGINES if is_fake else 2
+        common = ("--engines", str(engines), "--heartbeat-s", "0.5", "--max-num-seqs", "4", "--lease-s", "10")
+        if is_fake:
+            flags = ("--rows-per-unit", "8", "--fake-token-s", "0.03")
+        else:
+            flags = ("--rows-per-unit", "2", "--max-tokens", "24", "--max-model-len", "256", "--drafter", "peagle")
+        num_rows = self._args.rows if is_fake else self._args.real_rows
+        return Job(
+            folder=self.folder / name,
+            num_rows=num_rows // 2 if own_cluster else num_rows,
+            is_fake=is_fake,
+            flags=common + flags,
+        )
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether it was not played before, and is not left out."""
+        return not (self.folder / f"{name}.json").exists() and name in (self._args.only or [name])
+
+    def _keep(self, name: str, result: dict[str, Any]) -> None:
+        """A result; the files of a run that went well are not needed any more."""
+        (self.folder / f"{name}.json").write_text(json.dumps({"name": name, **result}, indent=2))
+        for problem in result["problems"]:
+            _say(f"  PROBLEM {problem}")
+        _say(f"{name}: {'as it has to be' if not result['problems'] else 'its files are kept'}")
+        if not result["problems"]:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _name(number: int, is_fake: bool) -> str:
+    return f"{'fake' if is_fake else 'real'}-{number:03d}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    env = os.environ.get
+    parser.add_argument("--seed", type=int, default=int(env("CHAOS_SEED", "1")), help="CHAOS_SEED; default 1")
+    parser.add_argument("--runs", type=int, default=int(env("CHAOS_RUNS", "20")), help="CHAOS_RUNS; default 20")
+    parser.add_argument(
+        "--real-runs", type=int, default=int(env("CHAOS_REAL_RUNS", "2")), help="CHAOS_REAL_RUNS; default 2"
+    )
+    parser.add_argument("--rows", type=int, default=600, help="of a run with the fake engine; default 600")
+    parser.add_argument("--real-rows", type=int, default=48, help="of a run with the real engine; default 48")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these, such as fake-004 or fault-full-disk")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
+    parser.add_argument(
+        "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="where the report goes"
+    )
+    return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    return f"CHAOS_SEED={args.seed} CHAOS_RUNS={args.runs} CHAOS_REAL_RUNS={args.real_runs} make chaos"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""`peagle generate` as a process of its own, and the corpus that it reads.
+
+The same command starts a run and continues it; who kills it, and when, is not known here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.ray_nodes import ROOT
+
+REAL_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run: its folder, its corpus, and the flags that every attempt has.
+
+    Attributes:
+        is_fake: the stand-in engine, whose answers are known.
+    """
+
+    folder: Path
+    num_rows: int
+    is_fake: bool
+    flags: tuple[str, ...] = ()
+
+    @property
+    def output(self) -> Path:
+        """The run directory."""
+        return self.folder / "run"
+
+    @property
+    def corpus(self) -> Path:
+        """The input."""
+        return self.folder / "prompts.jsonl"
+
+    def prompt(self, row: int) -> str:
+        """The prompt of one row; no two are alike."""
+        return f"Say the number {row}."
+
+    def write_corpus(self) -> None:
+        """Write the input."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"prompt": self.prompt(row)}) + "\n" for row in range(self.num_rows))
+        self.corpus.write_text("".join(lines))
+
+    def command(self) -> list[str]:
+        """The command line of every attempt."""
+        engine = ["--engine", "fake", "--fake-core"] if self.is_fake else ["--model", REAL_MODEL, "--enforce-eager"]
+        words = ["generate", *engine, "--input", str(self.corpus), "--output", str(self.output), *self.flags]
+        return [sys.executable, "-m", "jobs.cli", *words]
+
+
+class Driver:
+    """One attempt, started at once.
+
+    Args:
+        number: of the attempt; what it prints goes to `driver-NUMBER.log`.
+        environment: for the process, instead of this one's; its own local cluster where RAY_ADDRESS is not in it.
+    """
+
+    def __init__(self, job: Job, number: int, environment: Mapping[str, str] | None = None) -> None:
+        environment = dict(environment or {**os.environ, "PYTHONPATH": str(ROOT)})
+        self._log = job.folder / f"driver-{number}.log"
+        with self._log.open("wb") as sink:
+            self.process = subprocess.Popen(job.command(), env=environment, stdout=sink, stderr=subprocess.STDOUT)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code; it is killed when it takes longer, which gives -9."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return self.process.wait()
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def said(self) -> str:
+        """All that it printed."""
+        return self._log.read_text(errors="replace")
+
+    def last_words(self) -> str:
+        """The line in which it says why it ended, else its last one."""
+        lines = [line.strip() for line in self.said().splitlines() if line.strip()]
+        named = [line for line in lines if line.startswith("peagle generate:")]
+        return (named or lines or [""])[-1][:300]
+
+
+def report_of(job: Job) -> dict[str, Any]:
+    """The report of a finished run."""
+    report: dict[str, Any] = json.loads((job.output / "report.json").read_text())
+    return report

@@ -1,0 +1,167 @@
+"""One run: started, killed by its schedule, continued with the same command until it is done, and audited."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipelines.batch.rundir import RunDirectory
+from tests.chaos import processes
+from tests.chaos.audit import Audit, audit
+from tests.chaos.driver import Driver, Job
+from tests.chaos.ray_nodes import RayNodes
+from tests.chaos.schedule import Kill
+
+_LOOK_S = 0.05
+_MAX_ATTEMPTS = 20
+_LEFT_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A kill that was carried out: what, which process (or node), when in the run, and in which attempt."""
+
+    kind: str
+    victim: int
+    at_s: float
+    attempt: int
+    num_committed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """How one driver ended: -9 if it was killed."""
+
+    exit_code: int
+    wall_s: float
+    last_words: str
+
+
+@dataclass(kw_only=True)
+class Played:
+    """What happened in a run."""
+
+    kills: list[Done] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    wall_s: float = 0.0
+    audit: Audit | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+class Player:
+    """Plays one run.
+
+    Args:
+        nodes: the cluster; None for drivers that start clusters of their own, whose one raylet is the node then.
+        limit_s: a run that takes longer hangs, and has failed.
+    """
+
+    def __init__(
+        self, job: Job, kills: list[Kill], nodes: RayNodes | None, *, limit_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._job, self._left, self._nodes, self._say = job, list(kills), nodes, say
+        self._started = time.monotonic()
+        self._units_at_last = 0
+        self._due_at: float | None = None
+        self._until = self._started + limit_s
+        self._played = Played()
+
+    def play(self) -> Played:
+        """Until the run is done, or has failed."""
+        self._job.write_corpus()
+        while not self._is_over():
+            began = time.monotonic()
+            driver = Driver(self._job, len(self._played.attempts), self._nodes and self._nodes.environment)
+            try:
+                self._watch(driver)
+            finally:
+                driver.end()
+            self._played.attempts.append(
+                Attempt(
+                    exit_code=driver.wait(60),
+                    wall_s=round(time.monotonic() - began, 1),
+                    last_words=driver.last_words(),
+                )
+            )
+        self._played.wall_s = round(time.monotonic() - self._started, 1)
+        if not self._played.problems:
+            self._played.audit = audit(self._job)
+            self._played.problems += [*self._played.audit.problems, *self._survivors()]
+        return self._played
+
+    def _is_over(self) -> bool:
+        attempts = self._played.attempts
+        if attempts and attempts[-1].exit_code == 0:
+            return True
+        if len(attempts) >= _MAX_ATTEMPTS:
+            self._played.problems.append(f"not done after {len(attempts)} attempts: {attempts[-1].last_words}")
+        if time.monotonic() > self._until:
+            self._played.problems.append(f"the run hung: not done after {time.monotonic() - self._started:.0f} s")
+        return bool(self._played.problems)
+
+    def _watch(self, driver: Driver) -> None:
+        while driver.exit_code() is None and time.monotonic() < self._until:
+            if self._left and self._is_due(self._left[0]):
+                self._try(self._left[0], driver)
+            time.sleep(_LOOK_S)
+
+    def _is_due(self, kill: Kill) -> bool:
+        now = time.monotonic()
+        if self._due_at is None and self._num_committed() >= self._units_at_last + kill.after_units:
+            self._due_at = now + kill.wait_s
+        return self._due_at is not None and now >= self._due_at
+
+    def _try(self, kill: Kill, driver: Driver) -> None:
+        """Carry a kill out, if what it kills is there at this moment; else it stays the next one."""
+        num_committed = self._num_committed()
+        victim = self._carry_out(kill, driver)
+        if victim is None:
+            return
+        self._left.pop(0)
+        self._due_at, self._units_at_last = None, num_committed
+        done = Done(
+            kind=kill.kind,
+            victim=victim,
+            at_s=round(time.monotonic() - self._started, 1),
+            attempt=len(self._played.attempts),
+            num_committed=num_committed,
+        )
+        self._played.kills.append(done)
+        self._say(f"  {done.at_s:6.1f} s  killed {kill.kind} {victim} with {num_committed} units committed")
+
+    def _num_committed(self) -> int:
+        return len(RunDirectory(self._job.output).committed())
+
+    def _carry_out(self, kill: Kill, driver: Driver) -> int | None:
+        if kill.kind == "driver":
+            candidates = [driver.pid]
+        elif kill.kind == "engine":
+            candidates = processes.cores(self._job.output)
+        elif kill.kind == "actor":
+            candidates = processes.actors(self._job.output)
+        elif self._nodes is None:
+            candidates = processes.raylets(driver.pid)
+        else:
+            candidates = self._nodes.hosts_of(processes.actors(self._job.output))
+        if not candidates:
+            return None
+        victim = kill.choose(candidates)
+        if kill.kind == "node" and self._nodes is not None:
+            lost = self._nodes.lose(victim)
+            self._nodes.replace_lost()
+        else:
+            lost = processes.kill(victim)
+        return victim if lost else None
+
+    def _survivors(self) -> list[str]:
+        """Engines that a run left behind."""
+        deadline = time.monotonic() + _LEFT_AFTER_S
+        while pids := processes.actors(self._job.output):
+            if time.monotonic() > deadline:
+                return [f"process {pid} is alive: {processes.command_line(pid)[:80]}" for pid in pids]
+            time.sleep(0.2)
+        return []

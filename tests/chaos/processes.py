@@ -1,0 +1,85 @@
+"""Who is who among the processes of a run, read from /proc; and how they are killed.
+
+An engine actor and its children print into `OUT/logs/engine-SESSION.log`, so their standard output tells whose they
+are. Linux only.
+"""
+
+import contextlib
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+from peagle.engine.fake_engine import CORE_NAME
+
+_CORE_NAMES = (CORE_NAME, "EngineCore")
+
+
+def actors(run_dir: Path) -> list[int]:
+    """The processes that hold the engines of a run: of each log's processes, the one whose parent is none of them."""
+    groups = _by_log(run_dir).values()
+    return [pid for group in groups for pid in group if _parent(pid) not in group]
+
+
+def cores(run_dir: Path) -> list[int]:
+    """The engines' own processes."""
+    pids = [pid for group in _by_log(run_dir).values() for pid in group]
+    return [pid for pid in pids if any(name in command_line(pid) for name in _CORE_NAMES)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children, and so on; without `pid` itself."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for other in _pids():
+        children[_parent(other)].append(other)
+    found, queue = [], [pid]
+    while queue:
+        queue += (born := children[queue.pop()])
+        found += born
+    return found
+
+
+def raylets(pid: int) -> list[int]:
+    """Raylets among the descendants of a process."""
+    return [one for one in descendants(pid) if command_line(one).partition(" ")[0].endswith("/raylet")]
+
+
+def kill(*pids: int) -> bool:
+    """SIGKILL; whether the first of them was there."""
+    for number, pid in enumerate(pids):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            if number == 0:
+                return False
+    return bool(pids)
+
+
+def command_line(pid: int) -> str:
+    """The words of a process's command, with spaces between them; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _by_log(run_dir: Path) -> dict[str, set[int]]:
+    prefix = f"{run_dir}/logs/engine-"
+    groups: defaultdict[str, set[int]] = defaultdict(set)
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            log = str(Path(f"/proc/{pid}/fd/1").readlink())
+            if log.startswith(prefix):
+                groups[log].add(pid)
+    return groups
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -1,0 +1,113 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be lost and replaced.
+
+The head has no CPUs: drivers join there, and engines run on the others. It knows `ray start`; it knows no run.
+"""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from tests.chaos import processes
+
+ROOT = Path(__file__).parents[2]
+_RAY = str(Path(sys.executable).with_name("ray"))
+# A lost node is noticed within seconds rather than the half minute that is Ray's default; else nothing is another's.
+_SYSTEM_CONFIG = (
+    '{"health_check_initial_delay_ms": 3000, "health_check_period_ms": 1000, "health_check_timeout_ms": 5000}'
+)
+_START_S = 120
+_STARTED = b"Ray runtime started."
+
+
+class RayNodes:
+    """The cluster, from enter to exit.
+
+    Args:
+        num_nodes: those that can be lost, beside the head.
+        num_cpus: logical CPUs of each.
+        logs: folder for what `ray start` prints.
+    """
+
+    def __init__(self, num_nodes: int, num_cpus: int, logs: Path) -> None:
+        self._num_nodes, self._num_cpus, self._logs = num_nodes, num_cpus, logs
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._log_of: dict[int, Path] = {}
+        self.address = f"127.0.0.1:{_free_port()}"
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._environment = {**os.environ, **token, "PYTHONPATH": str(ROOT)}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a driver's process needs to join."""
+        return {**self._environment, "RAY_ADDRESS": self.address}
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        port = self.address.rpartition(":")[2]
+        self._head = self._start(
+            "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--system-config={_SYSTEM_CONFIG}"
+        )
+        self._wait_for(self._head)
+        self.replace_lost()
+        for node in self._nodes:
+            self._wait_for(node)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in [*self._nodes, self._head]:
+            processes.kill(*_tree(node))
+            node.wait()
+
+    def replace_lost(self) -> None:
+        """Start as many nodes as are missing; they join a few seconds later."""
+        self._nodes = [node for node in self._nodes if node.poll() is None]
+        while len(self._nodes) < self._num_nodes:
+            self._nodes.append(self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}"))
+
+    def hosts_of(self, pids: list[int]) -> list[int]:
+        """Nodes (their numbers) on which one of these processes runs."""
+        trees = enumerate(set(_tree(node)) for node in self._nodes)
+        return [number for number, tree in trees if tree.intersection(pids)]
+
+    def lose(self, number: int) -> bool:
+        """Kill a node, raylet first, as if its machine was taken away; False if it was gone already."""
+        node = self._nodes[number]
+        tree = _tree(node)
+        first = processes.raylets(node.pid)
+        lost = processes.kill(*first, *(pid for pid in tree if pid not in first))
+        node.wait()
+        return lost
+
+    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        log = self._logs / f"ray-{time.monotonic_ns()}.log"
+        # Ports are any that are free: on Ray's own defaults another cluster of this machine may listen.
+        command = [
+            _RAY, "start", "--block", *arguments, "--min-worker-port=0", "--max-worker-port=0",
+            f"--dashboard-agent-listen-port={_free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",
+        ]  # fmt: skip
+        with log.open("wb") as sink:
+            node = subprocess.Popen(command, env=self._environment, stdout=sink, stderr=subprocess.STDOUT)
+        self._log_of[node.pid] = log
+        return node
+
+    def _wait_for(self, node: "subprocess.Popen[bytes]") -> None:
+        deadline, log = time.monotonic() + _START_S, self._log_of[node.pid]
+        while _STARTED not in log.read_bytes():
+            if node.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"a Ray node did not start: see {log}")
+            time.sleep(0.2)
+
+
+def _tree(node: "subprocess.Popen[bytes]") -> list[int]:
+    return [*processes.descendants(node.pid), node.pid] if node.poll() is None else []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

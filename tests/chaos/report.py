@@ -1,0 +1,131 @@
+"""The report of a campaign: Markdown for people, the same as JSON, under benchmarks/reliability/.
+
+It adds up what was played; it knows nothing of how.
+"""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.manifest import git_revision, versions
+from tests.chaos.schedule import KINDS
+
+_SUMS = (
+    "num_rows",
+    "num_lost",
+    "num_doubled",
+    "num_dead_letters",
+    "num_output_tokens",
+    "num_regenerated_tokens",
+    "regenerated_usd",
+    "total_usd",
+    "num_sessions",
+)
+
+_WHAT = """\
+Each run is killed by its schedule, continued with the same command until it is done, and audited: every id in one
+committed row or one dead letter, every row with its own prompt and (fake engine) the known answer, usage equal to the
+sum of its rows, no file left behind, the lease free, no engine alive."""
+
+
+def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: str) -> Path:
+    """Write both files; the Markdown's path."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    data = {
+        "command": command,
+        "date": date,
+        "seed": seed,
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "engines": {engine: summary(results, engine) for engine in ("fake", "real")},
+        "results": results,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{date}-chaos-seed-{seed}.md"
+    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
+    path.write_text(to_markdown(data))
+    return path
+
+
+def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
+    """All runs of one kind of engine, added up."""
+    runs = [result for result in results if result["engine"] == engine]
+    audits = [run["audit"] for run in runs if run["audit"] is not None]
+    kills = Counter(kill["kind"] for run in runs for kill in run["kills"])
+    return {
+        "num_runs": len(runs),
+        "num_failed_runs": sum(bool(run["problems"]) for run in runs),
+        "num_attempts": sum(len(run["attempts"]) for run in runs),
+        "kills": {kind: kills[kind] for kind in KINDS},
+        "num_kills": kills.total(),
+        "wall_s": round(sum(run["wall_s"] for run in runs), 1),
+        **{name: sum(audit[name] for audit in audits) for name in _SUMS},
+    }
+
+
+def to_markdown(data: dict[str, Any]) -> str:
+    """The report, for people."""
+    parts = [
+        f"# Chaos: {data['date']}, seed {data['seed']}",
+        f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        + ".",
+        _WHAT,
+        _totals(data["engines"]),
+        "## Runs",
+        _runs([result for result in data["results"] if result["engine"] != "fault"]),
+    ]
+    if faults := [result for result in data["results"] if result["engine"] == "fault"]:
+        parts += ["## Faults that kill nobody", _faults(faults)]
+    if problems := [f"- {one['name']}: {problem}" for one in data["results"] for problem in one["problems"]]:
+        parts += ["## Problems", "\n".join(problems)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _totals(engines: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        ("runs", lambda one: one["num_runs"]),
+        ("runs that failed the audit or were not done", lambda one: one["num_failed_runs"]),
+        ("drivers started", lambda one: one["num_attempts"]),
+        ("kills", lambda one: one["num_kills"]),
+        *((f"- of them {kind}", lambda one, kind=kind: one["kills"][kind]) for kind in KINDS),
+        ("engine processes", lambda one: one["num_sessions"]),
+        ("rows committed", lambda one: f"{one['num_rows']:,}"),
+        ("rows lost", lambda one: one["num_lost"]),
+        ("rows doubled", lambda one: one["num_doubled"]),
+        ("dead letters", lambda one: one["num_dead_letters"]),
+        ("tokens committed", lambda one: f"{one['num_output_tokens']:,}"),
+        ("tokens generated again (known from heartbeats)", lambda one: f"{one['num_regenerated_tokens']:,}"),
+        ("dollars of work that was lost", lambda one: f"{one['regenerated_usd']:.6f}"),
+        ("dollars in all", lambda one: f"{one['total_usd']:.6f}"),
+    ]
+    lines = ["| | fake engine | real engine |", "|---|---|---|"]
+    lines += [f"| {name} | {value(engines['fake'])} | {value(engines['real'])} |" for name, value in rows]
+    return "\n".join(lines)
+
+
+def _runs(results: list[dict[str, Any]]) -> str:
+    lines = ["| run | cluster | kills | drivers ended with | s | rows | lost | doubled | tokens again |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for run in results:
+        kills = ", ".join(f"{kill['kind']} {kill['at_s']:.0f} s" for kill in run["kills"])
+        codes = ", ".join(str(attempt["exit_code"]) for attempt in run["attempts"])
+        audit = run["audit"] or dict.fromkeys(_SUMS, "-")
+        figures = " | ".join(
+            str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")
+        )
+        cluster = "the driver's own" if run["own_cluster"] else "several nodes"
+        lines.append(f"| {run['name']} | {cluster} | {kills} | {codes} | {run['wall_s']:.0f} | {figures} |")
+    return "\n".join(lines)
+
+
+def _faults(results: list[dict[str, Any]]) -> str:
+    lines = ["| fault | what happens | seen |", "|---|---|---|"]
+    for one in results:
+        seen = f"skipped: {one['skipped']}" if one.get("skipped") else "; ".join(one["facts"])
+        lines.append(f"| {one['fault']} | {one['what']} | {seen.replace('|', '/')} |")
+    return "\n".join(lines)
