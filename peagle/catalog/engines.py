@@ -22,6 +22,7 @@ SIZE_KEYS = (
     "max_num_seqs",
     "max_model_len",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "enforce_eager",
     "kv_cache_gib",
     "gpu_memory_utilization",
@@ -51,7 +52,8 @@ class EngineKeys(BaseModel):
         None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
+    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
     enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
     kv_cache_gib: float | None = Field(
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
@@ -121,6 +123,7 @@ def compose_engine(
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         max_model_len=max_model_len(model, keys.max_model_len),
         tensor_parallel_size=keys.tensor_parallel_size,
+        pipeline_parallel_size=keys.pipeline_parallel_size,
         enforce_eager=keys.enforce_eager,
         kv_cache_gib=keys.kv_cache_gib,
         gpu_memory_utilization=keys.gpu_memory_utilization,

@@ -11,6 +11,7 @@ from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
 from peagle.files import write_atomic, write_json
+from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -28,6 +29,7 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
     finished = max([s.last_seen_at for s in sessions], default=time.time())
     information = {
         **manifest["run"],
+        "num_engines": manifest["run"].get("num_engines") or most_at_once(sessions),
         "path": str(run),
         "num_input_rows": plan.num_rows,
         "started_at": manifest["created_at"],

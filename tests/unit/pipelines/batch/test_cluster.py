@@ -36,3 +36,15 @@ def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
     )
     placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
     assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
+
+
+def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
+    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    assert (few.num_engines_on_node, few.num_devices) == (4, 1)
+    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
+    assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
+
+
+def test_an_engine_with_more_ranks_than_cores_is_refused():
+    with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
+        place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
