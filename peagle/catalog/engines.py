@@ -14,6 +14,7 @@ from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -114,7 +115,15 @@ def compose_engine(
 
     Raises:
         PrecisionError: the hardware cannot run it.
+        ConfigError: a drafter together with pipeline stages.
     """
+    if drafter.spec is not None and keys.pipeline_parallel_size > 1:
+        # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
+        raise ConfigError(
+            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size} pipeline"
+            " stages: vLLM keeps only the last stage's",
+            hint="use --tensor-parallel-size instead, or --drafter none",
+        )
     spec = EngineSpec(
         model=model.path,
         drafter=drafter.spec,
