@@ -120,8 +120,8 @@ def compose_engine(
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
         # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
         raise ConfigError(
-            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size} pipeline"
-            " stages: vLLM keeps only the last stage's",
+            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
+            " pipeline stages: vLLM keeps only the last stage's",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     spec = EngineSpec(

@@ -7,8 +7,9 @@ one unit that became dead letters, and from then on answers for them (`docs/deci
 
 import io
 import json
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,8 @@ from pipelines.batch.inputs.files import SourceFile
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.workload import Workload
 
+_UNIT_COLUMNS = ("unit", "first_id")
+_ROWS_AT_ONCE = 16_384
 _SMALL_UNITS = b"peagle.small_units"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 
@@ -142,14 +145,15 @@ def _auto_cut_of(files: Sequence[SourceFile], config: GenerateConfig, max_num_se
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """`plan.parquet`: a row per unit; the corpus's schema and fingerprint are metadata."""
-    rows = [{"unit": unit.unit, "first_id": unit.first_id, **asdict(unit.span)} for unit in plan.units]
+    columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
+    columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
         b"peagle.schema": plan.schema.serialize().to_pybytes(),
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
         _SMALL_UNITS: json.dumps(plan.small_units).encode(),
     }
-    return _to_parquet(pa.Table.from_pylist(rows).replace_schema_metadata(metadata))
+    return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
 
 
 def plan_from_bytes(data: bytes) -> Plan:
@@ -157,7 +161,7 @@ def plan_from_bytes(data: bytes) -> Plan:
     table = pq.read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
-        units=tuple(_unit_from_row(row) for row in table.to_pylist()),
+        units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"])),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
@@ -189,7 +193,8 @@ def unit_from_json(text: str) -> WorkUnit:
 
 
 def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
-    span = {k: v for k, v in row.items() if k not in ("unit", "first_id")}
+    # Text that units share is kept once: a plan may have millions of them.
+    span = {k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS}
     return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
 
 

@@ -8,11 +8,11 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
+from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
 from pipelines.batch.plan import Plan
@@ -84,18 +84,22 @@ class Supervisor:
     ) -> None:
         self._run, self._plan, self._resolved = run, plan, resolved
         self._stop, self._command = stop, command
-        usages = list(run.usages())
         price = Price.from_dict(run.manifest()["price"])
-        self._spending = Spending(usages, run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+        self.tally = Tally(num_rows_planned=plan.num_rows)
+        self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+        self.tally.usd = self._spending.usd
         self._deaths = DeathWatch()
         self._price = price
         self._limits = limits_of(resolved)
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(0))
         self._give_up_at = math.inf
-        self.tally = Tally(num_rows_planned=plan.num_rows, usd=self._spending.usd)
-        for earlier in usages:
-            self.tally.add(earlier, before=True)
         self.ending: Ending | None = None
+
+    def _earlier(self) -> Iterator[UnitUsage]:
+        """What earlier attempts committed, once through: there may be more units than memory holds."""
+        for usage in self._run.usages():
+            self.tally.add(usage, before=True)
+            yield usage
 
     def require_room(self) -> None:
         """Refuse to start engines when a limit is reached already.

@@ -25,9 +25,11 @@ def own_answers(speaking_target):
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
     answers = []
     for prompt in PROMPTS:
-        ids = tokenizer.encode(f"[{prompt}]", return_tensors="pt", add_special_tokens=False)
-        tokens = model.generate(ids, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS)
-        answers.append(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+        tokens = tokenizer.encode(f"[{prompt}]", add_special_tokens=False)
+        num_prompt_tokens = len(tokens)
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokenizer.decode(tokens[num_prompt_tokens:], skip_special_tokens=True))
     return answers
 
 
