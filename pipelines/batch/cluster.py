@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from peagle import hardware
@@ -218,8 +218,14 @@ def num_nodes() -> int:
 
 
 def room_for(placement: Placement) -> int:
-    """Engines that the cluster has room for as it is."""
-    return sum(_room_on(node, placement) for node in _nodes())
+    """Engines that the cluster has room for as it is, beside one task that feeds them."""
+    nodes = _nodes()
+    room = sum(_room_on(node, placement) for node in nodes)
+    return room if _spare_cpus(nodes, placement, room) >= PREPARE_CPUS else room - 1
+
+
+def _spare_cpus(nodes: Sequence[Mapping[str, float]], placement: Placement, num_engines: int) -> float:
+    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -228,18 +234,19 @@ def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _room_on(node: dict[str, float], placement: Placement) -> int:
+def _room_on(node: Mapping[str, float], placement: Placement) -> int:
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
     return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
 
 
 def _lacking(placement: Placement, num_engines: int) -> str:
     """What is missing, in words; empty if every engine fits on some node."""
-    nodes, room = _nodes(), room_for(placement)
+    nodes = _nodes()
+    room = sum(_room_on(node, placement) for node in nodes)
     if room < num_engines:
         each = f"{placement.num_gpus} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
         return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {room}"
-    spare = sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+    spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
     return ""

@@ -194,7 +194,9 @@ def unit_from_json(text: str) -> WorkUnit:
 
 def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
     # Text that units share is kept once: a plan may have millions of them.
-    span = {k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS}
+    span: dict[str, Any] = {
+        k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS
+    }
     return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
 
 
