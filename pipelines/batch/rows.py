@@ -106,7 +106,7 @@ def packed(table: pa.Table) -> pa.Table:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return pa.table({_PACKED: pa.array([sink.getvalue()], pa.large_binary())})
+    return pa.table({_PACKED: pa.array([sink.getvalue().to_pybytes()], pa.large_binary())})
 
 
 def unpacked(batch: pa.Table) -> pa.Table:
