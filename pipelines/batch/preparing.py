@@ -32,8 +32,8 @@ class PrepareJob:
 
 
 def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
-    """Read, template and tokenise units one after the other; `batch` has them in its one row."""
-    for text in batch.column("units")[0].as_py():
+    """Read, template and tokenise units one after the other; `batch` has them in its one row, a line each."""
+    for text in batch.column("units")[0].as_py().split("\n"):
         yield packed(_prepare(unit_from_json(text), job))
 
 

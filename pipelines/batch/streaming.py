@@ -103,7 +103,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
     prepare_job, engine_job = _jobs(run, plan, resolved)
     return (
         ray.data.from_items(
-            [{"units": [*map(unit_to_json, piece)]} for piece in pieces], override_num_blocks=len(pieces)
+            [{"units": "\n".join(map(unit_to_json, piece))} for piece in pieces], override_num_blocks=len(pieces)
         )
         .map_batches(
             prepare_units,
