@@ -32,14 +32,19 @@ class PrepareJob:
 
 
 def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
-    """Read, template and tokenise units one after the other; `batch` has them in its one row, a line each."""
-    for text in batch.column("units")[0].as_py().split("\n"):
-        yield packed(_prepare(unit_from_json(text), job))
+    """Read, template and tokenise units one after the other; `batch` has them in its one row, a line each.
+
+    Once the run is being stopped, one that is given back stands for all that follow.
+    """
+    run = RunDirectory(Path(job.run_dir))
+    for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
+        if run.stop_grace_s() is not None:
+            yield packed(given_back(unit))
+            return
+        yield packed(_prepare(unit, job))
 
 
 def _prepare(unit: WorkUnit, job: PrepareJob) -> pa.Table:
-    if RunDirectory(Path(job.run_dir)).stop_grace_s() is not None:
-        return given_back(unit)
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]
