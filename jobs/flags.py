@@ -5,6 +5,7 @@ Priority: flag > environment (PEAGLE_<KEY>) > YAML > default.
 
 import argparse
 import os
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -74,9 +75,18 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
 _METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 2:8 and 18:30 as numbers to the base of 60; here they are text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
+        first: [("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+$")), *resolvers]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

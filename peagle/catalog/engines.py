@@ -14,6 +14,7 @@ from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -22,6 +23,7 @@ SIZE_KEYS = (
     "max_num_seqs",
     "max_model_len",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "enforce_eager",
     "kv_cache_gib",
     "gpu_memory_utilization",
@@ -51,7 +53,8 @@ class EngineKeys(BaseModel):
         None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
+    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
     enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
     kv_cache_gib: float | None = Field(
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
@@ -112,7 +115,15 @@ def compose_engine(
 
     Raises:
         PrecisionError: the hardware cannot run it.
+        ConfigError: a drafter together with pipeline stages.
     """
+    if drafter.spec is not None and keys.pipeline_parallel_size > 1:
+        # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
+        raise ConfigError(
+            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
+            " pipeline stages: vLLM keeps only the last stage's",
+            hint="use --tensor-parallel-size instead, or --drafter none",
+        )
     spec = EngineSpec(
         model=model.path,
         drafter=drafter.spec,
@@ -121,6 +132,7 @@ def compose_engine(
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         max_model_len=max_model_len(model, keys.max_model_len),
         tensor_parallel_size=keys.tensor_parallel_size,
+        pipeline_parallel_size=keys.pipeline_parallel_size,
         enforce_eager=keys.enforce_eager,
         kv_cache_gib=keys.kv_cache_gib,
         gpu_memory_utilization=keys.gpu_memory_utilization,

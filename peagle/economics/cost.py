@@ -10,8 +10,7 @@ idle. One unit commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compi
 lost; 200 in all, 200 / 3600 * 0.10 = 0.00556 USD; 1,500 / 0.00556 = 270,000 tokens per USD.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from peagle.economics.prices import Price
@@ -136,44 +135,55 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     A committed unit is never lost: where a killed session's last heartbeat is older than its last commit, the
     units' busy seconds count and the session's total grows by the difference.
 
+    Args:
+        units: gone through once, before `sessions`.
+
     Raises:
         PeagleError: a unit names no session of the ledger, or a session is there twice.
         PriceError: the price is for another kind of device than the engines held.
     """
-    units, sessions = list(units), list(sessions)
-    units_of = _units_by_session(units, sessions)
+    num_units, work_of = _work_by_session(units)
+    sessions = list(sessions)
+    _check_sessions(sessions, work_of)
+    work = list(work_of.values())
     _check_devices(sessions, price)
     return Account(
         price=price,
-        device_s=sum((_shares(one, units_of[one.session_id]) for one in sessions), Shares()),
-        num_units=len(units),
-        num_rows=sum(unit.num_rows for unit in units),
-        num_failed_rows=sum(unit.num_failed_rows for unit in units),
-        num_prompt_tokens=sum(unit.num_prompt_tokens for unit in units),
-        num_cached_tokens=sum(unit.num_cached_tokens for unit in units),
-        num_output_tokens=sum(unit.num_output_tokens for unit in units),
-        num_lost_tokens=sum(_num_lost_tokens(one, units_of[one.session_id]) for one in sessions),
-        busy_s=sum(unit.busy_s for unit in units),
-        wall_s=_wall_s(sessions, units_of),
+        device_s=sum((_shares(one, work_of.get(one.session_id)) for one in sessions), Shares()),
+        num_units=num_units,
+        num_rows=sum(one.num_rows for one in work),
+        num_failed_rows=sum(one.num_failed_rows for one in work),
+        num_prompt_tokens=sum(one.num_prompt_tokens for one in work),
+        num_cached_tokens=sum(one.num_cached_tokens for one in work),
+        num_output_tokens=sum(one.num_output_tokens for one in work),
+        num_lost_tokens=sum(_num_lost_tokens(one, work_of.get(one.session_id)) for one in sessions),
+        busy_s=sum(one.busy_s for one in work),
+        wall_s=_wall_s(sessions, work_of),
         num_sessions=len(sessions),
         num_unended_sessions=sum(not session.ended for session in sessions),
-        speculation=sum((unit.speculation for unit in units), SpeculationStats.empty()),
+        speculation=sum((one.speculation for one in work), SpeculationStats.empty()),
     )
 
 
-def _units_by_session(units: list[UnitUsage], sessions: list[EngineSession]) -> defaultdict[str, list[UnitUsage]]:
+def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsage]]:
+    """How many units there are, and each session's together: a run may have more of them than memory holds."""
+    num_units, work_of = 0, dict[str, UnitUsage]()
+    for unit in units:
+        num_units += 1
+        before = work_of.get(unit.session_id)
+        work_of[unit.session_id] = unit if before is None else before + unit
+    return num_units, work_of
+
+
+def _check_sessions(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> None:
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
         raise PeagleError("the ledger holds the same engine session twice, and would be paid twice")
-    units_of: defaultdict[str, list[UnitUsage]] = defaultdict(list)
-    for unit in units:
-        units_of[unit.session_id].append(unit)
-    if orphans := sorted(set(units_of) - known):
+    if orphans := sorted(set(work_of) - known):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
             hint="without ledger/session-<id>.parquet of each their cost is unknown; restore these files",
         )
-    return units_of
 
 
 def _check_devices(sessions: list[EngineSession], price: Price) -> None:
@@ -186,8 +196,8 @@ def _check_devices(sessions: list[EngineSession], price: Price) -> None:
             )
 
 
-def _shares(session: EngineSession, units: list[UnitUsage]) -> Shares:
-    committed_s = sum(unit.busy_s for unit in units)
+def _shares(session: EngineSession, work: UnitUsage | None) -> Shares:
+    committed_s = work.busy_s if work else 0.0
     return Shares(
         load=session.load_s,
         compile=session.compile_s,
@@ -197,15 +207,16 @@ def _shares(session: EngineSession, units: list[UnitUsage]) -> Shares:
     ).times(session.num_devices)
 
 
-def _num_lost_tokens(session: EngineSession, units: list[UnitUsage]) -> int:
-    return max(session.num_output_tokens - sum(unit.num_output_tokens for unit in units), 0)
+def _num_lost_tokens(session: EngineSession, work: UnitUsage | None) -> int:
+    return max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
 
 
-def _wall_s(sessions: list[EngineSession], units_of: defaultdict[str, list[UnitUsage]]) -> float:
+def _wall_s(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> float:
     """The length of the union of the sessions' lives."""
     wall_s, seen_until = 0.0, float("-inf")
     for session in sorted(sessions, key=lambda one: one.started_at):
-        ends = [session.last_seen_at, *(unit.finished_at for unit in units_of[session.session_id])]
-        wall_s += max(max(ends) - max(session.started_at, seen_until), 0.0)
-        seen_until = max(seen_until, *ends)
+        work = work_of.get(session.session_id)
+        end = max(session.last_seen_at, work.finished_at if work else session.last_seen_at)
+        wall_s += max(end - max(session.started_at, seen_until), 0.0)
+        seen_until = max(seen_until, end)
     return wall_s

@@ -126,10 +126,11 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
 
 
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:
-    """Digests, as many as the prompt decides; `index` tells several responses to one prompt apart."""
+    """Digests, as many as the prompt decides, or `max_tokens` with `ignore_eos`; `index` tells several responses to one
+    prompt apart."""
     seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
     digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
-    wanted = 1 + int(digest[:8], 16) % 32
+    wanted = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
     num_tokens = min(wanted, sampling["max_tokens"])
     word, logprobs = digest[:16], None
     if (num_top := sampling.get("logprobs")) is not None:

@@ -120,7 +120,8 @@ def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node:
         raise CapacityError(
             f"{num_engines_on_node} engine(s) of {spec.num_accelerators} accelerator(s) need"
             f" {spec.num_accelerators * num_engines_on_node}; this node has {hardware.num_accelerators}",
-            hint="use fewer engines, or a smaller --tensor-parallel-size",
+            hint="an engine lives on one node: use fewer engines, or a smaller --tensor-parallel-size"
+            " or --pipeline-parallel-size",
         )
     footprint = read_footprint(spec.model)
     if footprint is None:

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from peagle import hardware
@@ -109,15 +109,25 @@ def inspect(*, on_accelerators: bool | None = None) -> Hardware:
     return found
 
 
-def place(hardware: Hardware, *, num_engines: int, accelerators_per_engine: int, num_nodes: int) -> Placement:
+def place(
+    hardware: Hardware, *, num_engines: int, accelerators_per_engine: int, num_nodes: int, most_engines: int = 0
+) -> Placement:
     """What each of `num_engines` engines takes of nodes like this.
 
     On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
     still place the tasks that feed it.
 
+    Args:
+        most_engines: so many there may be later; a node is shared by as many of them as it can hold.
+
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
+
+    Raises:
+        CapacityError: fewer cores than engines, or than an engine's ranks.
     """
     per_node = math.ceil(num_engines / num_nodes)
+    fit = (hardware.num_accelerators or hardware.num_cpus) // accelerators_per_engine
+    per_node = max(per_node, min(math.ceil(most_engines / num_nodes), fit))
     if hardware.platform == "cuda":
         return Placement(
             num_cpus=1,
@@ -127,10 +137,11 @@ def place(hardware: Hardware, *, num_engines: int, accelerators_per_engine: int,
             num_engines_on_node=per_node,
         )
     cpus = hardware.num_cpus // per_node
-    if cpus < 1:
+    if cpus < accelerators_per_engine:
+        need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
         raise CapacityError(
-            f"{num_engines} engines need a CPU core each; {num_nodes} node(s) have {hardware.num_cpus} each",
-            hint=f"use at most --engines {hardware.num_cpus * num_nodes}",
+            f"{num_engines} engines need {need}; {num_nodes} node(s) have {hardware.num_cpus} each",
+            hint=f"use at most --engines {fit * num_nodes}" if fit else "use fewer ranks an engine",
         )
     return Placement(
         num_cpus=float(cpus - 1) or 0.5,
@@ -139,6 +150,26 @@ def place(hardware: Hardware, *, num_engines: int, accelerators_per_engine: int,
         device="vcpu",
         num_engines_on_node=per_node,
     )
+
+
+def scale_with_the_queue() -> None:
+    """Have Ray Data want another actor when each has all the calls that it can take and as many again wait for one
+    more; and let one go that has none. Ray Data 2.60's default, 1.75 times its calls, is never reached where an actor
+    queues only one call.
+    """
+    from ray.data import DataContext
+
+    autoscaling = DataContext.get_current().autoscaling_config
+    autoscaling.actor_pool_util_upscaling_threshold = 1.0
+    autoscaling.actor_pool_util_downscaling_threshold = 0.5
+
+
+def keep_rows_apart() -> None:
+    """Have Ray Data make a block of each row, as soon as it is there, in any order, and print nothing."""
+    from ray.data import DataContext
+
+    keep_blocks()
+    DataContext.get_current().target_max_block_size = 1  # byte: it ends a block, and never splits a row
 
 
 def keep_blocks() -> None:
@@ -195,22 +226,36 @@ def num_nodes() -> int:
     return max(1, sum(bool(n["Alive"] and n["Resources"].get("CPU")) for n in ray.nodes()))
 
 
-def _lacking(placement: Placement, num_engines: int) -> str:
-    """What is missing, in words; empty if every engine fits on some node."""
+def room_for(placement: Placement) -> int:
+    """Engines that the cluster has room for as it is, beside one task that feeds them."""
+    nodes = _nodes()
+    room = sum(_room_on(node, placement) for node in nodes)
+    return room if _spare_cpus(nodes, placement, room) >= PREPARE_CPUS else room - 1
+
+
+def _spare_cpus(nodes: Sequence[Mapping[str, float]], placement: Placement, num_engines: int) -> float:
+    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+
+
+def _nodes() -> list[dict[str, float]]:
     import ray
 
-    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    room = sum(
-        min(
-            math.floor(node.get("CPU", 0) / placement.num_cpus),
-            math.floor(node.get("GPU", 0) / placement.num_gpus) if placement.num_gpus else num_engines,
-        )
-        for node in nodes
-    )
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _room_on(node: Mapping[str, float], placement: Placement) -> int:
+    by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
+    return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
+
+
+def _lacking(placement: Placement, num_engines: int) -> str:
+    """What is missing, in words; empty if every engine fits on some node."""
+    nodes = _nodes()
+    room = sum(_room_on(node, placement) for node in nodes)
     if room < num_engines:
         each = f"{placement.num_gpus} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
         return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {room}"
-    spare = sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+    spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
     return ""

@@ -14,6 +14,7 @@ from peagle.economics.price_keys import PriceKeys
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
 from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
+from pipelines.batch.pool import EngineRange
 
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
@@ -49,7 +50,10 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
         "default: sampling, if there",
     )
 
-    engines: int = Field(1, ge=1, description="engine actors")
+    engines: str = Field(
+        "1",
+        description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
+    )
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
@@ -93,6 +97,11 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
             raise ValueError("fake_die_on and fake_kill_on mean nothing without engine: fake")
         return self
 
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _engines_are_a_range(cls, value: Any) -> Any:
+        return str(EngineRange.parse(str(value)))
+
     @field_validator("output", mode="before")
     @classmethod
     def _output_is_a_folder(cls, value: Any) -> Any:
@@ -126,6 +135,11 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
             return Path(value).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"no schema can be read there ({error})") from error
+
+    @property
+    def engine_range(self) -> EngineRange:
+        """How many engines."""
+        return EngineRange.parse(self.engines)
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters alone, as the fingerprint and the report carry them."""

@@ -14,14 +14,16 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.errors import InputError
+from pipelines.batch.cutting import Cut
 from pipelines.batch.inputs.columns import Columns, unify
 from pipelines.batch.inputs.files import SourceFile, discover
 from pipelines.batch.inputs.lines import Lines
 from pipelines.batch.inputs.openai_batch import BATCH_SCHEMA, is_batch
 from pipelines.batch.inputs.parquet import count_parquet, read_parquet, scan_parquet
-from pipelines.batch.inputs.records import first_object, read_records, records
+from pipelines.batch.inputs.records import Record, first_object, read_records, records
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.inputs.unique import UniqueIds
+from pipelines.batch.workload import Workload
 
 
 def find(uri: str, input_format: str = "auto") -> list[SourceFile]:
@@ -56,8 +58,10 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
     return num_rows
 
 
-def scan(files: Sequence[SourceFile], rows_per_span: int, limit: int | None) -> tuple[list[Span], pa.Schema, str]:
-    """Cut the files into spans.
+def scan(
+    files: Sequence[SourceFile], cut: Cut, limit: int | None, workload: Workload
+) -> tuple[list[Span], pa.Schema, str]:
+    """Cut the files into spans, each with a guess of its work.
 
     Returns:
         The spans in order, the schema of all columns, and a fingerprint of the content.
@@ -68,6 +72,7 @@ def scan(files: Sequence[SourceFile], rows_per_span: int, limit: int | None) -> 
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
+    sizes = cut.sizes()
     left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
     with UniqueIds() as ids:
@@ -76,11 +81,11 @@ def scan(files: Sequence[SourceFile], rows_per_span: int, limit: int | None) -> 
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, rows_per_span, left, digest)
+                file_spans, schema = scan_parquet(file, sizes, left, digest, workload)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
-                text = _TextScan(file, index, ids)
-                file_spans, schema = text.run(rows_per_span, left, digest)
+                text = _TextScan(file, index, ids, workload)
+                file_spans, schema = text.run(sizes, left, digest)
                 num_valid, first_error = num_valid + text.num_valid, first_error or text.first_error
             spans += file_spans
             left -= sum(s.num_rows for s in file_spans)
@@ -114,48 +119,58 @@ def read(span: Span) -> Iterator[RawRow]:
 class _TextScan:
     """One pass over a file of a text format: spans, columns, and what a batch as a whole must keep to."""
 
-    def __init__(self, file: SourceFile, index: int, ids: UniqueIds) -> None:
+    def __init__(self, file: SourceFile, index: int, ids: UniqueIds, workload: Workload) -> None:
         self._file = file
         self._index = index
         self._ids = ids
+        self._workload = workload
         self._is_batch = file.format == "openai-batch"
         self._columns = Columns()
         self.num_valid = 0
         self.first_error: str | None = None
 
-    def run(self, rows_per_span: int, left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
+    def run(self, sizes: Iterator[int], left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
         """Spans and schema."""
         lines = Lines(self._file.path)
         lines.on_line = digest.update
         spans: list[Span] = []
-        first_row = num_rows = start = 0
-        number, header = 1, ""  # the first span of a CSV file begins with its header
+        first_row = 0
         try:
-            for record in records(self._file.format, lines):
-                header = record.header
-                self._note(record.row, record.line)
-                num_rows += 1
-                if num_rows - first_row == rows_per_span or num_rows == left:
-                    spans.append(self._span(first_row, num_rows, start, lines.position, number, header))
-                    first_row, start, number = num_rows, lines.position, lines.number
-                if num_rows == left:
-                    break
-            if num_rows > first_row:
-                spans.append(self._span(first_row, num_rows, start, lines.position, number, header))
+            rows = records(self._file.format, lines)
+            while first_row < left and (span := self._next_span(rows, lines, first_row, left, sizes)):
+                spans.append(span)
+                first_row += span.num_rows
         finally:
             lines.close()
         return spans, BATCH_SCHEMA if self._is_batch else self._columns.schema()
 
-    def _span(self, first_row: int, stop_row: int, start: int, end: int, line: int, header: str) -> Span:
+    def _next_span(
+        self, rows: Iterator[Record], lines: Lines, first_row: int, left: int, sizes: Iterator[int]
+    ) -> Span | None:
+        """The span from where `lines` stands; None at the end of the file."""
+        start, number, header = lines.position, lines.number, ""  # the first span of a CSV file begins with its header
+        num_rows = work = size = 0
+        before = start
+        for record in rows:
+            size = size or min(next(sizes), left - first_row)
+            header, num_rows = record.header, num_rows + 1
+            work += self._workload.of_row(record.row, lines.position - before)
+            before = lines.position
+            self._note(record.row, record.line)
+            if num_rows == size:
+                break
+        if not num_rows:
+            return None
         return Span(
             path=self._file.path,
             format=self._file.format,
             first_row=first_row,
-            num_rows=stop_row - first_row,
+            num_rows=num_rows,
             start=start,
-            end=end,
-            line=line,
+            end=lines.position,
+            line=number,
             header=header,
+            work=work,
         )
 
     def _note(self, row: RawRow, line: int) -> None:

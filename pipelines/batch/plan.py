@@ -7,9 +7,9 @@ one unit that became dead letters, and from then on answers for them (`docs/deci
 
 import io
 import json
-import math
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -17,12 +17,15 @@ import pyarrow.parquet as pq
 
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.corpus import count_rows, find, scan
+from pipelines.batch.cutting import Cut, auto_cut, enough_rows
 from pipelines.batch.inputs.files import SourceFile
 from pipelines.batch.inputs.span import Span
+from pipelines.batch.workload import Workload
 
+_UNIT_COLUMNS = ("unit", "first_id")
+_ROWS_AT_ONCE = 16_384
+_SMALL_UNITS = b"peagle.small_units"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
-_MAX_AUTO_ROWS = 256
-_UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,11 @@ class WorkUnit:
         """Rows that it takes."""
         return self.span.num_rows if self.rows is None else len(self.rows)
 
+    @property
+    def work(self) -> int:
+        """A guess of the work in them, for the order in which units are handed out."""
+        return self.span.work * self.num_rows // self.span.num_rows
+
     def row_id(self, index: int) -> str:
         """The id of the unit's row `index`: its number in the corpus, padded so that ids sort."""
         return f"{self.first_id + (index if self.rows is None else self.rows[index]):09d}"
@@ -66,13 +74,20 @@ class Retry:
 class Plan:
     """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content.
 
-    `units` are those of the corpus in its order, then those of retries.
+    `units` are those of the corpus in its order, then those of retries. `small_units` are the sizes that the first of
+    them were cut to, before all others got `rows_per_unit`.
     """
 
     units: tuple[WorkUnit, ...]
     rows_per_unit: int
     schema: pa.Schema
     corpus_fingerprint: str
+    small_units: tuple[int, ...] = ()
+
+    @property
+    def cut(self) -> Cut:
+        """How the corpus was cut; the same cut gives the same units again."""
+        return Cut(rows_per_unit=self.rows_per_unit, small=self.small_units)
 
     @property
     def num_rows(self) -> int:
@@ -95,41 +110,50 @@ class Plan:
         return replace(self, units=tuple(units.values()))
 
 
-def make_plan(config: GenerateConfig) -> Plan:
+def make_plan(config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: int = 8) -> Plan:
     """Cut the corpus that `config` names.
+
+    Args:
+        cut: as it was cut before; None decides it: `rows_per_unit` of the configuration everywhere, else by rows,
+            engines and `max_num_seqs`.
+        max_num_seqs: requests that an engine runs at once, where the configuration does not say.
 
     Raises:
         InputError: the corpus cannot be read, or holds no row.
     """
     files = find(config.input, config.input_format)
-    rows_per_unit = config.rows_per_unit or _auto_rows_per_unit_of(files, config)
-    spans, schema, fingerprint = scan(files, rows_per_unit, config.limit)
-    return Plan(units=_number(spans), rows_per_unit=rows_per_unit, schema=schema, corpus_fingerprint=fingerprint)
+    if cut is None and config.rows_per_unit is not None:
+        cut = Cut(rows_per_unit=config.rows_per_unit)
+    cut = cut or _auto_cut_of(files, config, max_num_seqs)
+    workload = Workload(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
+    spans, schema, fingerprint = scan(files, cut, config.limit, workload)
+    return Plan(
+        units=_number(spans),
+        rows_per_unit=cut.rows_per_unit,
+        small_units=cut.small,
+        schema=schema,
+        corpus_fingerprint=fingerprint,
+    )
 
 
-def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
-    """Rows a unit: small enough for a short tail, large enough that a big corpus is not a million files.
-
-    >>> auto_rows_per_unit(48, 1), auto_rows_per_unit(10_000_000, 8)
-    (3, 256)
-    """
-    return max(1, min(_MAX_AUTO_ROWS, math.ceil(num_rows / (_UNITS_PER_ENGINE * num_engines))))
-
-
-def _auto_rows_per_unit_of(files: Sequence[SourceFile], config: GenerateConfig) -> int:
-    enough = _MAX_AUTO_ROWS * _UNITS_PER_ENGINE * config.engines  # more rows do not change the answer
-    return auto_rows_per_unit(count_rows(files, min(config.limit or enough, enough)), config.engines)
+def _auto_cut_of(files: Sequence[SourceFile], config: GenerateConfig, max_num_seqs: int) -> Cut:
+    num_engines = config.engine_range.largest
+    enough = enough_rows(num_engines)
+    num_rows = count_rows(files, min(config.limit or enough, enough))
+    return auto_cut(num_rows, num_engines, config.max_num_seqs or max_num_seqs)
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """`plan.parquet`: a row per unit; the corpus's schema and fingerprint are metadata."""
-    rows = [{"unit": unit.unit, "first_id": unit.first_id, **asdict(unit.span)} for unit in plan.units]
+    columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
+    columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
         b"peagle.schema": plan.schema.serialize().to_pybytes(),
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
+        _SMALL_UNITS: json.dumps(plan.small_units).encode(),
     }
-    return _to_parquet(pa.Table.from_pylist(rows).replace_schema_metadata(metadata))
+    return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
 
 
 def plan_from_bytes(data: bytes) -> Plan:
@@ -137,10 +161,11 @@ def plan_from_bytes(data: bytes) -> Plan:
     table = pq.read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
-        units=tuple(_unit_from_row(row) for row in table.to_pylist()),
+        units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"])),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
     )
 
 
@@ -168,7 +193,10 @@ def unit_from_json(text: str) -> WorkUnit:
 
 
 def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
-    span = {k: v for k, v in row.items() if k not in ("unit", "first_id")}
+    # Text that units share is kept once: a plan may have millions of them.
+    span: dict[str, Any] = {
+        k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS
+    }
     return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
 
 

@@ -1,9 +1,11 @@
-"""The first stage that Ray Data runs: read, template and tokenise a unit on a CPU.
+"""The first stage that Ray Data runs: read, template and tokenise units on a CPU.
 
-A unit is one block. What the stage needs travels in one picklable job record. It knows neither engines nor the driver.
+A unit is one row, and goes on as soon as it is ready. What the stage needs travels in one picklable job record. It
+knows neither engines nor the driver.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
 from peagle.requests import RequestBuilder, SamplingSpec
 from pipelines.batch.corpus import read
 from pipelines.batch.node import localize
-from pipelines.batch.plan import unit_from_json
-from pipelines.batch.rows import given_back, prepare
+from pipelines.batch.plan import WorkUnit, unit_from_json
+from pipelines.batch.rows import given_back, packed, prepare
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -29,11 +31,20 @@ class PrepareJob:
     schema: pa.Schema
 
 
-def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
-    """Read, template and tokenise one unit; `batch` has it in its one row."""
-    unit = unit_from_json(batch.column("unit")[0].as_py())
-    if RunDirectory(Path(job.run_dir)).stop_grace_s() is not None:
-        return given_back(unit)
+def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
+    """Read, template and tokenise units one after the other; `batch` has them in its one row, a line each.
+
+    Once the run is being stopped, one that is given back stands for all that follow.
+    """
+    run = RunDirectory(Path(job.run_dir))
+    for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
+        if run.stop_grace_s() is not None:
+            yield packed(given_back(unit))
+            return
+        yield packed(_prepare(unit, job))
+
+
+def _prepare(unit: WorkUnit, job: PrepareJob) -> pa.Table:
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]

@@ -4,7 +4,7 @@ It adds up what it is told and draws it; it reads no files.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -33,6 +33,7 @@ class Tally:
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
     usd: float = 0.0
     tokens_per_s: float = 0.0
+    num_engines: int = 0
     seconds_left: float | None = None
     _rows_before: int = 0
 
@@ -45,15 +46,16 @@ class Tally:
         if before:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
-    def observe(self, sessions: Iterable[EngineSession], usd: float) -> None:
-        """Take dollars, and speed from the heartbeats of this attempt's engines."""
-        sessions = list(sessions)
+    def observe(self, sessions: Iterable[EngineSession], usd: float, alive: Sequence[EngineSession]) -> None:
+        """Take dollars, and speed from the heartbeats of this attempt's engines, of which some are alive."""
         self.usd = usd
-        busy_s = max((s.busy_s + s.idle_s for s in sessions), default=0.0)
-        self.tokens_per_s = sum(s.num_output_tokens for s in sessions) / busy_s if busy_s else 0.0
+        up = [session for session in alive if session.busy_s + session.idle_s > 0]
+        self.num_engines = len(up)
+        self.tokens_per_s = sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in up)
         done = self.num_rows + self.num_failed_rows
         fresh = done - self._rows_before
-        self.seconds_left = (self.num_rows_planned - done) * busy_s / fresh if fresh and busy_s else None
+        up_s = sum(session.busy_s + session.idle_s for session in sessions)
+        self.seconds_left = (self.num_rows_planned - done) * up_s / fresh / len(up) if fresh and up else None
 
     def line(self) -> str:
         """The state in one line."""
@@ -62,7 +64,8 @@ class Tally:
         if self.num_failed_rows:
             parts.append(f"{self.num_failed_rows} failed")
         if self.tokens_per_s:
-            parts.append(f"{self.tokens_per_s:.1f} output tokens/s")
+            engines = f" of {self.num_engines} engines" if self.num_engines > 1 else ""
+            parts.append(f"{self.tokens_per_s:.1f} output tokens/s{engines}")
         elif done == self._rows_before:
             parts.append("engines starting")
         if self.speculation.acceptance_length is not None:

@@ -5,12 +5,15 @@ machine, at any time.
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
+from peagle.economics.usage import EngineSession
 from peagle.files import write_atomic, write_json
+from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
 
 
@@ -22,19 +25,25 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
         PeagleError: one of its files is damaged.
     """
     manifest = run.manifest()
-    usages = list(run.usages())
-    sessions = run.sessions()
     plan = run.plan()
+    total = account(run.usages(), _read_late(run), Price.from_dict(manifest["price"]))
+    sessions = run.sessions()
     finished = max([s.last_seen_at for s in sessions], default=time.time())
     information = {
         **manifest["run"],
+        "num_engines": manifest["run"].get("num_engines") or most_at_once(sessions),
         "path": str(run),
         "num_input_rows": plan.num_rows,
         "started_at": manifest["created_at"],
         "finished_at": finished,
-        "complete": len(usages) == len(plan.units),
+        "complete": total.num_units == len(plan.units),
     }
-    report = report_dict(account(usages, sessions, Price.from_dict(manifest["price"])), information)
+    report = report_dict(total, information)
     write_json(run.root / "report.json", report)
     write_atomic(run.root / "report.html", render_html(report).encode())
     return report
+
+
+def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
+    """The sessions as they are when they are first asked for: after the units, each of which names one."""
+    yield from run.sessions()

@@ -91,9 +91,10 @@ def resolve(
     """
     placement = place(
         hardware,
-        num_engines=config.engines,
-        accelerators_per_engine=config.tensor_parallel_size,
+        num_engines=config.engine_range.smallest,
+        accelerators_per_engine=config.tensor_parallel_size * config.pipeline_parallel_size,
         num_nodes=num_nodes,
+        most_engines=config.engine_range.largest,
     )
     price = resolve_price(config, hardware)
     if config.engine == "fake":

@@ -53,6 +53,7 @@ OUTPUT_SCHEMA = pa.schema(
 # Columns that a prepared unit carries beside the input's own, on its way from a CPU task to an engine.
 _UNIT, _PROMPT, _ERROR = "__peagle_unit", "__peagle_prompt_token_ids", "__peagle_error"
 _SAMPLING = "__peagle_sampling"
+_PACKED = "unit"
 
 
 def output_names(columns: Sequence[str]) -> dict[str, str]:
@@ -98,6 +99,19 @@ def given_back(unit: WorkUnit) -> pa.Table:
 def is_given_back(table: pa.Table) -> bool:
     """Whether a table came from `given_back`."""
     return bool(_PROMPT not in table.column_names)
+
+
+def packed(table: pa.Table) -> pa.Table:
+    """A table as the one row in which it travels through Ray Data, which may cut and join rows as it likes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.table({_PACKED: pa.array([sink.getvalue().to_pybytes()], pa.large_binary())})
+
+
+def unpacked(batch: pa.Table) -> pa.Table:
+    """The inverse of `packed`."""
+    return pa.ipc.open_stream(batch.column(_PACKED)[0].as_buffer()).read_all()
 
 
 class PreparedUnit:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle import hardware, manifest
+from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
@@ -65,11 +66,11 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
     with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
-        plan = run.plan() if run.exists else make_plan(config)
         is_remote = bool(os.environ.get("RAY_ADDRESS"))
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
         here = cluster.inspect() if is_remote else hardware.detect()
+        plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
             here,
@@ -100,7 +101,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
         cluster.require_capacity(
-            resolved.placement, config.engines, wait_s=config.cluster_wait_s, announce=progress.say
+            resolved.placement, config.engine_range.smallest, wait_s=config.cluster_wait_s, announce=progress.say
         )
         stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
@@ -134,7 +135,7 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
     if not run.exists:
         run.create(_manifest(resolved, plan, command), plan)
         return plan
-    current = make_plan(resolved.config.model_copy(update={"rows_per_unit": plan.rows_per_unit}))
+    current = make_plan(resolved.config, plan.cut)
     manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     run.open()
     return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
@@ -168,7 +169,7 @@ def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             "precision": resolved.precision.describe(),
             "concurrency": resolved.spec.max_num_seqs,
-            "num_engines": resolved.config.engines,
+            "num_engines": resolved.config.engine_range.fixed,
             "sampling": resolved.config.sampling(),
             # What is free at the moment is no property of the machine, and would tell equal machines apart.
             "hardware": {k: v for k, v in resolved.hardware.to_dict().items() if k != "free_memory_gib"},

@@ -58,6 +58,15 @@ class Spending:
         self.usd = self._before_usd + device_s * self._price.usd_per_device_s
         return self.usd
 
+    def alive(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
+        """Engines of this attempt that are loading or at work, by the heartbeats that were last observed."""
+        return [session for session in self.of_this_attempt(sessions) if self._is_alive(session)]
+
+    def _is_alive(self, session: EngineSession) -> bool:
+        beat = self._beats.get(session.session_id)
+        heard_s = 0.0 if beat is None else self._monotonic() - beat.seen_at
+        return not session.ended and heard_s <= _SILENT_AFTER * self._heartbeat_s
+
     def _life_s(self, session: EngineSession) -> float:
         life_s, now = session.last_seen_at - session.started_at, self._monotonic()
         if session.ended:

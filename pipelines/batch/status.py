@@ -181,5 +181,5 @@ def _seconds_left(num_rows_left: int, alive: Sequence[EngineSession], usages: Se
     """At the speed by the row of the engines that live."""
     by = {session.session_id for session in alive}
     num_rows = sum(usage.num_rows + usage.num_failed_rows for usage in usages if usage.session_id in by)
-    at_work_s = max((session.busy_s + session.idle_s for session in alive), default=0.0)
-    return num_rows_left * at_work_s / num_rows if num_rows and at_work_s else None
+    at_work_s = sum(session.busy_s + session.idle_s for session in alive)
+    return num_rows_left * at_work_s / num_rows / len(alive) if num_rows and at_work_s else None

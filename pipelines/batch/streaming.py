@@ -14,8 +14,12 @@ from typing import Any
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, RunInUse
 from pipelines.batch import cluster
+from pipelines.batch.admission import Admission
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.cutting import calls_per_engine
+from pipelines.batch.handing_out import chunks, longest_first
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
-from pipelines.batch.preparing import PrepareJob, prepare_unit
+from pipelines.batch.preparing import PrepareJob, prepare_units
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.rundir import RunDirectory
@@ -87,18 +91,22 @@ def _watch(
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
-    """units -> prepared units -> receipts; one unit is one block throughout."""
+    """Pieces of the plan -> prepared units -> receipts; a unit is one row and one block."""
     import ray
     from ray.data import ActorPoolStrategy
 
-    cluster.keep_blocks()
-    rows_per_unit = math.ceil(sum(unit.num_rows for unit in units) / len(units))
-    calls = min(len(units), math.ceil(2 * resolved.spec.max_num_seqs / rows_per_unit) + 1)
+    cluster.keep_rows_apart()
+    cluster.scale_with_the_queue()
+    pieces = chunks(longest_first(units))
+    calls = min(len(units), calls_per_engine(plan.cut, resolved.spec.max_num_seqs))
+    engines = resolved.config.engine_range
     prepare_job, engine_job = _jobs(run, plan, resolved)
     return (
-        ray.data.from_items([{"unit": unit_to_json(unit)} for unit in units], override_num_blocks=len(units))
+        ray.data.from_items(
+            [{"units": "\n".join(map(unit_to_json, piece))} for piece in pieces], override_num_blocks=len(pieces)
+        )
         .map_batches(
-            prepare_unit,
+            prepare_units,
             batch_size=None,
             batch_format="pyarrow",
             num_cpus=cluster.PREPARE_CPUS,
@@ -109,7 +117,9 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             batch_size=None,
             batch_format="pyarrow",
             compute=ActorPoolStrategy(
-                size=resolved.config.engines,
+                min_size=engines.smallest,
+                max_size=engines.largest,
+                initial_size=engines.at_start(cluster.room_for(resolved.placement), len(units), calls),
                 max_concurrent_calls_per_actor=calls,
                 max_tasks_in_flight_per_actor=calls + 1,
             ),
@@ -146,8 +156,22 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,
         heartbeat_s=config.heartbeat_s,
+        admission=_admission(run, plan, config),
     )
     return prepare_job, engine_job
+
+
+def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:
+    """For engines that come and go; a fixed number of them loads whatever there is to do."""
+    engines = config.engine_range
+    if engines.smallest == engines.largest:
+        return None
+    return Admission(
+        num_engines=engines.smallest,
+        num_units=len(plan.units),
+        sessions_before=frozenset(session.session_id for session in run.sessions()),
+        heartbeat_s=config.heartbeat_s,
+    )
 
 
 class _Receipts:

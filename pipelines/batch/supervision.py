@@ -8,11 +8,11 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
+from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
 from pipelines.batch.plan import Plan
@@ -84,16 +84,22 @@ class Supervisor:
     ) -> None:
         self._run, self._plan, self._resolved = run, plan, resolved
         self._stop, self._command = stop, command
-        usages = list(run.usages())
         price = Price.from_dict(run.manifest()["price"])
-        self._spending = Spending(usages, run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+        self.tally = Tally(num_rows_planned=plan.num_rows)
+        self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+        self.tally.usd = self._spending.usd
         self._deaths = DeathWatch()
-        self._limits = limits_of(resolved, price)
+        self._price = price
+        self._limits = limits_of(resolved)
+        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(0))
         self._give_up_at = math.inf
-        self.tally = Tally(num_rows_planned=plan.num_rows, usd=self._spending.usd)
-        for earlier in usages:
-            self.tally.add(earlier, before=True)
         self.ending: Ending | None = None
+
+    def _earlier(self) -> Iterator[UnitUsage]:
+        """What earlier attempts committed, once through: there may be more units than memory holds."""
+        for usage in self._run.usages():
+            self.tally.add(usage, before=True)
+            yield usage
 
     def require_room(self) -> None:
         """Refuse to start engines when a limit is reached already.
@@ -109,7 +115,10 @@ class Supervisor:
     def observe(self) -> None:
         """Look at the ledger, and ask the workers to stop when it is time."""
         sessions = self._spending.of_this_attempt(self._run.sessions())
-        self.tally.observe(sessions, self._spending.observe(sessions))
+        usd = self._spending.observe(sessions)
+        alive = self._spending.alive(sessions)
+        self.tally.observe(sessions, usd, alive)
+        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
             self._run.request_stop(self._resolved.config.grace_s)
@@ -146,6 +155,12 @@ class Supervisor:
                 advice="the run's logs/ folder says why they died; then the same command continues the run",
             )
         return None
+
+    def _reserve_usd(self, num_alive: int) -> float:
+        """What ending costs at most: of the engines that there are, or will be in a moment."""
+        num_engines = max(self._resolved.config.engine_range.smallest, num_alive)
+        num_devices = num_engines * self._resolved.placement.num_devices
+        return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
 
     def _situation(self) -> Situation:
         return Situation(
@@ -186,17 +201,14 @@ class Supervisor:
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
-def limits_of(resolved: ResolvedRun, price: Price) -> Limits:
-    """The limits that the configuration sets, with what ending will cost on this hardware."""
+def limits_of(resolved: ResolvedRun) -> Limits:
+    """The limits that the configuration sets, with the time that ending takes."""
     config = resolved.config
-    reserve_s = config.grace_s + _GIVE_UP_S + _NOTICE_S
-    num_devices = config.engines * resolved.placement.num_devices
     return Limits(
         budget_usd=config.budget_usd,
         deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now().astimezone()),
         max_failed_rows=None if config.max_failed_rows is None else MaxFailedRows.parse(config.max_failed_rows),
-        reserve_s=reserve_s,
-        reserve_usd=reserve_s * num_devices * price.usd_per_device_s,
+        reserve_s=config.grace_s + _GIVE_UP_S + _NOTICE_S,
     )
 
 

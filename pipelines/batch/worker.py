@@ -1,6 +1,6 @@
 """The second stage that Ray Data runs: generate a prepared unit on an engine, and commit it.
 
-A unit is one block. What the stage needs travels in one picklable job record, and names of models are resolved on the
+A unit is one row. What the stage needs travels in one picklable job record, and names of models are resolved on the
 node that uses them. It knows nothing of the driver.
 
 An engine that dies takes its actor with it, after a note of the rows that were in it (`suspects.py`); Ray starts
@@ -28,7 +28,8 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
-from pipelines.batch.rows import PreparedUnit, is_given_back
+from pipelines.batch.admission import Admission
+from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
 from pipelines.batch.stopping import GraceClock
@@ -56,6 +57,7 @@ class EngineJob:
     device: Device = "vcpu"
     num_engines_on_node: int = 1
     heartbeat_s: float = 5.0
+    admission: Admission | None = None
 
 
 _STOP_POLL_S = 1.0
@@ -72,6 +74,8 @@ class EngineWorker:
     def __init__(self, job: EngineJob) -> None:
         self._job = job
         self._run = RunDirectory(Path(job.run_dir))
+        if job.admission is not None and not _takes_the_place_of_another():
+            job.admission.wait(self._run)
         self._grace = GraceClock(self._run.stop_grace_s)
         self._session = Session(
             self._run,
@@ -93,14 +97,15 @@ class EngineWorker:
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
-        if is_given_back(batch) or self._grace.is_asked():
+        table = unpacked(batch)
+        if is_given_back(table) or self._grace.is_asked():
             yield _receipt(None)
             return
-        prepared = PreparedUnit(batch)
+        prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
         notes = self._notes[unit] = UnitNotes(self._run.suspects, unit, self._session.session_id)
-        verdict = await asyncio.to_thread(notes.verdict, batch.num_rows)
+        verdict = await asyncio.to_thread(notes.verdict, table.num_rows)
         for index in verdict.guilty:
             prepared.refuse(index, _KILLER)
         await asyncio.to_thread(notes.write, Note())
@@ -111,8 +116,8 @@ class EngineWorker:
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
-        table = prepared.output(generations, self._job.model, self._job.drafter)
-        committed = await asyncio.to_thread(self._run.commit, unit, table, usage, prepared.letters())
+        output = prepared.output(generations, self._job.model, self._job.drafter)
+        committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
         await asyncio.to_thread(self._notes.pop(unit).clear)
         yield _receipt(usage if committed else None)
 
@@ -238,6 +243,13 @@ class EngineWorker:
     def _close(self) -> None:
         self._session.end()
         self._engine.shutdown()
+
+
+def _takes_the_place_of_another() -> bool:
+    """Whether Ray started this process for an actor that died: its units wait for it."""
+    import ray
+
+    return bool(ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _out_of_time(limit_s: float | None) -> RowError:

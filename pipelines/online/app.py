@@ -74,7 +74,7 @@ def resolve(
         placement = place(
             hardware,
             num_engines=num_engines,
-            accelerators_per_engine=keys.tensor_parallel_size,
+            accelerators_per_engine=keys.tensor_parallel_size * keys.pipeline_parallel_size,
             num_nodes=num_nodes,
         )
         engine = resolve_engine(keys, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)

@@ -10,6 +10,7 @@ from peagle.errors import InputError
 from pipelines.batch.inputs.files import SourceFile, open_raw
 from pipelines.batch.inputs.forward import ForwardReaders
 from pipelines.batch.inputs.span import RawRow, Span
+from pipelines.batch.workload import Workload
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536
@@ -22,8 +23,10 @@ def count_parquet(file: SourceFile) -> int:
         return int(parquet.metadata.num_rows)
 
 
-def scan_parquet(file: SourceFile, rows_per_span: int, left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans.
+def scan_parquet(
+    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, workload: Workload
+) -> tuple[list[Span], pa.Schema]:
+    """Cut a file into spans; how long their rows are is known by row group only.
 
     Raises:
         InputError: it is not readable as Parquet.
@@ -31,13 +34,18 @@ def scan_parquet(file: SourceFile, rows_per_span: int, left: int, digest: Any) -
     with _open(file.path) as parquet:
         num_rows = min(parquet.metadata.num_rows, left)
         schema = parquet.schema_arrow.remove_metadata()
+        groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
+        lengths = _Lengths([(group.num_rows, group.total_byte_size) for group in groups])
     with open_raw(file.path) as handle:  # the footer holds statistics, sizes and offsets of every column chunk
         handle.seek(-min(file.size, _FOOTER_BYTES), 2)
         digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
-    spans = [
-        Span(path=file.path, format="parquet", first_row=row, num_rows=min(rows_per_span, num_rows - row))
-        for row in range(0, num_rows, rows_per_span)
-    ]
+    spans: list[Span] = []
+    row = 0
+    while row < num_rows:
+        size = min(next(sizes), num_rows - row)
+        work = workload.of_rows(size, lengths.num_bytes(row, row + size))
+        spans.append(Span(path=file.path, format="parquet", first_row=row, num_rows=size, work=work))
+        row += size
     return spans, schema
 
 
@@ -51,6 +59,31 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
     reader.skip_to(span.first_row)
     yield from map(RawRow, reader.rows(span.num_rows))
     _readers.put_back(span.path, reader)
+
+
+class _Lengths:
+    """Bytes of rows, where all rows of a row group count alike; asked for in rising order.
+
+    Args:
+        groups: rows and bytes of each row group.
+    """
+
+    def __init__(self, groups: list[tuple[int, int]]) -> None:
+        self._groups = groups
+        self._group = self._first = 0
+
+    def num_bytes(self, start: int, stop: int) -> float:
+        """Bytes of the rows `start ..< stop`."""
+        total = 0.0
+        while start < stop:
+            num_rows, size = self._groups[self._group]
+            end = self._first + num_rows
+            if start >= end:
+                self._group, self._first = self._group + 1, end
+                continue
+            total += size / num_rows * (min(stop, end) - start)
+            start = min(stop, end)
+        return total
 
 
 class _ForwardParquet:

@@ -15,6 +15,7 @@ class Span:
         start, end: their bytes, counted in the decompressed file (not for Parquet).
         line: number of the line at `start`, from 1 (not for Parquet).
         header: names of the columns as a JSON list (CSV only).
+        work: a guess of the work in its rows (`workload.py`); 0 in plans that are older than it.
     """
 
     path: str
@@ -25,6 +26,7 @@ class Span:
     end: int = 0
     line: int = 1
     header: str = ""
+    work: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def test_flag_over_environment_over_yaml_over_default(parse, tmp_path, monkeypat
     monkeypatch.setenv("PEAGLE_TOP_K", "20")
     monkeypatch.setenv("PEAGLE_ENGINES", "30")
     found = parse("--config", str(config), "--engines", "300")
-    assert (found.max_tokens, found.top_k, found.engines, found.temperature) == (1, 20, 300, 0.0)
+    assert (found.max_tokens, found.top_k, found.engines, found.temperature) == (1, 20, "300", 0.0)
 
 
 def test_every_key_has_a_flag_with_help():
@@ -66,3 +66,12 @@ def test_a_missing_config_file_and_a_missing_flag(parse):
     flags.add_flags(parser, GenerateConfig, {})
     with pytest.raises(ConfigError, match="--output is needed"):
         flags.load(GenerateConfig, parser.parse_args(["--input", "x"]))
+
+
+def test_what_looks_like_a_number_to_the_base_of_60_is_text(parse, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("engines: 2:8\ndeadline: 18:30\nmax_tokens: 64\n")
+    found = parse("--config", str(config))
+    assert (found.engines, found.deadline, found.max_tokens) == ("2:8", "18:30", 64)
+    with pytest.raises(ConfigError, match=r"engines: a number of engines, or MIN:MAX, not '8:2'"):
+        parse("--config", str(config), "--engines", "8:2")

@@ -2,7 +2,8 @@ import pytest
 
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import PREPARE_CPUS, place, ray_cluster
+from pipelines.batch import cluster
+from pipelines.batch.cluster import PREPARE_CPUS, Placement, place, ray_cluster
 
 
 def cpu_node(num_cpus):
@@ -56,3 +57,23 @@ def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, m
     monkeypatch.setenv("RAY_ADDRESS", address or "")
     with pytest.raises(CapacityError, match=message), ray_cluster():
         pass
+
+
+def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
+    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    assert (few.num_engines_on_node, few.num_devices) == (4, 1)
+    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
+    assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
+
+
+def test_an_engine_with_more_ranks_than_cores_is_refused():
+    with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
+        place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
+
+
+@pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
+def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(monkeypatch, cpus, room):
+    nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
+    monkeypatch.setattr(cluster, "_nodes", lambda: nodes)
+    placement = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
+    assert cluster.room_for(placement) == room

@@ -7,8 +7,10 @@ import pytest
 from peagle.errors import InputError
 from pipelines.batch import corpus
 from pipelines.batch.corpus import find, read
+from pipelines.batch.cutting import Cut
 from pipelines.batch.inputs.columns import to_table
 from pipelines.batch.inputs.files import SourceFile
+from pipelines.batch.workload import Workload
 
 
 def write_lines(path, lines):
@@ -19,7 +21,7 @@ def write_lines(path, lines):
 def scan(paths, rows_per_span, limit):
     kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
-    return corpus.scan(files, rows_per_span, limit)
+    return corpus.scan(files, Cut(rows_per_unit=rows_per_span), limit, Workload())
 
 
 def rows_of(spans):
@@ -142,4 +144,4 @@ def test_a_corpus_that_cannot_be_read_says_why(tmp_path, name, content, message)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        corpus.scan(find(str(tmp_path / name)), 10, None)
+        corpus.scan(find(str(tmp_path / name)), Cut(rows_per_unit=10), None, Workload())

@@ -1,11 +1,14 @@
+import io
 import json
+from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.cutting import Cut
 from pipelines.batch.plan import (
     Retry,
-    auto_rows_per_unit,
     make_plan,
     plan_from_bytes,
     plan_to_bytes,
@@ -41,9 +44,38 @@ def test_planning_twice_gives_the_same_plan(corpus, tmp_path):
     assert make_plan(config).num_rows == 7
 
 
-@pytest.mark.parametrize(("rows", "engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)])
-def test_units_are_many_enough_and_not_too_many(rows, engines, expected):
-    assert auto_rows_per_unit(rows, engines) == expected
+def test_the_small_units_of_the_end_are_the_first_of_the_corpus_and_a_plan_remembers_how_it_was_cut(corpus, tmp_path):
+    config = GenerateConfig(input=str(corpus), output=tmp_path, max_num_seqs=1, engines=1)
+    plan = make_plan(config, Cut(rows_per_unit=4, small=(2, 1)))
+    assert [unit.num_rows for unit in plan.units] == [2, 1, 4, 3]
+    again = plan_from_bytes(plan_to_bytes(plan))
+    assert again == plan
+    assert make_plan(config, again.cut) == plan
+    assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
+
+
+def test_a_plan_written_before_units_had_sizes_and_work_of_their_own_is_read_and_cut_the_same_way(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    table = pq.read_table(io.BytesIO(plan_to_bytes(plan))).drop_columns(["work"])
+    metadata = {key: value for key, value in table.schema.metadata.items() if key != b"peagle.small_units"}
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(metadata), sink)
+    old = plan_from_bytes(sink.getvalue())
+    assert [unit.num_rows for unit in old.units] == [4, 4, 2]
+    assert {unit.work for unit in old.units} == {0}
+    resumed = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, engines=8), old.cut)
+    assert [unit.span for unit in resumed.units] == [unit.span for unit in plan.units]
+
+
+def test_the_work_of_a_unit_is_that_of_its_rows_and_a_retry_has_its_share(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a", "sampling": {"max_tokens": 1000}}, {"prompt": "b"}, {"prompt": "c" * 4000}, {"prompt": "d"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=1, max_tokens=100))
+    assert [unit.work for unit in plan.units] == [1001, 100, 200, 100]
+    (whole,) = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=9, max_tokens=100)).units
+    assert whole.work == 1401
+    assert replace(whole, rows=(0,)).work == 350
 
 
 def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus, tmp_path):

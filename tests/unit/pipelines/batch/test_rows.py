@@ -1,5 +1,6 @@
 import pyarrow as pa
 import pytest
+from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
@@ -9,7 +10,7 @@ from peagle.sampling import SamplingLimits
 from peagle.speculation import SpeculationStats
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
-from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, prepare
+from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, unpacked
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
 SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
@@ -85,3 +86,20 @@ def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
 
 def test_names_that_the_output_needs_are_renamed_until_they_are_free():
     assert output_names(["id", "input_id", "a"]) == {"id": "input_id", "input_id": "input_input_id", "a": "a"}
+
+
+def test_a_packed_unit_is_one_row_and_comes_out_as_it_went_in():
+    table = pa.table({"x": [[1, 2], None], "y": ["a", "b"]}, metadata={"k": "v"})
+    batch = packed(table)
+    assert batch.num_rows == 1
+    assert unpacked(batch).equals(table, check_metadata=True)
+    assert unpacked(packed(table.slice(0, 0))).num_rows == 0
+
+
+def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
+    """`cluster.keep_rows_apart`: a block of one byte ends after each row, and no row is ever split."""
+    buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
+    for num_rows in (3, 1, 5000):
+        table = pa.table({"x": ["a" * 100] * num_rows})
+        buffer.add_batch(packed(table))
+        assert [unpacked(block) for block in buffer.iter_ready_blocks()] == [table]

@@ -5,8 +5,10 @@ import pytest
 
 from peagle.errors import InputError
 from pipelines.batch import corpus
+from pipelines.batch.cutting import Cut
 from pipelines.batch.inputs import files
 from pipelines.batch.inputs.files import discover
+from pipelines.batch.workload import Workload
 
 
 def found(uri, input_format="auto"):
@@ -101,7 +103,7 @@ def test_an_object_store_has_files_folders_and_globs(bucket):
     bucket("prompts/b.csv", b"prompt\nthree\n")
     assert [file.path for file in discover("s3://prompts/")] == ["s3://prompts/a.jsonl", "s3://prompts/b.csv"]
     assert [file.path for file in discover("s3://prompts/*.csv")] == ["s3://prompts/b.csv"]
-    spans, _, _ = corpus.scan(corpus.find("s3://prompts"), 1, None)
+    spans, _, _ = corpus.scan(corpus.find("s3://prompts"), Cut(rows_per_unit=1), None, Workload())
     assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
         discover("s3://prompts/c.jsonl")

@@ -5,7 +5,9 @@ import pytest
 
 from peagle.errors import InputError
 from pipelines.batch import corpus
+from pipelines.batch.cutting import Cut
 from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.workload import Workload
 
 
 def request(custom_id="a", **changes):
@@ -18,7 +20,7 @@ def lines(*requests):
 
 
 def scan(path, limit=None):
-    return corpus.scan(corpus.find(path), 2, limit)
+    return corpus.scan(corpus.find(path), Cut(rows_per_unit=2), limit, Workload())
 
 
 def test_a_batch_is_told_by_its_columns_and_its_bodies_are_carried_as_text(write):

@@ -4,13 +4,15 @@ import pytest
 
 from peagle.errors import InputError
 from pipelines.batch import corpus
+from pipelines.batch.cutting import Cut
+from pipelines.batch.workload import Workload
 
 LINES = b"\n".join([b'{"prompt": "a"}', b"", b"{bad", b'{"prompt": "\xc3\xa9"}', b"[1]", b'{"prompt": "z"}'])
 CSV = b'\xef\xbb\xbfprompt,n\r\n"two\nlines, quoted ""so""",1\r\n\r\nplain,2\r\nshort\r\n\xff,4\r\nlast,5'
 
 
 def scan(path, rows_per_span, limit=None, input_format="auto"):
-    return corpus.scan(corpus.find(path, input_format), rows_per_span, limit)
+    return corpus.scan(corpus.find(path, input_format), Cut(rows_per_unit=rows_per_span), limit, Workload())
 
 
 def rows_of(spans):

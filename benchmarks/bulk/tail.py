@@ -1,0 +1,112 @@
+"""The end of a run: how much of the engines' time is unused while the last units finish.
+
+    python benchmarks/bulk/tail.py --folder /tmp/tail --rows 1200 --engines 4 [--rows-per-unit 19]
+
+Prompts ask the fake engine for very different lengths (`ignore_eos` and a row's own `max_tokens`): 80 % of them 16 to
+64 tokens, 15 % 128 to 256, and 5 % 512, in an order drawn once. Nothing is computed, rows only take their time, so four
+engines run on any machine. `--rows-per-unit` cuts the corpus evenly, as it was done before units shrank.
+
+Stated are, from the ledger and the committed rows:
+
+    wall_s          from the first engine that was ready to the last commit
+    least_s         the time that the same rows would take in all slots of all engines without a gap
+    unused          1 - least_s / wall_s: the share of slots' time in which no row was in them
+    idle_share      of the engines' paid time, seconds in which an engine had no row at all
+    tail_s          from the moment when an engine took its last unit for good to the end of the run
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """One run, and what it used of its time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--token-s", type=float, default=0.01)
+    parser.add_argument("--rows-per-unit", type=int)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True)
+    corpus = options.folder / "prompts.jsonl"
+    _write(corpus, options.rows)
+    _generate(corpus, options)
+    print(json.dumps(_account(options), indent=2))  # noqa: T201
+
+
+def _write(path: Path, num_rows: int) -> None:
+    draw = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(num_rows):
+            kind = draw.random()
+            length = 512 if kind < 0.05 else draw.randint(128, 256) if kind < 0.2 else draw.randint(16, 64)
+            file.write(json.dumps({"prompt": f"say {number}", "sampling": {"max_tokens": length}}) + "\n")
+
+
+def _generate(corpus: Path, options: argparse.Namespace) -> None:
+    import ray
+    from rich.console import Console
+
+    from peagle import hardware
+    from pipelines.batch.config import GenerateConfig
+    from pipelines.batch.progress import Progress
+    from pipelines.batch.run import generate
+
+    # Rows only wait, so engines may be more than cores: the driver is told of enough of them.
+    here = dataclasses.replace(hardware.detect(), num_cpus=2 * options.engines)
+    hardware.detect = lambda **_: here
+    ray.init(address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False)
+    config = GenerateConfig(
+        input=str(corpus),
+        output=options.folder / "run",
+        engine="fake",
+        engines=options.engines,
+        max_num_seqs=options.max_num_seqs,
+        fake_token_s=options.token_s,
+        rows_per_unit=options.rows_per_unit,
+        ignore_eos=True,
+        heartbeat_s=1,
+        usd_per_hour=1,
+    )
+    generate(config, Progress(Console(file=io.StringIO())), command=sys.argv)
+
+
+def _account(options: argparse.Namespace) -> dict[str, Any]:
+    import pyarrow.dataset as ds
+
+    from pipelines.batch.rundir import RunDirectory
+
+    run = RunDirectory(options.folder / "run")
+    sessions, usages = run.sessions(), list(run.usages())
+    rows = ds.dataset(run.data, format="parquet").to_table(columns=["latency_s"])
+    ready_at = min(session.started_at + session.load_s + session.compile_s for session in sessions)
+    end_at = max(usage.finished_at for usage in usages)
+    slots = len(sessions) * options.max_num_seqs
+    least_s = sum(rows.column("latency_s").to_pylist()) / slots
+    last_commits = [
+        max((usage.finished_at for usage in usages if usage.session_id == session.session_id), default=ready_at)
+        for session in sessions
+    ]
+    return {
+        "rows": len(rows),
+        "units": len(usages),
+        "sizes": [max(u.num_rows for u in usages), min(u.num_rows for u in usages)],
+        "engines": len(sessions),
+        "wall_s": round(end_at - ready_at, 2),
+        "least_s": round(least_s, 2),
+        "unused": round(1 - least_s / (end_at - ready_at), 4),
+        "idle_share": round(sum(s.idle_s for s in sessions) / sum(s.last_seen_at - s.started_at for s in sessions), 4),
+        "tail_s": round(end_at - min(last_commits), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

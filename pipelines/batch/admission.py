@@ -1,0 +1,58 @@
+"""Whether an engine actor that Ray has placed loads its engine: at once, later, or never.
+
+It reads the run directory as any other machine would. An actor that waits here takes no work and writes no session, so
+nothing is charged for it; it ends with the run.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peagle.economics.usage import EngineSession
+from pipelines.batch.pool import is_worth_loading
+from pipelines.batch.rundir import RunDirectory
+
+_HEARTBEATS_A_LOOK = 3.0  # an engine that was silent for so many is not alive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What an actor has to know of the run.
+
+    Attributes:
+        num_engines: below so many, an actor loads whatever is left to do.
+        num_units: of the plan.
+        sessions_before: of earlier attempts; none of them is alive.
+    """
+
+    num_engines: int
+    num_units: int
+    sessions_before: frozenset[str]
+    heartbeat_s: float
+
+    def wait(self, run: RunDirectory) -> None:
+        """Return when an engine is to be loaded."""
+        last: list[EngineSession] | None = None
+        while True:
+            sessions = run.sessions()
+            alive = self.alive(sessions, last)
+            is_wanted = len(alive) < self.num_engines or self._is_worth_it(run, sessions, len(alive))
+            if is_wanted and run.stop_grace_s() is None:
+                return
+            last = sessions
+            time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
+
+    def alive(self, sessions: Sequence[EngineSession], last: Sequence[EngineSession] | None) -> list[EngineSession]:
+        """Engines of this attempt that have not ended, nor been silent since the last look; clocks are not compared."""
+        seen_at = {session.session_id: session.last_seen_at for session in last or ()}
+        return [
+            session
+            for session in sessions
+            if session.session_id not in self.sessions_before
+            and not session.ended
+            and session.last_seen_at != seen_at.get(session.session_id)
+        ]
+
+    def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
+        num_done = len(run.committed())
+        return is_worth_loading(sessions, num_alive, num_done, self.num_units - num_done)

@@ -1,0 +1,82 @@
+"""How large a corpus's units are: large ones for most of the run, ever smaller ones for its end.
+
+The small units are cut from the first rows of the corpus: how many rows follow need not be known for that, and
+`handing_out.py` makes them the last to be done. `docs/decisions/0009-short-tail.md` has the reasons. Pure: counts in,
+sizes out; it knows neither files nor engines.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MAX_ROWS = 256
+_UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
+_SMALL_UNITS_AT_ONCE = 8  # so many of the smallest units fill an engine
+_FILL = 1.25  # rows of small units in an engine for each request that it runs at once: some have ended already
+_IN_FLIGHT = _SMALL_UNITS_AT_ONCE + 1  # one more waits in front of the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The sizes of units in the order of the corpus: first `small`, then `rows_per_unit` each.
+
+    A unit that meets the end of its file is smaller.
+    """
+
+    rows_per_unit: int
+    small: tuple[int, ...] = ()
+
+    def sizes(self) -> Iterator[int]:
+        """Without end."""
+        return itertools.chain(self.small, itertools.repeat(self.rows_per_unit))
+
+
+def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
+    """A cut for a short tail that does not make a million files of a big corpus.
+
+    The last units are as small as keeps an engine full with few of them. Going back from the end, a unit is an even
+    share of all rows from it on among the units that all engines can have in flight, until that is `rows_per_unit`.
+
+    Args:
+        num_rows: of the corpus; more than `enough_rows` make no difference.
+        max_num_seqs: requests that an engine runs at once.
+
+    Example: 48 rows for one engine of 8 requests: no unit below ceil(1.25 * 8 / 8) = 2 rows.
+
+    >>> auto_cut(48, 1, 8)
+    Cut(rows_per_unit=3, small=(2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+    """
+    smallest = math.ceil(_FILL * max_num_seqs / _SMALL_UNITS_AT_ONCE)
+    rows_per_unit = auto_rows_per_unit(num_rows, num_engines)
+    small: list[int] = []
+    total = 0
+    while (size := max(smallest, total // (_IN_FLIGHT * num_engines - 1))) < rows_per_unit and total < num_rows:
+        small.append(min(size, num_rows - total))
+        total += size
+    return Cut(rows_per_unit=rows_per_unit, small=tuple(reversed(small)))
+
+
+def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
+    """Rows of a large unit.
+
+    >>> auto_rows_per_unit(48, 1), auto_rows_per_unit(10_000_000, 8)
+    (3, 256)
+    """
+    return max(1, min(_MAX_ROWS, math.ceil(num_rows / (_UNITS_PER_ENGINE * num_engines))))
+
+
+def enough_rows(num_engines: int) -> int:
+    """More rows than this do not change the cut."""
+    return _MAX_ROWS * _UNITS_PER_ENGINE * num_engines
+
+
+def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
+    """Units that an engine works on at once, so that their rows keep it full: of the large ones, and of the small.
+
+    >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 2)), 8)
+    (3, 7)
+    """
+    large = math.ceil(2 * max_num_seqs / cut.rows_per_unit)
+    small = math.ceil(_FILL * max_num_seqs / min(cut.small, default=cut.rows_per_unit))
+    return max(large, small if cut.small else 0) + 1

@@ -1,0 +1,25 @@
+import pytest
+
+from peagle.catalog.engines import EngineKeys, compose_engine
+from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
+from peagle.engine.spec import DrafterSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+
+HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
+MODEL = ResolvedModel(name="m", path="m", card=None, fingerprint="m", config={"max_position_embeddings": 64})
+HEAD = ResolvedDrafter(
+    spec=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3), name="head", note="", fingerprint="h"
+)
+NO_HEAD = ResolvedDrafter(spec=None, name=None, note="", fingerprint=None)
+
+
+def test_the_accelerators_of_an_engine_are_its_ranks():
+    keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6
+    assert compose_engine(EngineKeys(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
+
+
+def test_a_drafter_is_refused_where_it_could_not_read_the_targets_hidden_states():
+    with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
+        compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, HEAD)

@@ -1,0 +1,68 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.usage import EngineSession
+from pipelines.batch import admission
+from pipelines.batch.admission import Admission
+
+SESSION = EngineSession(
+    session_id="now", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=160.0,
+    load_s=60.0, compile_s=0.0, busy_s=100.0, idle_s=0.0, num_output_tokens=1, ended=False,
+)  # fmt: skip
+BEFORE = replace(SESSION, session_id="before")
+
+
+class Run:
+    """A run directory whose sessions differ from look to look."""
+
+    def __init__(self, *looks, num_done=10, stopping=False):
+        self.looks, self.num_done, self.stopping = list(looks), num_done, stopping
+
+    def sessions(self):
+        return self.looks.pop(0)
+
+    def committed(self):
+        return set(range(self.num_done))
+
+    def stop_grace_s(self):
+        return 20.0 if self.stopping else None
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    found = []
+    monkeypatch.setattr(admission.time, "sleep", found.append)
+    return found
+
+
+def wait(run, *, num_engines=1, num_units=12):
+    Admission(
+        num_engines=num_engines, num_units=num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
+    ).wait(run)
+
+
+def test_below_the_smallest_number_an_engine_loads_whatever_is_left(slept):
+    wait(Run([BEFORE]))
+    wait(Run([BEFORE, SESSION]), num_engines=2)
+    wait(Run([BEFORE, replace(SESSION, ended=True)]))
+    assert slept == []
+
+
+def test_with_much_left_one_more_loads_at_once(slept):
+    wait(Run([BEFORE, SESSION]), num_units=1000)
+    assert slept == []
+
+
+def test_with_little_left_it_waits_until_an_engine_fell_silent(slept):
+    later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
+    wait(Run([SESSION], [later], [later]))
+    assert slept == [15.0, 15.0]
+
+
+def test_nothing_loads_while_the_run_is_being_stopped(slept):
+    run = Run([], [SESSION])
+    run.stopping = True
+    with pytest.raises(IndexError):  # it looks again and again, until there is no look left
+        wait(run, num_units=1000)
+    assert slept == [15.0, 15.0]

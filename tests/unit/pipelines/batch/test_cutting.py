@@ -1,0 +1,47 @@
+import itertools
+
+import pytest
+
+from pipelines.batch.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine, enough_rows
+
+
+def sizes_of(cut, num_rows):
+    sizes = []
+    for size in cut.sizes():
+        if sum(sizes) + size >= num_rows:
+            return [*sizes, num_rows - sum(sizes)]
+        sizes.append(size)
+    return sizes
+
+
+@pytest.mark.parametrize(("rows", "engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)])
+def test_units_are_many_enough_and_not_too_many(rows, engines, expected):
+    assert auto_rows_per_unit(rows, engines) == expected
+
+
+@pytest.mark.parametrize(("rows", "engines", "seqs"), [(1, 8, 256), (48, 1, 8), (1000, 4, 8), (100_000, 8, 256)])
+def test_a_cut_covers_its_rows_with_units_between_the_smallest_and_the_largest(rows, engines, seqs):
+    cut = auto_cut(rows, engines, seqs)
+    assert sum(sizes_of(cut, rows)) == rows
+    assert list(cut.small) == sorted(cut.small, reverse=True)
+    assert all(size <= cut.rows_per_unit for size in cut.small)
+    assert sum(cut.small) <= rows
+
+
+def test_units_shrink_to_what_keeps_an_engine_full_with_few_of_them():
+    cut = auto_cut(10**6, 4, 256)
+    assert (cut.rows_per_unit, cut.small[-1], cut.small[0]) == (256, 40, 254)
+    calls = calls_per_engine(cut, 256)
+    assert 256 <= calls * cut.small[-1] <= 2 * 256
+    # Each is at most an even share of the rows from it on among what four engines can have in flight.
+    left = itertools.accumulate(reversed(cut.small))
+    assert all(size <= max(40, rows / (4 * 9)) for size, rows in zip(reversed(cut.small), left, strict=True))
+
+
+def test_a_large_corpus_need_not_be_counted_to_its_end():
+    assert auto_cut(enough_rows(3), 3, 8) == auto_cut(10**9, 3, 8)
+
+
+def test_where_all_units_are_small_enough_none_is_cut_smaller():
+    assert auto_cut(10**6, 1, 4096) == Cut(rows_per_unit=256)
+    assert calls_per_engine(Cut(rows_per_unit=256), 4096) == 33

@@ -1,0 +1,45 @@
+import json
+
+import pyarrow as pa
+import pytest
+
+from peagle import hardware
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.plan import make_plan, unit_to_json
+from pipelines.batch.preparing import PrepareJob, prepare_units
+from pipelines.batch.resolve import resolve
+from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
+from pipelines.batch.rundir import RunDirectory
+
+
+@pytest.fixture
+def piece(tmp_path):
+    """A piece of three units of two rows, and what the stage that prepares them is told."""
+    corpus = tmp_path / "prompts.jsonl"
+    corpus.write_text("".join(json.dumps({"prompt": f"line\\n{n}"}) + "\n" for n in range(6)))
+    config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=2)
+    plan = make_plan(config)
+    resolved = resolve(config, hardware.detect(), plan.schema.names, announce=print)
+    run = RunDirectory(config.output)
+    run.create({}, plan)
+    job = PrepareJob(
+        run_dir=str(run), model=None, prompts=resolved.prompts, sampling=resolved.sampling, schema=plan.schema
+    )
+    return pa.table({"units": ["\n".join(map(unit_to_json, plan.units))]}), job, run
+
+
+def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
+    batch, job, _ = piece
+    prepared = list(prepare_units(batch, job=job))
+    assert [one.num_rows for one in prepared] == [1, 1, 1]
+    units = [PreparedUnit(unpacked(one)) for one in prepared]
+    assert [unit.unit.unit for unit in units] == [0, 1, 2]
+    assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
+
+
+def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece):
+    batch, job, run = piece
+    stage = prepare_units(batch, job=job)
+    assert not is_given_back(unpacked(next(stage)))
+    run.request_stop(5)
+    assert [is_given_back(unpacked(one)) for one in stage] == [True]
