@@ -5,7 +5,6 @@ A unit is one block. What the stage needs travels in one picklable job record. I
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -32,7 +31,7 @@ class PrepareJob:
 def prepare_unit(batch: pa.Table, *, job: PrepareJob) -> pa.Table:
     """Read, template and tokenise one unit; `batch` has it in its one row."""
     unit = unit_from_json(batch.column("unit")[0].as_py())
-    if RunDirectory(Path(job.run_dir)).stop_grace_s() is not None:
+    if RunDirectory(job.run_dir).stop_grace_s() is not None:
         return given_back(unit)
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))

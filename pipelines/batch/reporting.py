@@ -10,7 +10,7 @@ from typing import Any
 from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
-from peagle.files import write_atomic, write_json
+from peagle.storage import write_atomic, write_json
 from pipelines.batch.rundir import RunDirectory
 
 
