@@ -1,9 +1,9 @@
 """An S3 store as this process reaches it: whole objects, the first writer of a name, listings; patient with faults.
 
 What passes (500, 503, SlowDown, cut connections, timeouts) is asked again, with growing random pauses, for a bounded
-time. So a write may have been done although its answer was lost, and is then done twice. That is harmless where it replaces,
-and where only the first writer may win, each writer leaves its mark in the object's metadata and knows itself again
-(`docs/decisions/0008-exactly-once-on-s3.md`).
+time. So a write may have been done although its answer was lost, and is then done twice. That is harmless where it
+replaces, and where only the first writer may win, each writer leaves its mark in the object's metadata and knows itself
+again (`docs/decisions/0008-exactly-once-on-s3.md`).
 
 It knows addresses and bytes; it knows no run.
 """
@@ -181,14 +181,21 @@ class ObjectStore:
             except ClientError as error:
                 if s3_errors.status_of(error) != 412:
                     raise
-                return self.writer_of(at) == writer
+                return self.writer_of(at, taken=error) == writer
             return True
 
         return self.ask(f"{at}: cannot be written", at, put)
 
-    def writer_of(self, at: Address) -> str | None:
-        """The mark of an object's writer, asked once."""
-        found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
+    def writer_of(self, at: Address, taken: ClientError) -> str | None:
+        """The mark of an object's writer, asked once.
+
+        Raises:
+            ClientError: `taken`, for which it is asked, where the object is gone in the meantime.
+        """
+        try:
+            found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
+        except ClientError as error:
+            raise taken if s3_errors.is_missing(error) else error from error
         return found
 
     def delete(self, at: Address) -> None:

@@ -14,13 +14,20 @@ _PASSING_CODES = {
     "ConditionalRequestConflict",  # two conditional writes of one name at the same moment
     "InternalError",
     "OperationAborted",
+    "PreconditionFailed",  # a name was taken, and free again when it was asked who has it
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
     "Throttling",
     "ThrottlingException",
 }
-_PASSING = (exceptions.HTTPClientError, exceptions.CredentialRetrievalError, ResponseParserError)
+_PASSING = (
+    exceptions.HTTPClientError,
+    exceptions.ConnectionError,
+    exceptions.IncompleteReadError,
+    exceptions.CredentialRetrievalError,
+    ResponseParserError,
+)
 _WHO = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN say who asks, here and on every node"
 _WHERE = "AWS_ENDPOINT_URL and AWS_REGION say where the store is, here and on every node"
 _RIGHTS = "the run needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"

@@ -95,7 +95,7 @@ class _Writer(io.RawIOBase):
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
             # Perhaps it was done before, and the answer was lost.
-            if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at) != self._writer:
+            if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
                 raise
 
     def _request(self, name: str, **how: Any) -> Any:
