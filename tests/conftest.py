@@ -7,7 +7,7 @@ import shutil
 import pytest
 from faulty_s3 import FaultyS3
 
-from peagle.storage import s3_client
+from peagle.storage import place, s3_client
 
 # Tests say what they use; what the shell of whoever runs them has set must not change them.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
@@ -52,6 +52,15 @@ def s3(s3_server, monkeypatch):
     yield s3_server
     s3_server.reset()
     client.close()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def root(request, tmp_path):
+    """Where a run may lie: a folder on a disk, and one in a store."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return place("s3://bucket/some/run")
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

@@ -195,7 +195,9 @@ class ObjectStore:
         try:
             found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
         except ClientError as error:
-            raise taken if s3_errors.is_missing(error) else error from error
+            if s3_errors.is_missing(error):
+                raise taken from error
+            raise
         return found
 
     def delete(self, at: Address) -> None:

@@ -266,9 +266,8 @@ class RunDirectory:
                 self._footers.update(zip(unread, readers.map(self._read_footer, unread), strict=True))
 
     def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
-        if unit in self._footers:
-            return self._footers[unit]
-        return self._read_footer(unit)
+        self.read_ahead([unit])
+        return self._footers.get(unit) or self._read_footer(unit)
 
     def _read_footer(self, unit: int) -> dict[bytes, bytes]:
         path = self.unit_path(unit)
@@ -282,7 +281,7 @@ class RunDirectory:
             ) from error
         if _USAGE not in metadata or _FAILED not in metadata:
             raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
-        return metadata
+        return {key: metadata[key] for key in (_USAGE, _FAILED)}
 
     # --- stopping
 

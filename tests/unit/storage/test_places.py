@@ -17,12 +17,10 @@ from peagle.storage import (
 from peagle.storage.s3_path import S3Path
 
 
-@pytest.fixture(params=["disk", "s3"])
-def folder(request, tmp_path):
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-        return place("s3://bucket/some/folder")
-    return place(str(tmp_path))
+@pytest.fixture
+def folder(root):
+    root.mkdir(parents=True, exist_ok=True)
+    return root
 
 
 def names(folder, pattern="*"):
