@@ -74,6 +74,9 @@ class TrainConfig(BaseModel):
         "warm", description="first weights: warm (the target's last layers), random, or a head's folder to go on from"
     )
     train_lm_head: bool = Field(True, description="train lm_head as well, rather than keep the target's rows")
+    train_embeddings: bool = Field(
+        False, description="train embeddings as well, and save them with the head, rather than share the target's"
+    )
 
     epochs: float = Field(1.6, gt=0, description="passes over the documents")
     batch_tokens: int = Field(1024, ge=1, description="tokens of documents in a step")

@@ -1,8 +1,8 @@
 """A P-EAGLE or EAGLE-3 head: built for a target, warm-started from its layers, saved as vLLM takes it, read back.
 
 The networks are `speculators`' models; this file gives them their first weights and their last form on disk. What
-the target has already (embeddings, its own norm and lm_head) is never saved; with a draft vocabulary, the few rows of
-lm_head that it needs are, since vLLM cannot take them from the target.
+the target has already (embeddings, unless they are trained, its own norm and lm_head) is never saved; with a draft
+vocabulary, the few rows of lm_head that it needs are, since vLLM cannot take them from the target.
 """
 
 import json
@@ -19,7 +19,7 @@ from peagle.errors import ConfigError, DrafterError
 from peagle.files import write_atomic
 
 _MAPS = ("d2t", "t2d")
-_OWNED_BY_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+_OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
 
@@ -39,6 +39,8 @@ class HeadSpec:
         init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
             a saved head of the same shape to go on from.
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
+        train_embeddings: whether embeddings are trained, rather than shared with the target. They are then saved with
+            the head: vocabulary x hidden size, most of its bytes.
     """
 
     aux_layers: tuple[int, ...]
@@ -49,6 +51,7 @@ class HeadSpec:
     mask_token_id: int = 0
     init: str = "warm"
     train_lm_head: bool = False
+    train_embeddings: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_layers <= 8:
@@ -97,11 +100,12 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         # Real states are hundreds long and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps: from zero,
         # what attention brings decides a mask row, from a mean of real states it would be lost beside that mean.
         torch.nn.init.zeros_(head.mask_hidden)
+    head.config.embed_requires_grad = spec.train_embeddings
+    head.embed_tokens.requires_grad_(spec.train_embeddings)
     if spec.init == "warm":
         _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
     elif spec.init != "random":
         _go_on_from(head, Path(spec.init))
-    head.embed_tokens.requires_grad_(False)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
 
@@ -224,7 +228,7 @@ def load_head(folder: Path, target: Path) -> Any:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
     missing, _ = head.load_state_dict(tensors, strict=False)
-    lost = [name for name in missing if name not in _OWNED_BY_TARGET and name != "lm_head.weight"]
+    lost = [name for name in missing if _is_saved(head, name) and name != "lm_head.weight"]
     if lost:
         raise DrafterError(f"{folder}: weights are missing: {', '.join(lost)}")
     head.load_verifier_weights()
@@ -239,6 +243,8 @@ def _silence_library() -> None:
 
 
 def _is_saved(head: Any, name: str) -> bool:
+    if name == "embed_tokens.weight":
+        return bool(head.config.embed_requires_grad)
     shared = name == "lm_head.weight" and not head.use_draft_vocab and not head.lm_head.weight.requires_grad
     return name not in _OWNED_BY_TARGET and not shared
 

@@ -52,7 +52,9 @@ class HiddenStateReader:
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
     """The target of a folder in bf16."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the command has one of its own
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
     return HiddenStateReader(model, aux_layers)
 

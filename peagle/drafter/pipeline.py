@@ -84,6 +84,7 @@ class Prepared:
             mask_token_id=config.mask_token_id,
             init=config.init,
             train_lm_head=config.train_lm_head,
+            train_embeddings=config.train_embeddings,
         )
 
     @cached_property

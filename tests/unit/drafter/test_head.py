@@ -70,8 +70,11 @@ def test_only_the_heads_own_weights_are_trained(target: Path, spec: FeatureSpec,
     trained = {name for name, p in _head(target, spec, vocabulary).named_parameters() if p.requires_grad}
     assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
     assert not {name for name in trained if "embed" in name or "verifier" in name or "lm_head" in name}
-    opened = {n for n, p in _head(target, spec, vocabulary, train_lm_head=True).named_parameters() if p.requires_grad}
-    assert opened - trained == {"lm_head.weight"}
+    opened = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
+    assert {n for n, p in opened.named_parameters() if p.requires_grad} - trained == {
+        "lm_head.weight",
+        "embed_tokens.weight",
+    }
 
 
 def test_the_mask_state_starts_at_zero(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
@@ -89,6 +92,16 @@ def test_a_saved_head_comes_back_the_same(
                 parameter.copy_(parameter.to(torch.bfloat16))
     save_head(head, tmp_path, verifier="org/target", num_speculative_tokens=5)
     torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store))
+
+
+def test_trained_embeddings_are_saved_and_come_back(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    head = _head(target, spec, vocabulary, train_embeddings=True)
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(head.embed_tokens.weight.to(torch.bfloat16) * 2)
+    save_head(head, tmp_path, verifier="org/target")
+    torch.testing.assert_close(load_head(tmp_path, target).embed_tokens.weight, head.embed_tokens.weight)
 
 
 def test_the_folder_holds_nothing_of_the_targets_and_no_path(

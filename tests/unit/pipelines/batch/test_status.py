@@ -19,11 +19,11 @@ from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.status import StatusReader
 
-NOW = time.time()
 SPECULATION = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(5, 0, 0))
 
 
-def session(name, *, engine_index=0, num_output_tokens=0, started_at=NOW, ended=False):
+def session(name, *, engine_index=0, num_output_tokens=0, age_s=0.0, ended=False):
+    started_at = time.time() - age_s
     return EngineSession(
         session_id=name, engine_index=engine_index, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
         last_seen_at=started_at + 10.0, load_s=2.0, compile_s=0.0, busy_s=7.0, idle_s=1.0,
@@ -50,7 +50,7 @@ def run(root):
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent a second
     plan = Plan(units=units, rows_per_unit=2, schema=schema, corpus_fingerprint="c")
     run.create({"price": price.to_dict()}, plan)
-    run.write_session(session("killed", num_output_tokens=50, started_at=NOW - 1000))
+    run.write_session(session("killed", num_output_tokens=50, age_s=1000))
     run.write_session(session("now", num_output_tokens=56))
     commit(run, 0, session_id="killed", num_failed_rows=1)
     commit(run, 1)
