@@ -80,7 +80,7 @@ def place(location: "str | Place") -> Place:
     if isinstance(location, str) and location.startswith(SCHEME):
         return S3Path.parse(location)
     if isinstance(location, str) and "://" in location:
-        raise ConfigError(f"{location!r}: a run directory is a local folder, or s3://BUCKET/FOLDER")
+        raise ConfigError(f"{location!r} is neither local nor in S3", hint=f"write {SCHEME}BUCKET/FOLDER, or a path")
     return Path(str(location)).expanduser().absolute()
 
 

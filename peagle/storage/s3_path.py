@@ -47,7 +47,7 @@ class S3Path:
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         parts = key.strip("/").split("/")
         if not bucket or not all(parts) or {".", ".."} & set(parts):
-            raise ConfigError(f"{url!r} names no folder of a bucket", hint="write s3://BUCKET/FOLDER")
+            raise ConfigError(f"{url!r} names no folder of a bucket", hint=f"write {SCHEME}BUCKET/FOLDER")
         return cls(bucket, "/".join(parts))
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ def _place(value: Any) -> Place:
     try:
         return place(value)
     except ConfigError as error:
-        raise ValueError(error.message) from error
+        raise ValueError("a run directory is a local folder, or s3://BUCKET/FOLDER") from error
 
 
 class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
