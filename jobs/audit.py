@@ -1,7 +1,6 @@
 """`peagle audit`: whether a run is what its plan says, and its text what the target says by itself."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 HELP = """\
@@ -25,7 +24,7 @@ exit codes: 0 all right, 1 a file that is not as planned or a text that differs 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle audit`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--sample", type=int, default=16, metavar="N", help="rows to generate again (default: 16)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample (default: 0)")
     parser.add_argument("--no-regenerate", action="store_true", help="check the files only")

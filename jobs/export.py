@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 HELP = """\
@@ -19,7 +18,7 @@ An export can be made again at any time: files are replaced whole, and the same 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle export`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--format", required=True, metavar="FORMAT", help="parquet, jsonl or openai-batch")
     parser.add_argument("--partial", action="store_true", help="export an unfinished run: what is committed so far")
 

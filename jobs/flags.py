@@ -18,6 +18,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from peagle.errors import ConfigError, did_you_mean
+from peagle.storage import Place
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -72,7 +73,7 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
         raise ConfigError("\n  ".join(_explain(e) for e in error.errors())) from None
 
 
-_METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+_METAVARS = {int: "N", float: "X", Path: "PATH", Place: "PATH", str: "TEXT"}
 
 
 class _Loader(yaml.SafeLoader):

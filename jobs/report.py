@@ -14,7 +14,7 @@ Account for runs: tokens per dollar, acceptance, where the money went.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle report`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--html", type=Path, metavar="FILE", help="where the page that compares several runs goes")
 
 
@@ -25,10 +25,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.batch.reporting import make_report
     from pipelines.batch.rundir import RunDirectory
 
-    reports = [make_report(RunDirectory(path)) for path in args.runs]
-    for path, report in zip(args.runs, reports, strict=True):
+    runs = [RunDirectory(location) for location in args.runs]
+    reports = [make_report(run) for run in runs]
+    for run, report in zip(runs, reports, strict=True):
         print(text_summary(report))
-        print(f"report: {path / 'report.html'}\n")
+        print(f"report: {run.root / 'report.html'}\n")
     if args.html:
         write_atomic(args.html, render_html(reports).encode())
         print(f"comparison: {args.html}")

@@ -2,7 +2,6 @@
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 HELP = """\
@@ -16,7 +15,7 @@ Say how a run stands, from its directory alone: it asks neither its driver nor i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle status`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument(
         "--watch",
         type=float,

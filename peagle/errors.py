@@ -9,6 +9,7 @@ PeagleError                 anything peagle reports by itself: exit code 1
 │   └── InputError          the corpus cannot be read as asked
 ├── CapacityError           the cluster or the machine cannot hold what was asked for
 ├── EngineError             an engine did not start, or died
+├── StorageError            an object store refuses, or does not answer
 ├── RunInUse                another driver is at work in the run directory
 ├── TooManyFailedRows       the user's limit of dead letters is reached
 └── StoppedEarly            stopped on purpose and resumable: exit code 3
@@ -80,6 +81,10 @@ class CapacityError(PeagleError):
 
 class EngineError(PeagleError):
     """An engine did not start, or died."""
+
+
+class StorageError(PeagleError):
+    """An object store refuses what was asked of it, or does not answer in time."""
 
 
 class RunInUse(PeagleError):  # noqa: N818 - it is an outcome, not a fault

@@ -83,7 +83,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` with `value` as indented JSON."""
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomic(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as an indented JSON file has it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def remove_temporaries(folder: Path) -> int:

@@ -1,10 +1,13 @@
-"""Fixtures shared by all tests: a Ray cluster, the embedded target, a tiny one, and files to read."""
+"""Fixtures shared by all tests: a Ray cluster, an S3 server, the embedded target, a tiny one, and files to read."""
 
 import json
 import os
 import shutil
 
 import pytest
+from faulty_s3 import FaultyS3
+
+from peagle.storage import place, s3_client
 
 # Tests say what they use; what the shell of whoever runs them has set must not change them.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
@@ -19,6 +22,45 @@ def ray_cluster():
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """An S3 server of this process."""
+    server = FaultyS3()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """The S3 server, which this process and its children are pointed to, without faults and with an empty bucket."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    values = {
+        "ENDPOINT_URL": s3_server.url,
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+        "REGION": "us-east-1",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    s3_client.store.cache_clear()
+    s3_server.reset()
+    client = s3_client.store().api
+    client.create_bucket(Bucket="bucket")
+    yield s3_server
+    s3_server.reset()
+    client.close()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def root(request, tmp_path):
+    """Where a run may lie: a folder on a disk, and one in a store."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return place("s3://bucket/some/run")
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

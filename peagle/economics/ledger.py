@@ -21,10 +21,10 @@ from peagle.economics.usage import (
     sessions_to_table,
 )
 from peagle.errors import PeagleError
-from peagle.files import write_atomic
+from peagle.storage import Place, write_atomic
 
 
-def write_session(folder: Path, session: EngineSession) -> None:
+def write_session(folder: Place, session: EngineSession) -> None:
     """Replace the heartbeat of one engine process."""
     import pyarrow.parquet as pq
 
@@ -33,7 +33,7 @@ def write_session(folder: Path, session: EngineSession) -> None:
     write_atomic(folder / f"session-{session.session_id}.parquet", sink.getvalue())
 
 
-def read_sessions(folder: Path) -> list[EngineSession]:
+def read_sessions(folder: Place) -> list[EngineSession]:
     """The last heartbeat of every engine process that ever wrote here.
 
     Raises:
@@ -41,8 +41,9 @@ def read_sessions(folder: Path) -> list[EngineSession]:
     """
     import pyarrow.parquet as pq
 
-    paths = sorted(folder.glob("session-*.parquet"))
-    return [session for path in paths for session in sessions_from_table(pq.read_table(path))]
+    paths = sorted(folder.glob("session-*.parquet"), key=lambda path: path.name)
+    tables = (pq.read_table(io.BytesIO(path.read_bytes())) for path in paths)
+    return [session for table in tables for session in sessions_from_table(table)]
 
 
 def append_beat(folder: Path, session: EngineSession) -> None:

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from peagle.economics.usage import EngineSession, sessions_from_table
 from peagle.errors import PeagleError
 from peagle.files import TEMPORARY_SUFFIX
+from peagle.storage import Place, open_to_read
 from pipelines.batch.audit_input import input_findings
 from pipelines.batch.audit_unit import Finding, UnitAudit, audit_unit, expected_schema
 from pipelines.batch.lease import read_lease
@@ -171,7 +171,8 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
         if not _OF_FOLDER["ledger"].fullmatch(name):
             continue  # told among the other files
         try:
-            read = sessions_from_table(pq.read_table(run.ledger / name))
+            with open_to_read(run.ledger / name) as file:
+                read = sessions_from_table(pq.read_table(file))
         except (PeagleError, OSError, ValueError) as error:  # an Arrow error is a ValueError
             audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
             continue
@@ -224,5 +225,5 @@ def _check_report(audit: FilesAudit, run: RunDirectory, plan: Plan) -> None:
         audit.notes.append("report.json is older than the units: peagle report makes it again")
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _names(folder: Place) -> Iterator[str]:
     return iter(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else iter(())

@@ -11,6 +11,7 @@ from pipelines.batch.audit_unit import Finding
 from pipelines.batch.corpus import find, scan
 from pipelines.batch.inputs.files import SourceFile, discover
 from pipelines.batch.plan import Plan
+from pipelines.batch.workload import Workload
 
 
 def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding], list[str]]:
@@ -34,7 +35,7 @@ def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding],
 
 def _differs(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
     try:
-        _, _, fingerprint = scan(files, plan.rows_per_unit, limit)
+        _, _, fingerprint = scan(files, plan.cut, limit, Workload())
     except InputError as error:
         return error.message
     return None if fingerprint == plan.corpus_fingerprint else "the input is not what it was when the run was planned"

@@ -28,6 +28,7 @@ from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.quiet import QuietStderr
 from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
+from peagle.storage import open_to_read
 from pipelines.batch.corpus import read
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.preparing import load_tokenizer
@@ -135,7 +136,8 @@ def audit_rows(
     base = {k: v for k, v in manifest["fingerprint"]["sampling"].items() if k not in ("column", "seed")}
     outcomes: list[RowAudit | _Sampled] = []
     for number, rows in places.items():
-        table = pq.read_table(run.unit_path(number), columns=list(_READ)).take(rows)
+        with open_to_read(run.unit_path(number)) as file:
+            table = pq.read_table(file, columns=list(_READ)).take(rows)
         outcomes += _requests(units[number], table.to_pylist(), builder, base, target.is_fake)
     sampled = [one for one in outcomes if isinstance(one, _Sampled)]
     verdicts = _regenerate(sampled, target, announce) if sampled else {}

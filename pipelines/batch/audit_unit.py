@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from peagle.economics.usage import UnitUsage
 from peagle.errors import PeagleError
+from peagle.storage import open_to_read
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.rows import OUTPUT_SCHEMA, output_names
 from pipelines.batch.rundir import RunDirectory
@@ -65,7 +66,8 @@ def audit_unit(run: RunDirectory, unit: WorkUnit, schema: pa.Schema, answered_by
     path = run.unit_path(unit.unit)
     try:
         usage, name = run.usage(unit.unit), run.letters_name(unit.unit)
-        table = pq.read_table(path)
+        with open_to_read(path) as file:
+            table = pq.read_table(file)
     except (PeagleError, OSError, pa.ArrowException) as error:
         message = error.message if isinstance(error, PeagleError) else str(error)
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))

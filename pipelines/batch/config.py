@@ -5,18 +5,27 @@ It checks what can be checked without a corpus, a model or a cluster; it resolve
 
 import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
+from peagle.errors import ConfigError
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
+from peagle.storage import Place, place
 from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
 from pipelines.batch.pool import EngineRange
 
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
+
+
+def _place(value: Any) -> Place:
+    try:
+        return place(value)
+    except ConfigError as error:
+        raise ValueError("a run directory is a local folder, or s3://BUCKET/FOLDER") from error
 
 
 class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
@@ -29,7 +38,9 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
         "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
     )
-    output: Path = Field(description="run directory; an unfinished run there is continued")
+    output: Annotated[Place, PlainValidator(_place), PlainSerializer(str)] = Field(
+        description="run directory, local or s3://BUCKET/FOLDER; an unfinished run there is continued"
+    )
     output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(
         "auto",
         description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
@@ -101,13 +112,6 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     @classmethod
     def _engines_are_a_range(cls, value: Any) -> Any:
         return str(EngineRange.parse(str(value)))
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _output_is_a_folder(cls, value: Any) -> Any:
-        if "://" in str(value):  # as a path it would become a folder of that name
-            raise ValueError("a run directory is a folder, local or on a mounted file system")
-        return value
 
     @field_validator("deadline", mode="before")
     @classmethod

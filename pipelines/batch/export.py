@@ -15,15 +15,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peagle.errors import ConfigError, PeagleError
-from peagle.files import atomic_file, remove_temporaries, write_json
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
+from peagle.storage import Place, atomic_file, open_to_read, remove_temporaries, write_json
 from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory
 
@@ -90,7 +89,7 @@ def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
     return [families[number] for number in sorted(families)]
 
 
-def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_format: Format, folder: Path) -> Export:
+def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_format: Format, folder: Place) -> Export:
     lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
     errors = folder / "errors.jsonl"
@@ -114,7 +113,7 @@ def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_for
     return done
 
 
-def _made(folder: Path) -> Export | None:
+def _made(folder: Place) -> Export | None:
     """The export that is there, if it is whole."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
@@ -177,7 +176,7 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
 def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
     """Row groups of many units: a unit by itself is too small for one."""
     num_rows = 0
-    schema = pq.read_schema(run.unit_path(families[0][0])).remove_metadata() if families else pa.schema([])
+    schema = _schema(run, families[0][0]) if families else pa.schema([])
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
         for batch in (batch for family in families for batch in _batches(run, family, lines.columns)):
@@ -189,6 +188,11 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
         if pending:
             writer.write_table(pa.Table.from_batches(pending, schema))
     return num_rows
+
+
+def _schema(run: RunDirectory, unit: int) -> pa.Schema:
+    with open_to_read(run.unit_path(unit)) as file:
+        return pq.read_schema(file).remove_metadata()
 
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
@@ -203,7 +207,7 @@ def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | Non
 def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
     path = run.unit_path(unit)
     try:
-        with pq.ParquetFile(path) as parquet:
+        with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
             read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
                 yield batch.replace_schema_metadata(None)

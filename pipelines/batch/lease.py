@@ -2,7 +2,7 @@
 
     OUT/.lease/N.json    the N-th lease; the highest number counts, and it stays when its driver ends
 
-A lease is taken by creating the next number with one exclusive link, so of several takers one wins. Its holder rewrites
+A lease is taken by creating the next number once (`write_once`), so of several takers one wins. Its holder rewrites
 it every few seconds with the next beat. Whoever wants it watches the beat on a monotonic clock of its own: a beat that
 changes is a driver that lives, one that does not for as long as the lease says is a driver that is gone. No two clocks
 are ever compared, so a clock that jumps or differs between hosts changes nothing. A driver of this very host and
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.files import write_atomic, write_once
+from peagle.storage import WRITE_ERRORS, Place, write_atomic, write_once
 
 _FOLDER = ".lease"
 _RENEWALS = 6  # in the time that a lease lasts
@@ -75,7 +75,7 @@ class Lease:
         return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
 
 
-def read_lease(root: Path) -> Lease | None:
+def read_lease(root: Place) -> Lease | None:
     """The lease of the run directory's present or last driver; None if it never had one."""
     for number in sorted(_numbers(root), reverse=True):
         try:
@@ -98,7 +98,7 @@ class Holding:
         outcome: what the lease will say of this driver's end.
     """
 
-    def __init__(self, root: Path, lease: Lease) -> None:
+    def __init__(self, root: Place, lease: Lease) -> None:
         self.lost = threading.Event()
         self.outcome = "ended"
         self._root = root
@@ -116,17 +116,17 @@ class Holding:
         """Give the lease back."""
         self._ended.set()
         self._thread.join()
-        if not self._is_taken_over():
-            with contextlib.suppress(OSError):  # a full disk: it expires
+        with contextlib.suppress(*WRITE_ERRORS):  # a full disk, a store that is gone: it expires
+            if not self._is_taken_over():
                 self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease.expiry_s / _RENEWALS):
-            if self._is_taken_over():
-                self.lost.set()
-                return
-            self._lease = replace(self._lease, beat=self._lease.beat + 1, renewed_at=time.time())
-            with contextlib.suppress(OSError):  # the next renewal may succeed; if none does, it expires
+            with contextlib.suppress(*WRITE_ERRORS):  # the next renewal may succeed; if none does, it expires
+                if self._is_taken_over():
+                    self.lost.set()
+                    return
+                self._lease = replace(self._lease, beat=self._lease.beat + 1, renewed_at=time.time())
                 self._write(self._lease)
 
     def _is_taken_over(self) -> bool:
@@ -138,13 +138,14 @@ class Holding:
 
 @contextlib.contextmanager
 def hold_lease(
-    root: Path, *, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]
+    root: Place, *, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]
 ) -> Iterator[Holding]:
     """Hold the run directory's lease. An error that passes through becomes its outcome.
 
     Raises:
         RunInUse: another driver holds it and lives.
         ConfigError: the folder cannot be written.
+        StorageError: nor the store.
     """
     try:
         holding = Holding(root, _take(root, expiry_s, command, announce))
@@ -164,7 +165,7 @@ def clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
-def _take(root: Path, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]) -> Lease:
+def _take(root: Place, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]) -> Lease:
     (root / _FOLDER).mkdir(parents=True, exist_ok=True)
     before = read_lease(root)
     if before is not None:
@@ -188,7 +189,7 @@ def _take(root: Path, expiry_s: float, command: Sequence[str], announce: Callabl
     return lease
 
 
-def _clear_before(root: Path, number: int) -> None:
+def _clear_before(root: Place, number: int) -> None:
     """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
     for path in (root / _FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
@@ -196,7 +197,7 @@ def _clear_before(root: Path, number: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _wait_until_free(root: Path, seen: Lease, announce: Callable[[str], None]) -> None:
+def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) -> None:
     """Return when the lease that was seen is free; refuse as soon as it is renewed."""
     if seen.outcome is not None or seen.is_gone():
         return
@@ -211,7 +212,7 @@ def _wait_until_free(root: Path, seen: Lease, announce: Callable[[str], None]) -
             return
 
 
-def _in_use(root: Path, lease: Lease) -> RunInUse:
+def _in_use(root: Place, lease: Lease) -> RunInUse:
     return RunInUse(
         f"{root} is being driven by {lease.describe()}: {lease.command}\n"
         f"  renewed at {clock(lease.renewed_at)} by its clock; it expires {lease.expiry_s:g} s after its last renewal",
@@ -223,7 +224,7 @@ def _to_bytes(lease: Lease) -> bytes:
     return (json.dumps(asdict(lease), indent=2) + "\n").encode()
 
 
-def _numbers(root: Path) -> list[int]:
+def _numbers(root: Place) -> list[int]:
     return [int(path.stem) for path in (root / _FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 

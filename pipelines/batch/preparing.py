@@ -7,7 +7,6 @@ knows neither engines nor the driver.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -36,7 +35,7 @@ def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
 
     Once the run is being stopped, one that is given back stands for all that follow.
     """
-    run = RunDirectory(Path(job.run_dir))
+    run = RunDirectory(job.run_dir)
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
         if run.stop_grace_s() is not None:
             yield packed(given_back(unit))

@@ -12,7 +12,7 @@ from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
 from peagle.economics.usage import EngineSession
-from peagle.files import write_atomic, write_json
+from peagle.storage import write_atomic, write_json
 from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
 

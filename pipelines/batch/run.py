@@ -21,6 +21,7 @@ from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
 from pipelines.batch.lease import hold_lease
+from pipelines.batch.logs import copied
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
@@ -66,6 +67,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
     with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
+        run.require_usable()
         is_remote = bool(os.environ.get("RAY_ADDRESS"))
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
@@ -97,7 +99,9 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         stop = threading.Event()
         supervisor = Supervisor(run, plan, resolved, stop, command=command)
         supervisor.require_room()
-        quiet.move_to(run.logs / "driver.log")
+        log = run.logs / "driver.log"
+        stack.enter_context(copied(run.root, log, f"driver-{lease.number}.log"))
+        quiet.move_to(log)
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
         cluster.require_capacity(

@@ -7,21 +7,22 @@
     failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it and no retry took them up
     ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
     report.json  report.html      the account
-    logs/                         what Ray and the engines print
+    logs/                         what Ray and the engines print; of a run on S3, copies of it (`logs.py`)
     suspects/                     rows that may have killed an engine (`suspects.py`); empty when the run is finished
     .stop.json                    only while a run is being stopped: the driver's word to the workers
     .lease/                       who drives the run (`lease.py`)
 
-A unit is committed when its file exists. The file appears whole, by one exclusive link, so of two attempts at a unit
-the first wins and the other leaves nothing valid. It knows files and records; it does not know engines or Ray.
+A unit is committed when its file exists. The file appears whole, by one exclusive link or one conditional PUT, so of
+two attempts at a unit the first wins and the other leaves nothing valid. It knows places and records; it does not know
+whether they are on a disk or on S3 (`peagle.storage`), nor engines or Ray.
 """
 
 import io
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -30,7 +31,18 @@ import pyarrow.parquet as pq
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
-from peagle.files import remove_temporaries, write_atomic, write_json, write_once
+from peagle.storage import (
+    Place,
+    is_remote,
+    open_to_read,
+    place,
+    remove_temporaries,
+    require_usable,
+    write_atomic,
+    write_json,
+    write_once,
+)
+from pipelines.batch.logs import logs_folder
 from pipelines.batch.plan import (
     Plan,
     Retry,
@@ -39,24 +51,31 @@ from pipelines.batch.plan import (
     retries_from_bytes,
     retries_to_bytes,
 )
+from pipelines.batch.stopping import PolledStop
 from pipelines.batch.suspects import forget_killed_driver
 
 _Parsed = TypeVar("_Parsed")
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
+_READERS = 16  # requests at once where each takes a while
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
 class RunDirectory:
-    """A run directory on a local or shared file system."""
+    """A run directory on a local or shared file system, or on S3.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().absolute()
+    Attributes:
+        logs: always local: a log that is being written cannot lie on S3.
+    """
+
+    def __init__(self, root: str | Place) -> None:
+        self.root = place(root)
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
-        self.logs = self.root / "logs"
+        self.logs = logs_folder(self.root)
         self.suspects = self.root / "suspects"
+        self._footers: dict[int, dict[bytes, bytes]] = {}
 
     def __str__(self) -> str:
         return str(self.root)
@@ -67,6 +86,14 @@ class RunDirectory:
     def exists(self) -> bool:
         """Whether a run was started here."""
         return (self.root / "run.json").exists()
+
+    def require_usable(self) -> None:
+        """Make sure that the store, if it is one, can hold a run.
+
+        Raises:
+            ConfigError: it cannot be written, or lets two engines commit the same unit.
+        """
+        require_usable(self.root / ".lease")
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> None:
         """Lay the directory out. `run.json` comes last: with it, the run exists.
@@ -148,8 +175,8 @@ class RunDirectory:
         """Units whose dead letters a retry took up."""
         return frozenset(retry.supersedes for retry in self.retries())
 
-    def _retry_plans(self) -> list[Path]:
-        return sorted(self.root.glob("plan-*.parquet"))
+    def _retry_plans(self) -> list[Place]:
+        return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)
 
     # --- units
 
@@ -162,6 +189,7 @@ class RunDirectory:
 
         Raises:
             OSError: the disk is full, or the folder cannot be written. The unit is then not committed.
+            StorageError: the store does not answer. The unit may be committed then, and counts all the same.
         """
         failed_name = ""
         if dead_letters:
@@ -177,7 +205,7 @@ class RunDirectory:
             (self.failed / failed_name).unlink(missing_ok=True)
         return won
 
-    def unit_path(self, unit: int) -> Path:
+    def unit_path(self, unit: int) -> Place:
         """The file that commits a unit."""
         return self.data / f"unit-{unit:08d}.parquet"
 
@@ -189,8 +217,9 @@ class RunDirectory:
         Raises:
             PeagleError: a file is damaged.
         """
-        superseded = self.superseded()
-        for unit in sorted(self.committed()):
+        superseded, committed = self.superseded(), self.committed()
+        self.read_ahead(committed)
+        for unit in sorted(committed):
             usage = self.usage(unit)
             yield replace(usage, num_failed_rows=0) if unit in superseded else usage
 
@@ -204,15 +233,16 @@ class RunDirectory:
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
         """Every valid dead letter: those that a committed unit names, and no retry took up."""
-        superseded = self.superseded()
-        for unit in sorted(self.committed()):
+        superseded, committed = self.superseded(), self.committed()
+        self.read_ahead(committed - superseded)
+        for unit in sorted(committed):
             if unit not in superseded:
                 yield from self.letters(unit)
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
         """The dead letters of one committed unit, whether a retry took them up or not."""
         if name := self.letters_name(unit):
-            with (self.failed / name).open(encoding="utf-8") as lines:
+            with open_to_read(self.failed / name) as lines:
                 yield from (json.loads(line) for line in lines)
 
     def letters_name(self, unit: int) -> str:
@@ -229,17 +259,31 @@ class RunDirectory:
         Temporary files, and dead letters that no committed unit names. Notes of committed units go too: their engine
         was killed between the commit and their removal.
         """
-        forget_killed_driver(self.suspects, self.committed())
-        valid = {self.letters_name(unit) for unit in self.committed()}
+        committed = self.committed()
+        forget_killed_driver(self.suspects, committed)
+        self.read_ahead(committed)
+        valid = {self.letters_name(unit) for unit in committed}
         orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
         for orphan in orphans:
             orphan.unlink(missing_ok=True)
         return len(orphans) + self._remove_temporaries()
 
+    def read_ahead(self, units: Iterable[int]) -> None:
+        """Read what the files of these committed units say of them, many at once, where each would take a request."""
+        unread = [unit for unit in units if unit not in self._footers]
+        if is_remote(self.root) and unread:
+            with ThreadPoolExecutor(_READERS) as readers:
+                self._footers.update(zip(unread, readers.map(self._read_footer, unread), strict=True))
+
     def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
+        self.read_ahead([unit])
+        return self._footers.get(unit) or self._read_footer(unit)
+
+    def _read_footer(self, unit: int) -> dict[bytes, bytes]:
         path = self.unit_path(unit)
         try:
-            metadata: dict[bytes, bytes] = pq.read_schema(path).metadata or {}
+            with open_to_read(path) as file:
+                metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
         except (OSError, pa.ArrowException) as error:
             raise PeagleError(
                 f"{path} is damaged: {error}",
@@ -247,7 +291,7 @@ class RunDirectory:
             ) from error
         if _USAGE not in metadata or _FAILED not in metadata:
             raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
-        return metadata
+        return {key: metadata[key] for key in (_USAGE, _FAILED)}
 
     # --- stopping
 
@@ -262,12 +306,16 @@ class RunDirectory:
         except FileNotFoundError:
             return None
 
+    def stop_reader(self) -> Callable[[], float | None]:
+        """`stop_grace_s` for somebody who asks all the time and must not wait for the answer."""
+        return PolledStop(self.stop_grace_s) if is_remote(self.root) else self.stop_grace_s
+
     def clear_stop(self) -> None:
         """The run goes on."""
         self._stop_path.unlink(missing_ok=True)
 
     @property
-    def _stop_path(self) -> Path:
+    def _stop_path(self) -> Place:
         return self.root / ".stop.json"
 
     # --- the ledger
@@ -281,6 +329,8 @@ class RunDirectory:
         return read_sessions(self.ledger)
 
     def _remove_temporaries(self) -> int:
+        if is_remote(self.root):
+            return 0  # what is there is one object, there as a whole or not at all
         folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
         return sum(map(remove_temporaries, folders))
 
@@ -289,7 +339,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
 
-def _parsed(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except (OSError, pa.ArrowException, KeyError) as error:

@@ -11,6 +11,8 @@ import uuid
 
 from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession
+from peagle.storage import WRITE_ERRORS
+from pipelines.batch.logs import COPY_S, LogCopy
 from pipelines.batch.meter import EngineMeter
 from pipelines.batch.node import claim_slot, redirect_output
 from pipelines.batch.rundir import RunDirectory
@@ -35,6 +37,7 @@ class Session:
         self._heartbeat_s = heartbeat_s
         self.log = run.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
+        self._log_copy = LogCopy(run.root, self.log, self.log.name)
         self.slot = claim_slot(run_id)
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -45,7 +48,7 @@ class Session:
         """Write a heartbeat now.
 
         Raises:
-            OSError: the disk is full, or the folder cannot be written.
+            OSError, StorageError: the disk is full, or the folder or the store cannot be written.
         """
         with self._lock:
             if not self._ended.is_set():
@@ -53,14 +56,23 @@ class Session:
 
     def end(self) -> None:
         """Write the last heartbeat: the process ends now, of its own accord."""
+        self.keep_log()
         with self._lock:
             self._ended.set()
             self._write(ended=True)
 
+    def keep_log(self) -> None:
+        """Copy the log to the run directory, where it is not there already."""
+        self._log_copy.update()
+
     def _keep_beating(self) -> None:
+        copied_at = time.monotonic()
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
+            with contextlib.suppress(*WRITE_ERRORS):  # what cannot be written now, the next heartbeat tells too
                 self.beat()
+            if time.monotonic() - copied_at >= COPY_S:
+                self.keep_log()
+                copied_at = time.monotonic()
 
     def _write(self, *, ended: bool) -> None:
         meter = self.meter.snapshot()

@@ -131,7 +131,9 @@ class StatusReader:
 
     def _read_units(self) -> set[int]:
         committed = self._run.committed()
-        for unit in committed - self._usages.keys():
+        new = committed - self._usages.keys()
+        self._run.read_ahead(new)
+        for unit in new:
             self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters(unit))
             self._usages[unit] = self._run.usage(unit)
         return committed

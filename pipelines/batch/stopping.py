@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from peagle.errors import StoppedEarly
+from peagle.errors import PeagleError, StoppedEarly
 
 
 @contextlib.contextmanager
@@ -32,6 +32,30 @@ def stop_on_signal(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class PolledStop:
+    """The word of a stop where to ask for it takes a request: a thread asks, and whoever wants to know is told at once.
+
+    Args:
+        read_grace_s: as of `GraceClock`; where it fails, what was known before is believed.
+    """
+
+    def __init__(self, read_grace_s: Callable[[], float | None], *, every_s: float = 1.0) -> None:
+        self._read_grace_s = read_grace_s
+        self._every_s = every_s
+        self._grace_s: float | None = None
+        threading.Thread(target=self._poll, daemon=True).start()
+
+    def __call__(self) -> float | None:
+        """The seconds of grace, if a stop was asked for when the thread last looked."""
+        return self._grace_s
+
+    def _poll(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, PeagleError):
+                self._grace_s = self._read_grace_s()
+            time.sleep(self._every_s)
 
 
 class GraceClock:

@@ -19,9 +19,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from peagle.files import write_atomic
+from peagle.storage import Place, write_atomic
 
 _MANY = 2
 
@@ -74,7 +73,7 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
 class UnitNotes:
     """The notes of one unit, and the one that this engine process writes."""
 
-    def __init__(self, folder: Path, unit: int, session_id: str) -> None:
+    def __init__(self, folder: Place, unit: int, session_id: str) -> None:
         self._folder = folder
         self._prefix = f"unit-{unit:08d}."
         self._own = folder / f"{self._prefix}{session_id}.json"
@@ -99,16 +98,16 @@ class UnitNotes:
         for path in self._paths():
             path.unlink(missing_ok=True)
 
-    def _only_waited(self, path: Path) -> bool:
+    def _only_waited(self, path: Place) -> bool:
         """Whether a row of another unit was alone in the engine of the process that left this note."""
         session_id = path.name.split(".")[1]
         return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{self._prefix}*.json"))
+    def _paths(self) -> list[Place]:
+        return sorted(self._folder.glob(f"{self._prefix}*.json"), key=lambda path: path.name)
 
 
-def forget_killed_driver(folder: Path, committed: set[int]) -> None:
+def forget_killed_driver(folder: Place, committed: set[int]) -> None:
     """Drop what only says that a driver was killed, and notes of committed units; when no engine runs."""
     for path in folder.glob("unit-*.json"):
         note = _read(path)
@@ -116,7 +115,7 @@ def forget_killed_driver(folder: Path, committed: set[int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Note:
+def _read(path: Place) -> Note:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:  # cleared at this moment, by the attempt that committed the unit
@@ -125,5 +124,5 @@ def _read(path: Path) -> Note:
     return Note(rows=None if rows is None else tuple(rows), alone=values["alone"], died=values["died"])
 
 
-def _unit(path: Path) -> int:
+def _unit(path: Place) -> int:
     return int(path.name.removeprefix("unit-").partition(".")[0])

@@ -16,7 +16,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -73,10 +72,10 @@ class EngineWorker:
 
     def __init__(self, job: EngineJob) -> None:
         self._job = job
-        self._run = RunDirectory(Path(job.run_dir))
+        self._run = RunDirectory(job.run_dir)
         if job.admission is not None and not _takes_the_place_of_another():
             job.admission.wait(self._run)
-        self._grace = GraceClock(self._run.stop_grace_s)
+        self._grace = GraceClock(self._run.stop_reader())
         self._session = Session(
             self._run,
             run_id=job.run_id,
@@ -85,7 +84,11 @@ class EngineWorker:
             heartbeat_s=job.heartbeat_s,
         )
         self._meter = self._session.meter
-        self._engine, compile_s = self._start_engine()
+        try:
+            self._engine, compile_s = self._start_engine()
+        except BaseException:
+            self._session.keep_log()
+            raise
         self._meter.ready(compile_s)
         self._session.beat()
         in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)

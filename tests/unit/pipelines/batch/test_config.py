@@ -35,6 +35,12 @@ def test_sampling_keys_are_checked_before_anything_else(keys, message):
         config(**keys)
 
 
-def test_a_run_directory_is_no_uri():
-    with pytest.raises(pydantic.ValidationError, match="a run directory is a folder"):
-        GenerateConfig(input="i", output="s3://bucket/run")
+def test_a_run_directory_is_a_folder_or_on_s3(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert GenerateConfig(input="i", output="run").output == tmp_path / "run"
+    remote = GenerateConfig(input="i", output="s3://bucket/run")
+    assert str(remote.output / "report.html") == "s3://bucket/run/report.html"
+    assert remote.model_dump(mode="json")["output"] == "s3://bucket/run"
+    for output in ("gs://bucket/run", "s3://bucket"):
+        with pytest.raises(pydantic.ValidationError, match="s3://"):
+            GenerateConfig(input="i", output=output)

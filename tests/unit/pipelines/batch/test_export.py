@@ -1,4 +1,5 @@
 import datetime
+import io
 import json
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ from jobs import cli
 from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
+from peagle.storage import write_atomic
 from pipelines.batch import export as export_module
 from pipelines.batch.export import export
 from pipelines.batch.inputs.span import Span
@@ -43,7 +45,7 @@ def output(ids, **columns):
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def make_run(root):
     def make(kind="jsonl", **columns):
         units = tuple(
             WorkUnit(
@@ -54,7 +56,7 @@ def make_run(tmp_path):
             for unit in range(NUM_UNITS)
         )
         plan = Plan(units=units, rows_per_unit=3, schema=pa.schema([("x", pa.string())]), corpus_fingerprint="c")
-        run = RunDirectory(tmp_path / "run")
+        run = RunDirectory(root)
         run.create({"run_id": "r", "fingerprint": {"prompts": {"chat": True}}}, plan)
         return run
 
@@ -68,7 +70,11 @@ def commit(run, unit, *, row=None, **columns):
 
 
 def lines(run, output_format, name="output.jsonl"):
-    return [json.loads(line) for line in (run.root / "export" / output_format / name).read_text().splitlines()]
+    return [json.loads(line) for line in (run.root / "export" / output_format / name).read_bytes().splitlines()]
+
+
+def exported(run):
+    return io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes())
 
 
 def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
@@ -125,12 +131,13 @@ def test_parquet_is_one_file_of_large_row_groups(make_run, monkeypatch):
     for unit in range(NUM_UNITS):
         commit(run, unit)
     export(run, "parquet")
-    file = pq.ParquetFile(run.root / "export" / "parquet" / "output.parquet")
+    file = pq.ParquetFile(exported(run))
     assert file.schema_arrow.equals(OUTPUT_SCHEMA)
     assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [4, 2]
     file.close()
 
 
+@pytest.mark.parametrize("root", ["disk"], indirect=True)
 def test_an_export_is_made_again_only_where_it_is_not_whole(make_run):
     run = make_run()
     for unit in range(NUM_UNITS):
@@ -145,6 +152,21 @@ def test_an_export_is_made_again_only_where_it_is_not_whole(make_run):
     assert export(run, "jsonl", again=False) == first
     assert file.read_bytes() == content
     assert not list(file.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(make_run, s3):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    first = export(run, "jsonl")
+    file = run.root / "export" / "jsonl" / "output.jsonl"
+    content, num_writes = file.read_bytes(), s3.count("PUT", "export")
+    assert export(run, "jsonl", again=False) == first
+    assert s3.count("PUT", "export") == num_writes
+    write_atomic(file, b"cut off")
+    assert export(run, "jsonl", again=False) == first
+    assert file.read_bytes() == content
 
 
 def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
@@ -163,7 +185,7 @@ def test_a_damaged_unit_is_named(make_run):
     for unit in range(NUM_UNITS):
         commit(run, unit)
     data = run.unit_path(1).read_bytes()
-    run.unit_path(1).write_bytes(data[:4] + b"\0" * 200 + data[204:])
+    write_atomic(run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
     with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
         export(run, "jsonl")
     assert not (run.root / "export" / "jsonl" / "output.jsonl").exists()
@@ -189,9 +211,6 @@ def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
     with pytest.raises(ConfigError, match="5 of 6 units are committed"):
         export(run, output_format)
     done = export(run, output_format, partial=True)
-    if output_format == "jsonl":
-        rows = lines(run, "jsonl")
-    else:
-        rows = pq.read_table(run.root / "export" / "parquet" / "output.parquet").to_pylist()
+    rows = lines(run, "jsonl") if output_format == "jsonl" else pq.read_table(exported(run)).to_pylist()
     assert [int(row["id"]) for row in rows] == [0, 1, 2, 3, 4, 5, 6, 8]
     assert (done.num_rows, done.num_failed_rows, done.num_units) == (8, 0, 5)

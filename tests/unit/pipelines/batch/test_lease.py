@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.errors import ConfigError, PeagleError, RunInUse
+from peagle.storage import place, write_atomic
 from pipelines.batch import lease as lease_module
 from pipelines.batch.lease import hold_lease, read_lease
 
@@ -18,64 +19,64 @@ def hold(root, *, expiry_s=30.0, announce=lambda _: None):
 
 
 def put(root, lease):
-    (root / ".lease" / f"{lease.number}.json").write_bytes(lease_module._to_bytes(lease))
+    write_atomic(root / ".lease" / f"{lease.number}.json", lease_module._to_bytes(lease))
 
 
 @pytest.fixture
-def foreign(tmp_path):
+def foreign(root):
     """The lease of a driver of another host, which was never given back."""
-    with hold(tmp_path):
-        mine = read_lease(tmp_path)
+    with hold(root):
+        mine = read_lease(root)
     theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(tmp_path, theirs)
+    put(root, theirs)
     return theirs
 
 
-def test_a_lease_says_who_drives_and_then_how_it_ended(tmp_path):
-    with hold(tmp_path):
-        held = read_lease(tmp_path)
+def test_a_lease_says_who_drives_and_then_how_it_ended(root):
+    with hold(root):
+        held = read_lease(root)
         assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
         assert held.seems_alive()
-    after = read_lease(tmp_path)
+    after = read_lease(root)
     assert (after.number, after.outcome) == (1, "ended")
     assert not after.seems_alive()
 
 
-def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(tmp_path):
-    with pytest.raises(PeagleError), hold(tmp_path):
+def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(root):
+    with pytest.raises(PeagleError), hold(root):
         raise PeagleError("the disk is full", hint="buy one")
-    assert read_lease(tmp_path).outcome == "PeagleError: the disk is full"
+    assert read_lease(root).outcome == "PeagleError: the disk is full"
     started = time.monotonic()
-    with hold(tmp_path) as second:
+    with hold(root) as second:
         assert second.number == 2
     assert time.monotonic() - started < 1
-    assert [path.name for path in (tmp_path / ".lease").iterdir()] == ["2.json"]
+    assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
-def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(tmp_path):
-    with hold(tmp_path, expiry_s=3.0):
+def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
+    with hold(root, expiry_s=3.0):
         said, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as refused, hold(tmp_path, announce=said.append):
+        with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
             pass
         assert time.monotonic() - started < 3
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 3 s after", "Ctrl-C"):
             assert part in str(refused.value)
         assert "watching for 3 s" in said[0]
-        assert read_lease(tmp_path).number == 1
+        assert read_lease(root).number == 1
 
 
-def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_clocks_say(tmp_path, foreign):
-    put(tmp_path, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
+def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_clocks_say(root, foreign):
+    put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
-    with hold(tmp_path) as mine:
+    with hold(root) as mine:
         assert mine.number == foreign.number + 1
     assert 1.0 <= time.monotonic() - started < 3
 
 
-def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(tmp_path, foreign):
-    beat = threading.Timer(0.3, lambda: put(tmp_path, replace(foreign, beat=1, renewed_at=0.0)))
+def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(root, foreign):
+    beat = threading.Timer(0.3, lambda: put(root, replace(foreign, beat=1, renewed_at=0.0)))
     beat.start()
-    with pytest.raises(RunInUse, match="elsewhere"), hold(tmp_path):
+    with pytest.raises(RunInUse, match="elsewhere"), hold(root):
         pass
     beat.join()
 
@@ -94,27 +95,27 @@ def test_a_killed_driver_of_this_host_is_replaced_at_once(tmp_path):
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
-def test_a_process_id_that_was_given_to_another_process_is_not_the_driver(tmp_path):
-    with hold(tmp_path):
-        mine = read_lease(tmp_path)
+def test_a_process_id_that_was_given_to_another_process_is_not_the_driver(root):
+    with hold(root):
+        mine = read_lease(root)
     assert not mine.is_gone()
     assert replace(mine, birth=mine.birth - 1).is_gone()
 
 
-def test_a_driver_that_was_replaced_learns_of_it_and_leaves_its_successors_lease_alone(tmp_path):
-    with hold(tmp_path, expiry_s=1.0) as slow:
-        theirs = replace(read_lease(tmp_path), number=2, host="elsewhere", where="another boot")
-        put(tmp_path, theirs)
+def test_a_driver_that_was_replaced_learns_of_it_and_leaves_its_successors_lease_alone(root):
+    with hold(root, expiry_s=1.0) as slow:
+        theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, theirs)
         assert slow.lost.wait(2)
-    assert read_lease(tmp_path) == theirs
+    assert read_lease(root) == theirs
 
 
-def test_of_drivers_that_start_at_once_one_wins(tmp_path, foreign):
+def test_of_drivers_that_start_at_once_one_wins(root, foreign):
     outcomes, all_done = [], threading.Barrier(4)
 
     def drive():
         try:
-            with hold(tmp_path):
+            with hold(root):
                 outcomes.append("won")
                 all_done.wait(20)
         except RunInUse:
@@ -129,14 +130,43 @@ def test_of_drivers_that_start_at_once_one_wins(tmp_path, foreign):
     assert sorted(outcomes) == ["refused"] * 3 + ["won"]
 
 
-def test_a_damaged_lease_is_named(tmp_path):
-    (tmp_path / ".lease").mkdir()
-    (tmp_path / ".lease" / "3.json").write_text(json.dumps({"number": 3}))
+def test_a_damaged_lease_is_named(root):
+    (root / ".lease").mkdir(parents=True)
+    write_atomic(root / ".lease" / "3.json", json.dumps({"number": 3}).encode())
     with pytest.raises(PeagleError, match=r"3\.json is damaged"):
-        read_lease(tmp_path)
+        read_lease(root)
 
 
 def test_a_folder_that_cannot_be_written_is_bad_usage(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"), hold(tmp_path / "file" / "run"):
         pass
+
+
+# --- on S3
+
+
+def test_a_lease_whose_answer_is_lost_is_held(s3):
+    s3.fail("lost", method="PUT", times=2)
+    with hold(place("s3://bucket/run")) as mine:
+        assert mine.number == 1
+
+
+def test_a_store_that_refuses_for_a_moment_neither_ends_nor_frees_a_lease(s3):
+    root = place("s3://bucket/run")
+    with hold(root, expiry_s=1.0) as mine:
+        before = read_lease(root).beat
+        s3.fail(403, method="PUT", times=2)
+        deadline = time.monotonic() + 10
+        while read_lease(root).beat < before + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not mine.lost.is_set()
+    assert read_lease(root).outcome == "ended"
+
+
+def test_trials_of_killed_drivers_are_cleared(s3):
+    root = place("s3://bucket/run")
+    write_atomic(root / ".lease" / "0.0123.json", b"{}")
+    with hold(root):
+        assert [path.name for path in (root / ".lease").iterdir()] == ["1.json"]

@@ -1,10 +1,14 @@
+import io
+import time
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import ConfigError, PeagleError
+from peagle.errors import ConfigError, PeagleError, StorageError
 from peagle.speculation import SpeculationStats
+from peagle.storage import place, write_atomic
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.retries import plan_retry
@@ -28,8 +32,7 @@ def usage(**changes):
     return UnitUsage(**{**values, **changes})
 
 
-@pytest.fixture
-def run(tmp_path):
+def make_run(root):
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     plan = Plan(
         units=(WorkUnit(unit=0, first_id=0, span=span),),
@@ -37,9 +40,23 @@ def run(tmp_path):
         schema=pa.schema([("prompt", pa.string())]),
         corpus_fingerprint="c",
     )
-    run = RunDirectory(tmp_path / "run")
+    run = RunDirectory(root)
     run.create({"schema": 1}, plan)
     return run
+
+
+@pytest.fixture
+def run(root):
+    return make_run(root)
+
+
+@pytest.fixture
+def local(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def table_of(run, unit):
+    return pq.read_table(io.BytesIO(run.unit_path(unit).read_bytes()))
 
 
 TABLE = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
@@ -49,7 +66,7 @@ def test_a_unit_is_committed_when_its_file_exists(run):
     assert run.committed() == set()
     assert run.commit(0, TABLE, usage(), [])
     assert run.committed() == {0}
-    assert pq.read_table(run.unit_path(0)).to_pylist() == TABLE.to_pylist()
+    assert table_of(run, 0).to_pylist() == TABLE.to_pylist()
     assert list(run.usages()) == [usage()]
 
 
@@ -57,25 +74,30 @@ def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
     first = [{"id": "1", "reason": "first"}]
     assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), first)
     assert not run.commit(0, TABLE, usage(num_rows=2), [{"id": "1", "reason": "second"}])
-    assert pq.read_table(run.unit_path(0)).num_rows == 1
+    assert table_of(run, 0).num_rows == 1
     assert list(run.dead_letters()) == first
     assert len(list(run.failed.iterdir())) == 1
 
 
 def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
-    (run.failed / "unit-00000000.deadbeef.jsonl").write_text('{"id": "0", "reason": "orphan"}\n')
-    (run.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
+    write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b'{"id": "0", "reason": "orphan"}\n')
     UnitNotes(run.suspects, 0, "session").write(Note(rows=(1,), alone=True, died=True))
     run.commit(0, TABLE, usage(), [])
     assert list(run.dead_letters()) == []
-    assert run.remove_leftovers() == 2
-    assert [*run.failed.iterdir(), *run.suspects.iterdir()] == []
+    assert run.remove_leftovers() == 1
+    assert list(run.failed.iterdir()) == []
+
+
+def test_temporary_files_of_killed_writers_are_cleared(local):
+    (local.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
+    assert local.remove_leftovers() == 1
+    assert list(local.suspects.iterdir()) == []
 
 
 def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
     letters = [{"id": str(n), "reason": "x"} for n in range(2)]
     assert run.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=2), letters)
-    assert pq.read_table(run.unit_path(0)).schema.names == ["id", "response"]
+    assert table_of(run, 0).schema.names == ["id", "response"]
     assert list(run.dead_letters()) == letters
 
 
@@ -102,39 +124,44 @@ def test_sessions_are_replaced_by_their_next_heartbeat(run):
     assert run.sessions() == [session(2.0)]
 
 
-def test_opening_clears_what_killed_writers_left(run):
-    leftover = run.data / ".unit-00000000.parquet.0123.tmp"
+def test_opening_clears_what_killed_writers_left(local):
+    leftover = local.data / ".unit-00000000.parquet.0123.tmp"
     leftover.touch()
-    run.open()
+    local.open()
     assert not leftover.exists()
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path, run):
+def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="holds other files"):
-        RunDirectory(tmp_path).create({}, run.plan())
+    write_atomic(place("s3://bucket/other/chapters/one.tex"), b"")
+    for root in (tmp_path, "s3://bucket/other"):
+        with pytest.raises(ConfigError, match="holds other files"):
+            RunDirectory(root).create({}, local.plan())
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, run):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        RunDirectory(tmp_path / "file" / "run").create({}, run.plan())
+        RunDirectory(tmp_path / "file" / "run").create({}, local.plan())
 
 
-def test_what_is_no_run_says_so(tmp_path):
-    with pytest.raises(ConfigError, match="no run directory"):
-        RunDirectory(tmp_path).manifest()
+def test_what_is_no_run_says_so(tmp_path, s3):
+    for root in (tmp_path, "s3://bucket/none"):
+        with pytest.raises(ConfigError, match="no run directory"):
+            RunDirectory(root).manifest()
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
 def test_a_damaged_unit_is_named_with_the_way_out(run, content):
-    run.unit_path(0).write_bytes(content)
+    write_atomic(run.unit_path(0), content)
     with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete that file"):
         list(run.usages())
 
 
 def test_a_foreign_parquet_file_is_named(run):
-    pq.write_table(TABLE, run.unit_path(0))
+    sink = io.BytesIO()
+    pq.write_table(TABLE, sink)
+    write_atomic(run.unit_path(0), sink.getvalue())
     with pytest.raises(PeagleError, match="not written by peagle"):
         list(run.usages())
 
@@ -172,7 +199,7 @@ def test_without_dead_letters_there_is_nothing_to_retry(run):
 
 
 def test_a_damaged_plan_of_a_retry_is_named(run):
-    (run.root / "plan-0001.parquet").write_bytes(b"PAR1 cut off")
+    write_atomic(run.root / "plan-0001.parquet", b"PAR1 cut off")
     with pytest.raises(ConfigError, match=r"plan-0001\.parquet is damaged"):
         run.plan()
 
@@ -183,3 +210,55 @@ def test_a_stop_carries_its_grace_until_the_run_goes_on(run):
     assert run.stop_grace_s() == 7.5
     run.open()
     assert run.stop_grace_s() is None
+
+
+# --- on S3
+
+
+@pytest.fixture
+def remote(s3):
+    return make_run("s3://bucket/runs/first")
+
+
+@pytest.mark.parametrize("how", [500, 503, "cut", "lost"])
+def test_a_unit_whose_answers_are_lost_is_committed_once_with_its_letters(remote, s3, how):
+    letters = [{"id": "1", "reason": "x"}]
+    s3.fail(how, method="PUT", path="/data/", times=2)
+    s3.fail(how, method="PUT", path="/failed/")
+    assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
+    assert list(remote.dead_letters()) == letters
+    assert [one.num_rows for one in remote.usages()] == [1]
+    assert remote.remove_leftovers() == 0
+
+
+def test_a_unit_that_a_refusing_store_does_not_take_is_neither_committed_nor_damaged(remote, s3):
+    s3.fail(403, method="PUT", path="/data/")
+    with pytest.raises(StorageError, match=r"unit-00000000\.parquet"):
+        remote.commit(0, TABLE, usage(), [])
+    assert remote.committed() == set()
+    assert remote.commit(0, TABLE, usage(), [])
+    s3.fail(403, method="GET", path="/data/unit")
+    with pytest.raises(StorageError, match="cannot be read") as refused:
+        list(remote.usages())
+    assert "damaged" not in str(refused.value)
+
+
+def test_what_a_unit_says_is_asked_once(remote, s3):
+    for unit in range(40):
+        remote.commit(unit, TABLE, usage(), [])
+    assert [one.num_rows for one in remote.usages()] == [2] * 40
+    assert remote.remove_leftovers() == 0
+    assert list(remote.dead_letters()) == []
+    assert s3.count("GET", "/data/unit") == 40
+
+
+def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3):
+    hears = remote.stop_reader()
+    s3.fail(403, method="GET", path=".stop.json")
+    remote.request_stop(7.5)
+    deadline = time.monotonic() + 10
+    while hears() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert hears() == 7.5
+    assert make_run("s3://bucket/runs/second").stop_reader()() is None

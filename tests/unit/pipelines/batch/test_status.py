@@ -10,6 +10,7 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
+from peagle.storage import write_atomic
 from pipelines.batch import lease as lease_module
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.lease import hold_lease, read_lease
@@ -40,12 +41,12 @@ def commit(run, unit, *, session_id="now", num_failed_rows=0):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(root):
     """Four units of two rows: one committed before a kill, one now; an engine that died, and one that lives."""
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(4))
     schema = pa.schema([("prompt", pa.string())])
-    run = RunDirectory(tmp_path / "run")
+    run = RunDirectory(root)
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent a second
     plan = Plan(units=units, rows_per_unit=2, schema=schema, corpus_fingerprint="c")
     run.create({"price": price.to_dict()}, plan)
@@ -92,7 +93,7 @@ def test_a_driver_of_another_host_is_believed_for_as_long_as_its_lease(run, ago_
     with hold(run):
         pass
     lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - ago_s)
-    (run.root / ".lease" / "1.json").write_bytes(lease_module._to_bytes(lease))
+    write_atomic(run.root / ".lease" / "1.json", lease_module._to_bytes(lease))
     status = StatusReader(run).read()
     assert status.state == ("silent" if ago_s else "running")
     assert ("not heard of since" in status.driver) == bool(ago_s)

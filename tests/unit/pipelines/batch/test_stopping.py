@@ -3,7 +3,8 @@ import threading
 
 import pytest
 
-from pipelines.batch.stopping import GraceClock, resume_command, stop_on_signal
+from peagle.errors import StorageError
+from pipelines.batch.stopping import GraceClock, PolledStop, resume_command, stop_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -26,6 +27,23 @@ def test_grace_begins_when_a_worker_learns_of_the_stop():
     assert not grace.is_over()
     now[0] = 120.0
     assert grace.is_over()
+
+
+def test_a_polled_stop_is_known_without_asking_and_survives_failing_answers():
+    answers = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
+    asked = threading.Semaphore(0)
+
+    def read():
+        asked.release()
+        answer = next(answers, 7.5)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    polled = PolledStop(read, every_s=0.01)
+    for _ in range(8):
+        assert asked.acquire(timeout=10)
+    assert polled() == 7.5
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,12 @@ from pipelines.batch.suspects import Note, UnitNotes, Verdict, forget_killed_dri
 LOST = Note()
 
 
+@pytest.fixture
+def folder(root):
+    root.mkdir()
+    return root
+
+
 def died(*rows, alone=False):
     return Note(rows=rows, alone=alone, died=True)
 
@@ -39,32 +45,32 @@ def test_a_row_is_suspect_after_a_death_in_company_and_guilty_after_two_alone(no
     assert judge(notes, 4) == expected
 
 
-def test_what_an_engine_process_leaves_is_found_by_the_next_one(tmp_path):
-    first = UnitNotes(tmp_path, 7, "a")
+def test_what_an_engine_process_leaves_is_found_by_the_next_one(folder):
+    first = UnitNotes(folder, 7, "a")
     first.write(Note())
     first.write(died(1))
-    second = UnitNotes(tmp_path, 7, "b")
+    second = UnitNotes(folder, 7, "b")
     second.write(Note())
     assert second.verdict(2) == verdict(suspects=[1])
-    assert UnitNotes(tmp_path, 8, "b").verdict(2) == verdict()
+    assert UnitNotes(folder, 8, "b").verdict(2) == verdict()
     second.withdraw()
-    assert [path.name for path in tmp_path.iterdir()] == ["unit-00000007.a.json"]
+    assert [path.name for path in folder.iterdir()] == ["unit-00000007.a.json"]
     second.clear()
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
-def test_units_that_waited_while_a_row_was_alone_are_not_suspect(tmp_path):
+def test_units_that_waited_while_a_row_was_alone_are_not_suspect(folder):
     for session in ("a", "b"):
-        UnitNotes(tmp_path, 1, session).write(lost_alone(0))
-        UnitNotes(tmp_path, 2, session).write(LOST)
-    assert UnitNotes(tmp_path, 2, "c").verdict(3) == verdict()
-    assert UnitNotes(tmp_path, 1, "c").verdict(3) == verdict(guilty=[0])
+        UnitNotes(folder, 1, session).write(lost_alone(0))
+        UnitNotes(folder, 2, session).write(LOST)
+    assert UnitNotes(folder, 2, "c").verdict(3) == verdict()
+    assert UnitNotes(folder, 1, "c").verdict(3) == verdict(guilty=[0])
 
 
-def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(tmp_path):
-    UnitNotes(tmp_path, 1, "a").write(LOST)
-    UnitNotes(tmp_path, 2, "a").write(died(0))
-    UnitNotes(tmp_path, 3, "a").write(lost_alone(0))
-    UnitNotes(tmp_path, 4, "a").write(died(0))
-    forget_killed_driver(tmp_path, committed={4})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["unit-00000002.a.json", "unit-00000003.a.json"]
+def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
+    UnitNotes(folder, 1, "a").write(LOST)
+    UnitNotes(folder, 2, "a").write(died(0))
+    UnitNotes(folder, 3, "a").write(lost_alone(0))
+    UnitNotes(folder, 4, "a").write(died(0))
+    forget_killed_driver(folder, committed={4})
+    assert sorted(path.name for path in folder.iterdir()) == ["unit-00000002.a.json", "unit-00000003.a.json"]

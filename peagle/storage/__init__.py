@@ -1,0 +1,154 @@
+"""Where a run directory lies: on a local disk or in an object store, with the same few operations on both.
+
+    write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
+    write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
+    atomic_file    the same for what is too big to be held                rename         | upload in parts
+
+The rest is what `pathlib.Path` offers. It knows names and bytes; it does not know what they mean.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, Self, cast
+
+from peagle import files
+from peagle.errors import ConfigError, StorageError
+from peagle.storage.s3_path import SCHEME, S3Path
+
+WRITE_ERRORS = (OSError, StorageError)  # with which a write fails, here or there
+
+
+class Stat(Protocol):
+    """Of a file, what is asked of it."""
+
+    @property
+    def st_size(self) -> int:
+        """In bytes."""
+
+
+class Place(Protocol):
+    """A file or folder: a `Path`, or an `S3Path`, which has these methods of it."""
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+
+    @property
+    def stem(self) -> str:
+        """The last part without its suffix."""
+
+    def __truediv__(self, name: str, /) -> Self:
+        """What is in it, by its name."""
+
+    def exists(self) -> bool:
+        """Whether it is there."""
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder that is there."""
+
+    def stat(self) -> Stat:
+        """Its size."""
+
+    def iterdir(self) -> Iterator[Self]:
+        """What is in the folder."""
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """What is in the folder, by name."""
+
+    def read_bytes(self) -> bytes:
+        """All of it."""
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Make the folder, where folders are made."""
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+
+
+def place(location: "str | Place") -> Place:
+    """What a user names: a path, or a folder of a bucket as `s3://bucket/folder`.
+
+    Raises:
+        ConfigError: another scheme, or no such name.
+
+    >>> str(place("s3://bucket/runs/first/") / "run.json")
+    's3://bucket/runs/first/run.json'
+    """
+    if isinstance(location, S3Path):
+        return location
+    if isinstance(location, str) and location.startswith(SCHEME):
+        return S3Path.parse(location)
+    if isinstance(location, str) and "://" in location:
+        raise ConfigError(f"{location!r} is neither local nor in S3", hint=f"write {SCHEME}BUCKET/FOLDER, or a path")
+    return Path(str(location)).expanduser().absolute()
+
+
+def require_usable(folder: Place) -> None:
+    """Make sure that what lies in `folder` can be created once only. A file system is taken at its word.
+
+    Raises:
+        ConfigError: the store cannot do that, refuses, or does not answer.
+    """
+    if isinstance(folder, S3Path):
+        try:
+            folder.require_conditional_writes()
+        except StorageError as error:
+            raise ConfigError(error.message, hint=error.hint) from error
+
+
+def is_remote(path: Place) -> bool:
+    """Whether it lies in an object store."""
+    return isinstance(path, S3Path)
+
+
+def open_to_read(path: Place) -> BinaryIO:
+    """The file to read; it can seek.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return cast(BinaryIO, cast(Path, path).open("rb"))
+
+
+def write_once(path: Place, data: bytes) -> bool:
+    """Create `path` with `data` unless it exists; the first writer wins, and it alone gets True.
+
+    Raises:
+        OSError, StorageError: it cannot be written. In a store it may come to be there all the same.
+    """
+    return path.write_once(data) if isinstance(path, S3Path) else files.write_once(cast(Path, path), data)
+
+
+def write_atomic(path: Place, data: bytes) -> None:
+    """Replace `path` with `data`; a reader sees the old bytes or the new ones, never a part.
+
+    Raises:
+        OSError, StorageError: it cannot be written.
+    """
+    if isinstance(path, S3Path):
+        path.write(data)
+    else:
+        files.write_atomic(cast(Path, path), data)
+
+
+def write_json(path: Place, value: Any) -> None:
+    """Replace `path` with `value` as indented JSON."""
+    write_atomic(path, files.json_bytes(value))
+
+
+def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
+    """A file to write that takes the place of `path` when it is whole; for what is too big for `write_atomic`.
+
+    Raises:
+        OSError, StorageError: it cannot be written.
+    """
+    return path.writer() if isinstance(path, S3Path) else files.atomic_file(cast(Path, path))
+
+
+def remove_temporaries(folder: Place) -> int:
+    """Delete what writers that were killed left of files in `folder`; the number deleted.
+
+    Only for a folder that nobody writes to at this moment.
+    """
+    return folder.abort_uploads() if isinstance(folder, S3Path) else files.remove_temporaries(cast(Path, folder))

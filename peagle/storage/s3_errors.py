@@ -1,0 +1,88 @@
+"""What goes wrong between this process and an object store: what passes, what does not, and what to do about it.
+
+It knows the client library's errors and S3's codes; it asks the store nothing.
+"""
+
+from botocore import exceptions
+from botocore.parsers import ResponseParserError
+
+from peagle.errors import StorageError
+
+ERRORS = (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError)
+_PASSING_STATUS = {408, 429, 500, 502, 503, 504}
+_PASSING_CODES = {
+    "ConditionalRequestConflict",  # two conditional writes of one name at the same moment
+    "InternalError",
+    "OperationAborted",
+    "PreconditionFailed",  # a name was taken, and free again when it was asked who has it
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+}
+_PASSING = (
+    exceptions.HTTPClientError,
+    exceptions.ConnectionError,
+    exceptions.IncompleteReadError,
+    exceptions.CredentialRetrievalError,
+    ResponseParserError,
+)
+_WHO = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN say who asks, here and on every node"
+_WHERE = "AWS_ENDPOINT_URL and AWS_REGION say where the store is, here and on every node"
+_RIGHTS = "the run needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
+_HINTS = {
+    "NoSuchBucket": f"create the bucket, or name another one; {_WHERE}",
+    "InvalidBucketName": "name a bucket that can exist",
+    "AccessDenied": f"{_RIGHTS}; {_WHO}",
+    "AllAccessDisabled": f"{_RIGHTS}; {_WHO}",
+    "403": f"{_RIGHTS}; {_WHO}",
+    "InvalidAccessKeyId": _WHO,
+    "SignatureDoesNotMatch": _WHO,
+    "InvalidToken": _WHO,
+    "ExpiredToken": f"the credentials have expired; {_WHO}",
+    "RequestTimeTooSkewed": "this machine's clock differs from the store's by more than it allows: set it",
+    "PermanentRedirect": _WHERE,
+    "AuthorizationHeaderMalformed": _WHERE,
+    "QuotaExceeded": "make room in the bucket",
+    "EntityTooLarge": "make units smaller in a new run: --rows-per-unit",
+}
+
+
+def code_of(error: Exception) -> str:
+    """S3's word for it; empty where the store did not answer."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, exceptions.ClientError) else ""
+
+
+def status_of(error: Exception) -> int:
+    """The status of the store's answer; 0 where it did not answer."""
+    if not isinstance(error, exceptions.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether there is no such object. Where there is no bucket either, the store says so except to a HEAD."""
+    return code_of(error) in ("NoSuchKey", "404")
+
+
+def passes(error: Exception) -> bool:
+    """Whether the same request may succeed in a moment."""
+    if isinstance(error, exceptions.SSLError):
+        return False
+    return isinstance(error, _PASSING) or status_of(error) in _PASSING_STATUS or code_of(error) in _PASSING_CODES
+
+
+def refused(what: str, error: Exception) -> StorageError:
+    """The error for what does not pass."""
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return StorageError(f"{what}: there are no credentials ({error})", hint=_WHO)
+    return StorageError(f"{what}: {error}", hint=_HINTS.get(code_of(error), f"{_WHERE}; {_WHO}"))
+
+
+def unavailable(what: str, error: Exception, seconds: float, num_requests: int) -> StorageError:
+    """The error for what did not pass in time."""
+    return StorageError(
+        f"{what}: no success in {seconds:.0f} s and {num_requests} requests; the last one: {error}",
+        hint=f"make sure that the store answers, then repeat the command: what is committed stays; {_WHERE}",
+    )

@@ -1,0 +1,78 @@
+"""A run whose corpus and directory are in an S3 store that fails all the time: kill -9, continue, every id once."""
+
+import io
+import json
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from peagle.storage import place, write_atomic
+from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.status import StatusReader
+
+NUM_ROWS = 30
+OUTPUT = "s3://bucket/runs/first"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def rows_of(run):
+    tables = [pq.read_table(io.BytesIO(run.unit_path(unit).read_bytes())) for unit in sorted(run.committed())]
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_killed_run_in_a_failing_store_continues_until_every_row_is_there_once(s3, peagle, capsys):
+    prompts = [{"prompt": f"row {n}"} for n in range(NUM_ROWS)] + [{"prompt": 7}]
+    write_atomic(place("s3://bucket/corpus") / "a.jsonl", "".join(json.dumps(row) + "\n" for row in prompts).encode())
+    run = RunDirectory(OUTPUT)
+    arguments = [
+        "generate", "--engine", "fake", "--fake-token-s", 0.05, "--input", "s3://bucket/corpus/a.jsonl",
+        "--output", OUTPUT, "--rows-per-unit", 1, "--max-num-seqs", 2, "--heartbeat-s", 0.5, "--output-format", "jsonl",
+    ]  # fmt: skip
+    first = peagle(*arguments)
+    deadline = time.monotonic() + 200
+    while len(run.committed()) < 3:
+        assert first.poll() is None, first.stdout.read()
+        assert time.monotonic() < deadline, "no unit was committed"
+        time.sleep(0.2)
+    assert StatusReader(run).read().state == "running"
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    before = run.committed()
+    assert 3 <= len(before) < NUM_ROWS
+
+    s3.fail_often(0.1, seed=1)
+    second = peagle(*arguments, "--fake-token-s", 0)
+    said, _ = second.communicate(timeout=250)
+    s3.reset_faults()
+    assert second.returncode == 0, said
+    assert "report: s3://bucket/runs/first/report.html" in said
+    assert [row["id"] for row in rows_of(run)] == [f"{n:09d}" for n in range(NUM_ROWS)]
+    assert [letter["id"] for letter in run.dead_letters()] == [f"{NUM_ROWS:09d}"]
+    assert before <= run.committed()
+    assert not names(run.suspects)
+    assert len(names(run.failed)) == 1
+    logs = names(run.root / "logs")
+    assert any(name.startswith("driver-") for name in logs)
+    assert any(name.startswith("engine-") for name in logs)
+
+    lines = (run.root / "export" / "jsonl" / "output.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [f"{n:09d}" for n in range(NUM_ROWS)]
+    for command in (["status"], ["report"], ["export", "--format", "parquet"]):
+        assert cli.run([command[0], OUTPUT, *command[1:]]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "finished",
+        f"{NUM_ROWS + 1} of {NUM_ROWS + 1} committed",
+        f"{NUM_ROWS} rows, 1 dead letters as parquet",
+    ):
+        assert part in said
+    exported = pq.read_table(io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes()))
+    assert exported.num_rows == NUM_ROWS

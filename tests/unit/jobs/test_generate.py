@@ -1,0 +1,24 @@
+import pytest
+
+from jobs import cli
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("s3://nowhere/run", "create the bucket"),
+        ("s3://bucket", "a run directory is a local folder, or s3://BUCKET/FOLDER, not 's3://bucket'"),
+        ("gs://bucket/run", "a run directory is a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
+    ],
+)
+def test_a_place_that_cannot_hold_a_run_is_refused_before_the_corpus_is_read(s3, capsys, output, said):
+    assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", output]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "none.jsonl" not in error
+
+
+def test_a_store_without_conditional_writes_is_refused_before_the_corpus_is_read(s3, capsys):
+    s3.is_simple = True
+    assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", "s3://bucket/run"]) == 2
+    assert "no conditional writes" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""The same promises on a disk and in a store."""
+
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.storage import (
+    atomic_file,
+    is_remote,
+    open_to_read,
+    place,
+    remove_temporaries,
+    require_usable,
+    write_atomic,
+    write_json,
+    write_once,
+)
+from peagle.storage.s3_path import S3Path
+
+
+@pytest.fixture
+def folder(root):
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def names(folder, pattern="*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def test_a_name_is_created_once(folder):
+    assert write_once(folder / "unit", b"first")
+    assert not write_once(folder / "unit", b"second")
+    assert (folder / "unit").read_bytes() == b"first"
+    assert names(folder) == ["unit"]
+
+
+def test_a_name_is_replaced_whole(folder):
+    write_atomic(folder / "beat", b"long ago")
+    write_atomic(folder / "beat", b"now")
+    assert (folder / "beat").read_bytes() == b"now"
+    write_json(folder / "beat", {"a": 1})
+    assert (folder / "beat").read_bytes() == b'{\n  "a": 1\n}\n'
+
+
+def test_a_file_that_is_written_bit_by_bit_appears_when_it_is_whole(folder):
+    with atomic_file(folder / "export") as file:
+        file.write(b"some ")
+        assert not (folder / "export").exists()
+        file.write(b"more")
+    with pytest.raises(TypeError), atomic_file(folder / "export") as file:
+        file.write("no bytes")
+    assert (folder / "export").read_bytes() == b"some more"
+    assert (folder / "export").stat().st_size == 9
+    assert remove_temporaries(folder) == 0
+
+
+def test_a_folder_is_what_is_in_it(folder):
+    (folder / "sub").mkdir(parents=True, exist_ok=True)
+    for name in ("unit-1.json", "unit-2.json", "unit-2.txt", "other"):
+        write_atomic(folder / name, b"")
+    write_atomic(folder / "sub" / "deep", b"")
+    assert names(folder) == ["other", "sub", "unit-1.json", "unit-2.json", "unit-2.txt"]
+    assert names(folder, "unit-*.json") == ["unit-1.json", "unit-2.json"]
+    assert names(folder, "unit-2*") == ["unit-2.json", "unit-2.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == names(folder)
+    assert (folder / "sub").is_dir()
+    assert not (folder / "none").is_dir()
+    assert ((folder / "unit-1.json").stem, (folder / ".lease").stem) == ("unit-1", ".lease")
+
+
+def test_what_is_not_there_says_so(folder):
+    assert not (folder / "none").exists()
+    for ask in (lambda path: path.read_bytes(), open_to_read, lambda path: path.stat()):
+        with pytest.raises(FileNotFoundError, match="none"):
+            ask(folder / "none")
+    (folder / "none").unlink(missing_ok=True)
+    write_once(folder / "none", b"x")
+    (folder / "none").unlink()
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("size", [0, 10, 70_000, 9_000_000])
+def test_a_file_is_read_anywhere_in_it(folder, size):
+    data = bytes(n % 251 for n in range(1000)) * (size // 1000) + bytes(size % 1000)
+    write_atomic(folder / "file", data)
+    with open_to_read(folder / "file") as file:
+        assert file.read() == data
+        for at in (0, size // 2, max(0, size - 66_000), size):
+            file.seek(at)
+            assert file.read(100_000) == data[at : at + 100_000]
+        assert file.seek(-min(8, size), 2) == size - min(8, size)
+        assert file.read() == data[max(0, size - 8) :]
+
+
+def test_a_place_that_works_may_hold_a_run_and_nothing_of_the_trial_is_left(folder):
+    require_usable(folder)
+    assert names(folder) == []
+
+
+def test_places_are_named_as_users_name_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert place("run") == tmp_path / "run"
+    assert str(place("s3://bucket/runs/first/")) == "s3://bucket/runs/first"
+    assert place(place("s3://bucket/a")) == S3Path("bucket", "a")
+    assert [is_remote(place(name)) for name in ("s3://bucket/a", "s3/a")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "name", ["gs://bucket/run", "s3://", "s3://bucket", "s3://bucket/", "s3://b/a//c", "s3://b/../c"]
+)
+def test_what_is_no_place_for_a_run_is_refused(name):
+    with pytest.raises(ConfigError, match="s3://"):
+        place(name)

@@ -1,0 +1,243 @@
+"""A store that fails in the ways that real ones do: nothing is lost or done twice, and an end has a reason."""
+
+import os
+import pickle
+import threading
+import time
+
+import pytest
+
+from peagle.errors import ConfigError, StorageError
+from peagle.storage import (
+    atomic_file,
+    open_to_read,
+    place,
+    remove_temporaries,
+    require_usable,
+    s3_client,
+    s3_writing,
+    write_atomic,
+    write_once,
+)
+
+FOLDER = place("s3://bucket/run")
+EVERY_FAULT = [500, 503, 409, "cut", "lost"]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(s3_client, "_LAST_PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def impatient(s3, monkeypatch):
+    monkeypatch.setattr(s3_client, "_START_PATIENCE_S", 0.2)
+    store = s3_client.ObjectStore(patience_s=0.5)
+    monkeypatch.setattr(s3_client, "store", lambda: store)
+    return s3
+
+
+@pytest.mark.parametrize("how", EVERY_FAULT)
+def test_a_commit_gets_through_a_storm_and_counts_once(s3, how):
+    s3.fail(how, method="PUT", times=6)
+    assert write_once(FOLDER / "unit", b"rows")
+    assert (FOLDER / "unit").read_bytes() == b"rows"
+    assert s3.count("PUT", "/bucket/run/unit") >= 6
+    assert not write_once(FOLDER / "unit", b"others")
+
+
+def test_a_commit_whose_answer_is_lost_is_our_own(s3):
+    s3.fail("lost", method="PUT")
+    assert write_once(FOLDER / "unit", b"ours")
+    assert s3.count("PUT", "unit") == 2
+    assert s3.count("HEAD", "unit") == 1
+
+
+def test_a_lost_answer_does_not_make_anothers_commit_ours_even_with_the_same_bytes(s3):
+    assert write_once(FOLDER / "unit", b"rows")
+    s3.fail("lost", method="PUT")
+    assert not write_once(FOLDER / "unit", b"rows")
+
+
+def test_a_name_that_is_freed_while_we_look_whose_it_is_is_tried_again(s3, monkeypatch):
+    write_once(FOLDER / "unit", b"theirs")
+    look = s3_client.ObjectStore.writer_of
+
+    def look_too_late(store, at, taken):
+        store.delete(at)
+        return look(store, at, taken)
+
+    monkeypatch.setattr(s3_client.ObjectStore, "writer_of", look_too_late)
+    assert write_once(FOLDER / "unit", b"ours")
+    assert (FOLDER / "unit").read_bytes() == b"ours"
+
+
+def test_of_many_committers_one_wins_whatever_happens_to_their_answers(s3):
+    s3.fail_often(0.4, seed=7)
+    won, start = [], threading.Barrier(6)
+
+    def commit(number):
+        start.wait()
+        for unit in range(5):
+            if write_once(FOLDER / f"unit-{unit}", b"%d" % number):
+                won.append((unit, number))
+
+    threads = [threading.Thread(target=commit, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(unit for unit, _ in won) == list(range(5))
+    assert {unit: int((FOLDER / f"unit-{unit}").read_bytes()) for unit in range(5)} == dict(won)
+
+
+@pytest.mark.parametrize("how", [500, 503, "cut", "lost", "half"])
+def test_reading_listing_and_deleting_get_through_a_storm(s3, how):
+    data = os.urandom(200_000)
+    write_atomic(FOLDER / "file", data)
+    s3.fail(how, times=3)
+    assert (FOLDER / "file").read_bytes() == data
+    s3.fail(how, times=3)
+    with open_to_read(FOLDER / "file") as file:
+        assert file.read() == data
+    s3.fail(how, times=3)
+    assert [path.name for path in FOLDER.iterdir()] == ["file"]
+    s3.fail(how, times=3)
+    (FOLDER / "file").unlink()
+    assert not (FOLDER / "file").exists()
+
+
+def test_a_long_folder_is_listed_page_by_page(s3):
+    for number in range(5):
+        write_atomic(FOLDER / f"{number}", b"")
+    s3.fail(503, method="GET", times=2)
+    address = s3_client.Address("bucket", "run")
+    assert [one.name for one in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
+
+
+def test_what_a_listing_saw_unchanged_is_not_read_again(s3):
+    def read():
+        return [path.read_bytes() for path in FOLDER.glob("beat-*")]
+
+    write_atomic(FOLDER / "beat-1", b"one")
+    write_atomic(FOLDER / "beat-2", b"one")
+    assert read() == read() == [b"one", b"one"]
+    assert s3.count("GET", "beat-") == 2
+    write_atomic(FOLDER / "beat-2", b"two")
+    assert read() == [b"one", b"two"]
+    assert s3.count("GET", "beat-") == 3
+
+
+# --- what does not pass
+
+
+def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient):
+    write_once(FOLDER / "unit-1", b"rows")
+    impatient.fail(503, times=10_000)
+    started = time.monotonic()
+    with pytest.raises(StorageError) as given_up:
+        write_once(FOLDER / "unit-2", b"rows")
+    assert 0.3 < time.monotonic() - started < 3
+    for part in ("s3://bucket/run/unit-2: cannot be written", "requests; the last one", "SlowDown", "stays"):
+        assert part in str(given_up.value)
+    assert str(pickle.loads(pickle.dumps(given_up.value))) == str(given_up.value)
+
+    before = len(impatient.requests)
+    with pytest.raises(StorageError):
+        write_once(FOLDER / "unit-2", b"rows")
+    assert len(impatient.requests) - before < before  # it is not waited for as long again
+    impatient.reset_faults()
+    assert write_once(FOLDER / "unit-2", b"rows")
+    assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
+
+
+def test_a_commit_that_was_given_up_although_it_was_done_is_nobodys_twice(impatient):
+    impatient.fail("lost", times=10_000)
+    with pytest.raises(StorageError):
+        write_once(FOLDER / "unit", b"first attempt")
+    impatient.reset_faults()
+    assert not write_once(FOLDER / "unit", b"second attempt")
+    assert (FOLDER / "unit").read_bytes() == b"first attempt"
+
+
+def test_a_refusal_is_not_asked_again_and_says_what_is_needed(s3):
+    s3.fail(403, times=10)
+    with pytest.raises(
+        StorageError, match=r"run/unit: cannot be written: .*AccessDenied(.|\n)*s3:GetObject, PutObject"
+    ):
+        write_once(FOLDER / "unit", b"")
+    assert s3.count("PUT", "unit") == 1
+
+
+def test_a_bucket_that_is_not_there_is_named(s3):
+    with pytest.raises(ConfigError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
+        require_usable(place("s3://nowhere/run"))
+    with pytest.raises(StorageError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
+        (place("s3://nowhere/run") / "run.json").read_bytes()
+
+
+def test_missing_credentials_are_named(s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match=r"there are no credentials(.|\n)*AWS_ACCESS_KEY_ID"):
+        require_usable(FOLDER)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
+def test_a_wrong_endpoint_is_named(impatient, monkeypatch, url):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
+        require_usable(FOLDER)
+
+
+def test_a_store_that_lets_two_writers_win_is_refused(s3):
+    s3.is_simple = True
+    with pytest.raises(ConfigError, match=r"no conditional writes(.|\n)*local disk"):
+        require_usable(FOLDER)
+    assert not FOLDER.is_dir()
+
+
+def test_a_store_that_does_not_know_the_condition_is_refused(s3):
+    s3.fail(501, method="PUT", times=10)
+    with pytest.raises(ConfigError, match="no conditional writes"):
+        require_usable(FOLDER)
+
+
+# --- large objects
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(s3_writing, "_PART_BYTES", 5 << 20)
+    return os.urandom(12 << 20)
+
+
+@pytest.mark.parametrize("how", [None, 503, "lost"])
+def test_a_large_object_appears_when_all_its_parts_are_there(s3, small_parts, how):
+    with atomic_file(FOLDER / "export") as file:
+        for start in range(0, len(small_parts), 1 << 20):
+            file.write(small_parts[start : start + (1 << 20)])
+        assert not (FOLDER / "export").exists()
+        if how:
+            s3.fail(how, method="PUT", times=2)
+            s3.fail(how, method="POST", times=1)
+    assert (FOLDER / "export").read_bytes() == small_parts
+    assert remove_temporaries(FOLDER) == 0
+
+
+def test_a_large_object_that_fails_leaves_nothing(s3, small_parts):
+    with pytest.raises(TypeError), atomic_file(FOLDER / "export") as file:
+        file.writelines([small_parts, "no bytes"])
+    assert remove_temporaries(FOLDER) == 0
+    assert not FOLDER.is_dir()
+
+
+def test_parts_of_a_killed_writer_are_cleared(s3, small_parts):
+    killed = s3_writing._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
+    killed.write(small_parts)
+    assert remove_temporaries(FOLDER) == 1
+    assert remove_temporaries(FOLDER) == 0
