@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-from faulty_s3 import FaultyS3
 
 from peagle.storage import place, s3_client
 
@@ -27,6 +26,8 @@ def ray_cluster():
 @pytest.fixture(scope="session")
 def s3_server():
     """An S3 server of this process."""
+    from faulty_s3 import FaultyS3
+
     server = FaultyS3()
     yield server
     server.close()

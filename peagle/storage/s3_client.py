@@ -29,7 +29,7 @@ from peagle.storage import s3_errors
 
 _Answer = TypeVar("_Answer")
 _PATIENCE_S = 120.0
-_START_PATIENCE_S = 15.0  # before anything was done: a wrong endpoint should not take minutes to be told
+SHORT_PATIENCE_S = 15.0  # with a store that has not answered yet, or does not any more
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _MARK = "peagle-writer"
 _KEPT, _KEPT_BYTES = 4096, 1 << 15  # small objects that are read again and again, such as heartbeats
@@ -222,7 +222,7 @@ class ObjectStore:
             StorageError: what does not pass.
         """
         began_at = time.monotonic()
-        patience_s = min(self._patience_s, _START_PATIENCE_S) if self._is_lost else self._patience_s
+        patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s
         for number in itertools.count(1):
             try:
                 answer = call()
@@ -246,26 +246,3 @@ class ObjectStore:
 def store() -> ObjectStore:
     """The store of this process."""
     return ObjectStore()
-
-
-def require_conditional_writes(folder: Address) -> None:
-    """Make sure that the store can be written, and refuses to write a name twice when it is asked to.
-
-    Raises:
-        StorageError: it cannot, or the variables do not name a store that can be used.
-    """
-    at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
-    hasty = ObjectStore(patience_s=_START_PATIENCE_S)
-    try:
-        held = hasty.write_once(at, b"{}") and not hasty.write_once(at, b"{}")
-    except StorageError as error:
-        if s3_errors.code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]
-            raise
-        held = False
-    hasty.delete(at)
-    if not held:
-        raise StorageError(
-            f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could both"
-            " commit a unit",
-            hint="write to a store that has them, or to a local disk, and copy the run when it ends",
-        )

@@ -155,7 +155,7 @@ class S3Path:
         Raises:
             StorageError: it cannot.
         """
-        from peagle.storage.s3_client import require_conditional_writes
+        from peagle.storage.s3_trial import require_conditional_writes
 
         require_conditional_writes(self._address)
 

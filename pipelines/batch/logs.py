@@ -39,7 +39,7 @@ class LogCopy:
     def __init__(self, root: Place, log: Path, name: str) -> None:
         self._log = log
         self._copy = root / "logs" / name if is_remote(root) else None
-        self._copied_bytes = 0
+        self._copied_bytes = -1
 
     def update(self) -> None:
         """Bring the copy up to date. Where that fails, the next time may be better: a log is not worth a run."""

@@ -17,20 +17,17 @@ two attempts at a unit the first wins and the other leaves nothing valid. It kno
 whether they are on a disk or on S3 (`peagle.storage`), nor engines or Ray.
 """
 
-import io
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import ConfigError, PeagleError
+from peagle.errors import ConfigError
 from peagle.storage import (
     Place,
     is_remote,
@@ -42,6 +39,7 @@ from peagle.storage import (
     write_json,
     write_once,
 )
+from pipelines.batch.footers import Footer, Footers, unit_bytes
 from pipelines.batch.logs import logs_folder
 from pipelines.batch.plan import (
     Plan,
@@ -55,9 +53,6 @@ from pipelines.batch.stopping import PolledStop
 from pipelines.batch.suspects import forget_killed_driver
 
 _Parsed = TypeVar("_Parsed")
-_USAGE = b"peagle.usage"
-_FAILED = b"peagle.failed"
-_READERS = 16  # requests at once where each takes a while
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
@@ -75,7 +70,7 @@ class RunDirectory:
         self.ledger = self.root / "ledger"
         self.logs = logs_folder(self.root)
         self.suspects = self.root / "suspects"
-        self._footers: dict[int, dict[bytes, bytes]] = {}
+        self._footers = Footers(self.unit_path)
 
     def __str__(self) -> str:
         return str(self.root)
@@ -197,10 +192,7 @@ class RunDirectory:
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
             lines = "".join(json.dumps(letter, ensure_ascii=False, default=str) + "\n" for letter in dead_letters)
             write_atomic(self.failed / failed_name, lines.encode())
-        metadata = {**(table.schema.metadata or {}), _USAGE: usage.to_json(), _FAILED: failed_name.encode()}
-        sink = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
-        won = write_once(self.unit_path(unit), sink.getvalue())
+        won = write_once(self.unit_path(unit), unit_bytes(table, Footer(usage, failed_name)))
         if not won and failed_name:
             (self.failed / failed_name).unlink(missing_ok=True)
         return won
@@ -229,7 +221,7 @@ class RunDirectory:
         Raises:
             PeagleError: the file is damaged.
         """
-        return UnitUsage.from_json(self._unit_metadata(unit)[_USAGE])
+        return self._footers.read(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
         """Every valid dead letter: those that a committed unit names, and no retry took up."""
@@ -251,7 +243,7 @@ class RunDirectory:
         Raises:
             PeagleError: the unit's file is damaged.
         """
-        return self._unit_metadata(unit)[_FAILED].decode()
+        return self._footers.read(unit).failed_name
 
     def remove_leftovers(self) -> int:
         """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
@@ -269,29 +261,8 @@ class RunDirectory:
         return len(orphans) + self._remove_temporaries()
 
     def read_ahead(self, units: Iterable[int]) -> None:
-        """Read what the files of these committed units say of them, many at once, where each would take a request."""
-        unread = [unit for unit in units if unit not in self._footers]
-        if is_remote(self.root) and unread:
-            with ThreadPoolExecutor(_READERS) as readers:
-                self._footers.update(zip(unread, readers.map(self._read_footer, unread), strict=True))
-
-    def _unit_metadata(self, unit: int) -> dict[bytes, bytes]:
-        self.read_ahead([unit])
-        return self._footers.get(unit) or self._read_footer(unit)
-
-    def _read_footer(self, unit: int) -> dict[bytes, bytes]:
-        path = self.unit_path(unit)
-        try:
-            with open_to_read(path) as file:
-                metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
-        except (OSError, pa.ArrowException) as error:
-            raise PeagleError(
-                f"{path} is damaged: {error}",
-                hint="delete that file and run again: its rows are then done anew",
-            ) from error
-        if _USAGE not in metadata or _FAILED not in metadata:
-            raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
-        return {key: metadata[key] for key in (_USAGE, _FAILED)}
+        """Read what the files of these committed units say of them, many at once where each takes a request."""
+        self._footers.read_ahead(units)
 
     # --- stopping
 

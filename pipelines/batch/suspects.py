@@ -80,10 +80,16 @@ class UnitNotes:
 
     def verdict(self, num_rows: int) -> Verdict:
         """What earlier engine processes left of the unit."""
+        notes = []
         for path in self._paths():
-            if path != self._own and _read(path).is_vague and self._only_waited(path):
+            if path == self._own:
+                continue
+            note = _read(path)
+            if note.is_vague and self._only_waited(path):
                 path.unlink(missing_ok=True)
-        return judge((_read(path) for path in self._paths() if path != self._own), num_rows)
+            else:
+                notes.append(note)
+        return judge(notes, num_rows)
 
     def write(self, note: Note) -> None:
         """Replace this process's note."""

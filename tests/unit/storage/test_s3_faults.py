@@ -32,7 +32,7 @@ def _short_pauses(monkeypatch):
 
 @pytest.fixture
 def impatient(s3, monkeypatch):
-    monkeypatch.setattr(s3_client, "_START_PATIENCE_S", 0.2)
+    monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0.2)
     store = s3_client.ObjectStore(patience_s=0.5)
     monkeypatch.setattr(s3_client, "store", lambda: store)
     return s3
