@@ -40,10 +40,11 @@ def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
         if run.stop_grace_s() is not None:
             yield packed(given_back(unit))
             return
-        yield packed(_prepare(unit, job))
+        yield packed(prepare_unit(unit, job))
 
 
-def _prepare(unit: WorkUnit, job: PrepareJob) -> pa.Table:
+def prepare_unit(unit: WorkUnit, job: PrepareJob) -> pa.Table:
+    """Read, template and tokenise one unit; `PreparedUnit` reads it."""
     prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]

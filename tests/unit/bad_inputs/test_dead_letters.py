@@ -13,7 +13,7 @@ import pytest
 
 from peagle.engine.fake_engine import ByteTokenizer
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import make_plan, unit_to_json
+from pipelines.batch.plan import make_plan
 from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.resolve import resolve
 from pipelines.batch.rows import PreparedUnit
@@ -162,7 +162,7 @@ def prepared(case, folder, machine):
         run_dir=str(config.output), model=None, prompts=resolved.prompts, sampling=resolved.sampling, schema=plan.schema
     )
     (unit,) = plan.units
-    return PreparedUnit(prepare_unit(pa.table({"unit": [unit_to_json(unit)]}), job=job))
+    return PreparedUnit(prepare_unit(unit, job))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 
 from peagle import hardware
@@ -12,7 +11,7 @@ from peagle.engine.fake_engine import FakeEngine
 from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import make_plan, unit_to_json
+from pipelines.batch.plan import make_plan
 from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.resolve import resolve
 from pipelines.batch.rows import PreparedUnit
@@ -50,7 +49,7 @@ class FakeRun:
             run_dir=str(self.run), model=None, prompts=self.resolved.prompts, sampling=self.resolved.sampling,
             schema=self.plan.schema,
         )  # fmt: skip
-        prepared = PreparedUnit(prepare_unit(pa.table({"unit": [unit_to_json(unit)]}), job=job))
+        prepared = PreparedUnit(prepare_unit(unit, job))
         for index in range(unit.num_rows):
             if unit.row_id(index) in refusing:
                 prepared.refuse(index, RowError(reason="refused", message="no"))
