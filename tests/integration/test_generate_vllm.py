@@ -132,16 +132,15 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
 
 
 def audited(peagle, run):
-    """What the audit says of the run without the drafter, when one word of one row was changed."""
+    """What the audit says of the run without the drafter, when a word was put into one of its responses."""
     path = run.unit_path(0)
     table = pq.read_table(path)
-    texts = [text.replace("return", "yield", 1) for text in table["response"].to_pylist()]
-    assert texts[0] != table["response"][0].as_py()
-    index = table.column_names.index("response")
-    pq.write_table(table.set_column(index, "response", [texts[:1] + table["response"].to_pylist()[1:]]), path)
+    texts = table["response"].to_pylist()
+    middle = len(texts[0]) // 2
+    texts[0] = f"{texts[0][:middle]} Zanzibar {texts[0][middle:]}"
+    pq.write_table(table.set_column(table.column_names.index("response"), "response", [texts]), path)
     result = run.root.parent / "audit.json"
-    done = peagle("audit", run.root, "--sample", 12, "--json", result)
+    done = peagle("audit", run.root, "--sample", 24, "--json", result)
     said, _ = done.communicate()
     assert done.returncode == 1, said
-    assert "'yield'" in said or "not likely there" in said
     return json.loads(result.read_text())
