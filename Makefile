@@ -1,6 +1,6 @@
 # make demo   set up, then run the main job on the embedded model
 # make test   set up, then every check: linter, types, import contract, tests
-# make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS; half an hour)
+# make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make setup  only the environment, in .venv
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make lock   resolve requirements/*.txt again

@@ -52,13 +52,20 @@ class RayNodes:
         self._head = self._start(
             "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--system-config={_SYSTEM_CONFIG}"
         )
-        self._wait_for(self._head)
-        self.replace_lost()
-        for node in self._nodes:
-            self._wait_for(node)
+        try:
+            self._wait_for(self._head)
+            self.replace_lost()
+            for node in self._nodes:
+                self._wait_for(node)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for node in [*self._nodes, self._head]:
             processes.kill(*_tree(node))
             node.wait()
