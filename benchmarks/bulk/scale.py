@@ -175,7 +175,7 @@ def _table(results: list[dict[str, Any]]) -> str:
     heads = [
         "rows",
         "units",
-        "planning s",
+        "planning CPU s",
         "planning peak MiB",
         "resume s",
         "second half s",

@@ -132,6 +132,24 @@ def test_a_changed_corpus_is_another_fingerprint(write_jsonl, tmp_path, capsys):
     assert "corpus.content" in capsys.readouterr().err
 
 
+def test_engines_come_within_their_range_and_go_when_there_is_nothing_left(write_jsonl, tmp_path):
+    rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 + n % 40}} for n in range(400)]
+    corpus, output = write_jsonl(rows), tmp_path / "run"
+    flags = ["--engines", "1:2", "--max-num-seqs", "2", "--fake-token-s", "0.002", "--ignore-eos"]
+    assert generate(corpus, output, *flags) == 0
+    run = RunDirectory(output)
+    assert [row["id"] for row in rows_of(output)] == [f"{n:09d}" for n in range(400)]
+    assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
+    sessions = run.sessions()
+    assert len(sessions) in (1, 2)
+    assert all(session.ended for session in sessions)
+    report = json.loads((output / "report.json").read_text())
+    assert report["run"]["num_engines"] in (1, 2)
+    sizes = [unit.num_rows for unit in run.plan().units]
+    assert sum(sizes) == 400
+    assert min(sizes) == 1
+
+
 def test_several_engines_share_the_units(write_jsonl, tmp_path):
     corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
     assert generate(corpus, output, "--engines", "2", "--rows-per-unit", "1", "--max-num-seqs", "1") == 0
