@@ -1,8 +1,8 @@
 """Where the logs of a run are, and how those of a run on S3 get there.
 
 What processes print goes on all the time, and an object cannot be appended to. So the logs of a run on S3 lie in a
-temporary folder of each node, and a copy of each goes to `OUT/logs` once a minute if it grew, and when its process
-ends. Of a process that is killed the last minute stays behind on its node.
+temporary folder of each node, and a copy of each goes to `OUT/logs`: when an engine has started or failed to, once a
+minute if it grew, and when its process ends. Of a process that is killed the last minute stays behind on its node.
 """
 
 import contextlib

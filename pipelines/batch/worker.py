@@ -86,9 +86,8 @@ class EngineWorker:
         self._meter = self._session.meter
         try:
             self._engine, compile_s = self._start_engine()
-        except BaseException:
+        finally:
             self._session.keep_log()
-            raise
         self._meter.ready(compile_s)
         self._session.beat()
         in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)
