@@ -1,6 +1,6 @@
 """What a user can ask of a training: one flat set of keys, the same in YAML and on the command line.
 
-The defaults are the recipe of the shipped head; where each comes from is in benchmarks/drafter/LOG.md.
+The defaults are the best recipe found so far; where each comes from is in benchmarks/drafter/LOG.md.
 """
 
 from pathlib import Path
@@ -85,7 +85,11 @@ class TrainConfig(BaseModel):
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
-    learning_rate: float = Field(7e-4, gt=0, description="its peak")
+    optimizer: Literal["muon", "adamw"] = Field(
+        "muon", description="muon moves the layers' matrices by Muon and the rest by AdamW; adamw all by AdamW"
+    )
+    learning_rate: float = Field(7e-4, gt=0, description="AdamW's peak")
+    muon_learning_rate: float = Field(3.5e-3, gt=0, description="Muon's peak")
     final_learning_rate: float = Field(0.02, ge=0, le=1, description="share of the peak that is left at the end")
     warmup_steps: int = Field(50, ge=0, description="steps of linear rise")
     weight_decay: float = Field(0.01, ge=0, description="of the matrices")

@@ -59,7 +59,7 @@ speculative_config = {{
 }}
 ```
 
-Embeddings are the target's and not in the file.
+{_embeddings(config)}
 
 | | |
 |---|---|
@@ -68,7 +68,7 @@ Embeddings are the target's and not in the file.
 | Draft vocabulary | {config.draft_vocab_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {config.epochs:g} passes |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, AdamW, peak learning rate {config.learning_rate:g}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -86,6 +86,18 @@ def _responses(config: TrainConfig) -> str:
         f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
         " others greedy)"
     )
+
+
+def _embeddings(config: TrainConfig) -> str:
+    if config.train_embeddings:
+        return "Embeddings are the head's own."
+    return "Embeddings are the target's and not in the file."
+
+
+def _optimizer(config: TrainConfig) -> str:
+    if config.optimizer == "adamw":
+        return f"AdamW, peak learning rate {config.learning_rate:g}"
+    return f"Muon and AdamW, peak learning rates {config.muon_learning_rate:g} and {config.learning_rate:g}"
 
 
 def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:

@@ -38,8 +38,8 @@ from peagle.errors import ConfigError
 from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
-    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "learning_rate",
-    "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
+    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "optimizer", "learning_rate",
+    "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
 )  # fmt: skip
 
 # Has a store filled, and tells how far it is: shards done, and in all.

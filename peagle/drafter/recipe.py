@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from peagle.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp32")
+OPTIMIZERS = ("muon", "adamw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How a head is trained; the defaults are the recipe of the shipped head.
+    """How a head is trained; the defaults are the best recipe found so far.
 
     Attributes:
         num_steps: optimizer steps, over which the learning rate rises and falls.
@@ -20,7 +21,9 @@ class TrainingConfig:
         num_depths: K_train.
         cod_ratio: share of the chains that go on from one depth to the next.
         depth_decay: weight of a row at depth d is depth_decay ** d.
-        learning_rate: its peak.
+        optimizer: "muon" for the matrices of the layers and AdamW for the rest, or "adamw" for all.
+        learning_rate: AdamW's peak.
+        muon_learning_rate: Muon's peak, for updates of AdamW's size (Moonlight's scale, `match_rms_adamw`).
         final_learning_rate: share of the peak at the end of the cosine.
         warmup_steps: of linear rise.
         weight_decay: of matrices; norms and the mask state have none.
@@ -31,12 +34,14 @@ class TrainingConfig:
     """
 
     num_steps: int
-    batch_tokens: int = 2048
+    batch_tokens: int = 1024
     micro_batch_tokens: int | None = None
     num_depths: int = 8
     cod_ratio: float = 0.8
     depth_decay: float = 1.0
-    learning_rate: float = 1e-3
+    optimizer: str = "muon"
+    learning_rate: float = 7e-4
+    muon_learning_rate: float = 3.5e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 50
     weight_decay: float = 0.01
@@ -46,7 +51,7 @@ class TrainingConfig:
     checkpoint_every_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_tokens", "num_depths", "learning_rate", "clip_norm"):
+        for name in ("num_steps", "batch_tokens", "num_depths", "learning_rate", "muon_learning_rate", "clip_norm"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 < self.cod_ratio <= 1:
@@ -56,8 +61,11 @@ class TrainingConfig:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+
     def learning_rate_at(self, step: int) -> float:
-        """Linear rise, then a cosine down to `final_learning_rate` of the peak."""
+        """AdamW's: linear rise, then a cosine down to `final_learning_rate` of the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)

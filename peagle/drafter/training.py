@@ -18,6 +18,7 @@ from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import give_back_freed, micro_batches
+from peagle.drafter.optimizer import HeadOptimizer
 from peagle.drafter.order import Order
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features
@@ -122,7 +123,7 @@ class _Trainer:
         recipe = {name: value for name, value in asdict(config).items() if name not in _HOW_ONLY}
         self.fingerprint = {**fingerprint, **recipe, "documents": len(self.documents)}
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(_groups(self.parameters, config), betas=(0.9, 0.95))
+        self.optimizer = HeadOptimizer(self.parameters, config)
         lengths = [store.num_tokens(index) for index in self.documents]
         self.order = Order(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
         self.metrics = Metrics(folder)
@@ -135,10 +136,9 @@ class _Trainer:
         """One optimizer step."""
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
         chosen = [self.documents[place] for place in self.order.documents(self.step)]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         outcome, num_tokens = self._gradients(chosen)
         self._check_finite(outcome.loss, chosen)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip_norm)
@@ -235,15 +235,6 @@ class _Trainer:
             with writing(self.folder, hint=_FULL):
                 self.metrics.append(record)
         return record
-
-
-def _groups(parameters: dict[str, torch.Tensor], config: TrainingConfig) -> list[dict[str, Any]]:
-    matrices = [p for name, p in parameters.items() if p.dim() == 2]
-    others = [p for name, p in parameters.items() if p.dim() != 2]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
 
 
 def _means(sums: torch.Tensor, counts: torch.Tensor) -> tuple[float | None, ...]:
