@@ -54,9 +54,9 @@ class RayNodes:
         )
         try:
             self._wait_for(self._head)
-            self.replace_lost()
-            for node in self._nodes:
-                self._wait_for(node)
+            for _ in range(self._num_nodes):  # one after the other: of two that start at once, one may give up
+                self._nodes.append(self._start_node())
+                self._wait_for(self._nodes[-1])
         except BaseException:
             self._end()
             raise
@@ -74,7 +74,7 @@ class RayNodes:
         """Start as many nodes as are missing; they join a few seconds later."""
         self._nodes = [node for node in self._nodes if node.poll() is None]
         while len(self._nodes) < self._num_nodes:
-            self._nodes.append(self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}"))
+            self._nodes.append(self._start_node())
 
     def hosts_of(self, pids: list[int]) -> list[int]:
         """Nodes (their numbers) on which one of these processes runs."""
@@ -89,6 +89,9 @@ class RayNodes:
         lost = processes.kill(*first, *(pid for pid in tree if pid not in first))
         node.wait()
         return lost
+
+    def _start_node(self) -> "subprocess.Popen[bytes]":
+        return self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}")
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         log = self._logs / f"ray-{time.monotonic_ns()}.log"

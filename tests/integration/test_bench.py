@@ -1,33 +1,17 @@
 """`peagle bench` in the real engine: no speculation against the head that ships."""
 
+import json
+
 import pytest
 
-from peagle.bench.config import BenchConfig
-from peagle.bench.run import bench
-from peagle.measurement.engine_up import Listener
+COMMAND = [
+    "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",
+    "--rounds", "1", "--limit", "4", "--max-tokens", "24", "--max-model-len", "512", "--enforce-eager",
+    "--usd-per-hour", "1",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def result(embedded_target, tmp_path_factory):
-    """Report and folder of two engines, each with two passes over four prompts."""
-    config = BenchConfig(
-        methods="none,peagle",
-        num_speculative_tokens="3",
-        concurrency="1",
-        repeats=2,
-        rounds=1,
-        limit=4,
-        max_tokens=24,
-        max_model_len=512,
-        enforce_eager=True,
-        usd_per_hour=1.0,
-        output=tmp_path_factory.mktemp("bench") / "out",
-    )
-    return config, *bench(config, Listener())
-
-
-def test_both_methods_have_every_figure(result):
-    _, report, _ = result
+def check(report):
     none, drafted = report["cells"]
     for cell in (none, drafted):
         assert cell["num_responses"] == 8
@@ -43,11 +27,15 @@ def test_both_methods_have_every_figure(result):
     assert len(drafted["acceptance_rates"]) == 3
 
 
-def test_the_same_command_starts_no_engine(result):
-    config, report, _ = result
-
-    def start(*_):
-        raise AssertionError("an engine was started")
-
-    again, _ = bench(config, Listener(), start=start)
+def test_both_methods_have_every_figure_and_the_same_command_starts_no_engine(peagle, embedded_target, tmp_path):
+    reports = []
+    for _ in range(2):
+        process = peagle(*COMMAND, "--output", tmp_path / "out")
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+        reports.append((said, json.loads((tmp_path / "out" / "report.json").read_text())))
+    (first, report), (second, again) = reports
+    check(report)
+    assert "starting the engine" in first
+    assert "starting the engine" not in second
     assert again["cells"] == report["cells"]
