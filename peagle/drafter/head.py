@@ -228,6 +228,8 @@ def load_head(folder: Path, target: Path) -> Any:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
     missing, _ = head.load_state_dict(tensors, strict=False)
+    # The library's default for this is true, also in heads that share the target's embeddings.
+    head.config.embed_requires_grad = "embed_tokens.weight" in tensors
     lost = [name for name in missing if _is_saved(head, name) and name != "lm_head.weight"]
     if lost:
         raise DrafterError(f"{folder}: weights are missing: {', '.join(lost)}")

@@ -27,21 +27,16 @@ class HeadOptimizer:
         by_adamw = [tables if is_muon else tables + matrices, vectors]
         decays = (config.weight_decay, 0.0)
         groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._ratios: list[float] = []  # of the learning rate, to that of AdamW
+        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # each with its learning rate's ratio to AdamW's
         if groups:
-            self._add(torch.optim.AdamW(groups, betas=_BETAS), 1.0)
+            self._optimizers[torch.optim.AdamW(groups, betas=_BETAS)] = 1.0
         if is_muon and matrices:
             muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-            self._add(muon, config.muon_learning_rate / config.learning_rate)
-
-    def _add(self, optimizer: torch.optim.Optimizer, ratio: float) -> None:
-        self._optimizers.append(optimizer)
-        self._ratios.append(ratio)
+            self._optimizers[muon] = config.muon_learning_rate / config.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of AdamW; Muon's keeps its ratio to it."""
-        for optimizer, ratio in zip(self._optimizers, self._ratios, strict=True):
+        for optimizer, ratio in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * ratio
 

@@ -4,11 +4,16 @@ It reads a clock and counts; it writes nothing. The event loop and the heartbeat
 monotonic clock, so that a wall clock that is set back or forward changes no account.
 """
 
+import socket
 import threading
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,38 @@ class Snapshot:
     busy_s: float
     idle_s: float
     num_output_tokens: int
+
+    def to_session(
+        self,
+        session_id: str,
+        *,
+        engine_index: int,
+        num_devices: int,
+        device: Device,
+        started_at: float,
+        ended: bool,
+    ) -> EngineSession:
+        """The heartbeat that says this, of an engine process of this host."""
+        return EngineSession(
+            session_id=session_id,
+            engine_index=engine_index,
+            hostname=socket.gethostname(),
+            num_devices=num_devices,
+            device=device,
+            started_at=started_at,
+            last_seen_at=started_at + self.elapsed_s,
+            load_s=self.load_s,
+            compile_s=self.compile_s,
+            busy_s=self.busy_s,
+            idle_s=self.idle_s,
+            num_output_tokens=self.num_output_tokens,
+            ended=ended,
+        )
+
+
+def new_session_id() -> str:
+    """A name that no other engine process has, and that sorts by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
 
 
 class EngineMeter:

@@ -4,16 +4,13 @@ It knows the run directory and a meter; it knows neither engines nor units.
 """
 
 import contextlib
-import socket
 import threading
 import time
-import uuid
 
 from peagle.economics.prices import Device
-from peagle.economics.usage import EngineSession
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.logs import COPY_S, LogCopy
-from pipelines.batch.meter import EngineMeter
+from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.batch.node import claim_slot, redirect_output
 from pipelines.batch.rundir import RunDirectory
 
@@ -30,7 +27,7 @@ class Session:
     def __init__(self, run: RunDirectory, *, run_id: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
         self.meter = EngineMeter()
         self._started_at = time.time()
-        self.session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self.session_id = new_session_id()
         self._run = run
         self._num_devices = num_devices
         self._device: Device = device
@@ -75,21 +72,13 @@ class Session:
                 copied_at = time.monotonic()
 
     def _write(self, *, ended: bool) -> None:
-        meter = self.meter.snapshot()
         self._run.write_session(
-            EngineSession(
-                session_id=self.session_id,
+            self.meter.snapshot().to_session(
+                self.session_id,
                 engine_index=self.slot,
-                hostname=socket.gethostname(),
                 num_devices=self._num_devices,
                 device=self._device,
                 started_at=self._started_at,
-                last_seen_at=self._started_at + meter.elapsed_s,
-                load_s=meter.load_s,
-                compile_s=meter.compile_s,
-                busy_s=meter.busy_s,
-                idle_s=meter.idle_s,
-                num_output_tokens=meter.num_output_tokens,
                 ended=ended,
             )
         )

@@ -4,10 +4,8 @@ It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py
 its answer says, and when it ends.
 """
 
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,8 +14,8 @@ from typing import Any
 
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import Device
-from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
-from pipelines.batch.meter import EngineMeter
+from peagle.economics.usage import Outcome, RequestUsage, UnitUsage
+from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.online.answers import Tally
 
 _KEPT_EVERY_S = 60.0
@@ -57,7 +55,7 @@ class EngineAccount:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.session_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self.session_id = new_session_id()
         self.engine_index = 0
         self._folder = folder
         self._engine = engine
@@ -90,20 +88,12 @@ class EngineAccount:
 
     def heartbeat(self) -> None:
         """Write where the seconds went until now."""
-        meter = self._meter.snapshot()
-        session = EngineSession(
-            session_id=self.session_id,
+        session = self._meter.snapshot().to_session(
+            self.session_id,
             engine_index=self.engine_index,
-            hostname=socket.gethostname(),
             num_devices=self._engine.num_devices,
             device=self._engine.device,
             started_at=self._started_at,
-            last_seen_at=self._started_at + meter.elapsed_s,
-            load_s=meter.load_s,
-            compile_s=meter.compile_s,
-            busy_s=meter.busy_s,
-            idle_s=meter.idle_s,
-            num_output_tokens=meter.num_output_tokens,
             ended=self._ended.is_set(),
         )
         write_session(self._folder, session)

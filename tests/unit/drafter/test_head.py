@@ -104,6 +104,16 @@ def test_trained_embeddings_are_saved_and_come_back(
     torch.testing.assert_close(load_head(tmp_path, target).embed_tokens.weight, head.embed_tokens.weight)
 
 
+def test_a_head_without_embeddings_shares_the_targets_whatever_its_config_says(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    save_head(_head(target, spec, vocabulary), tmp_path, verifier="org/target")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "embed_requires_grad": True}))
+    embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    torch.testing.assert_close(load_head(tmp_path, target).embed_tokens.weight, embeddings.float())
+
+
 def test_the_folder_holds_nothing_of_the_targets_and_no_path(
     tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
 ) -> None:

@@ -5,18 +5,6 @@ import pytest
 from pipelines.batch.meter import EngineMeter
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def meter(clock):
     return EngineMeter(monotonic=clock)

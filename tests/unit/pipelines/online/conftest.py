@@ -5,18 +5,6 @@ import pytest
 from pipelines.online.account import Engine, EngineAccount
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def engine_account(tmp_path, clock):
     engine = Engine(model="m", drafter="head", num_devices=2, device="vcpu", usd_per_device_s=0.01)

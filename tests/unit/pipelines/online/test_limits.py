@@ -5,18 +5,6 @@ from pipelines.online.keys import KeyRecord
 from pipelines.online.limits import Limiter
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 def key(**limits):
     return KeyRecord(name="alice", sha256="0" * 64, **limits)
 
