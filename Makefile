@@ -1,5 +1,6 @@
 # make demo   set up, then run the main job on the embedded model
 # make test   set up, then every check: linter, types, import contract, tests
+# make soak   set up, then the tests that take minutes each
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make setup  only the environment, in .venv
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test chaos setup check docs-bad-inputs lock clean
+.PHONY: demo test soak chaos setup check docs-bad-inputs lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -22,6 +23,9 @@ demo: setup
 
 test: setup check
 	$(BIN)/python -m pytest
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
 
 chaos: setup
 	$(BIN)/python -m tests.chaos

@@ -74,7 +74,7 @@ def embedded_target():
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory):
-    """Folder of a random target of the Llama architecture: 4 layers, hidden size 32, 96 tokens."""
+    """Folder of a random target of the Llama architecture: 4 layers of 4 heads, hidden size 32, 96 tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +86,7 @@ def target(tmp_path_factory):
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.2,

@@ -115,7 +115,7 @@ def compose_engine(
 
     Raises:
         PrecisionError: the hardware cannot run it.
-        ConfigError: a drafter together with pipeline stages.
+        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU.
     """
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
         # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
@@ -123,6 +123,12 @@ def compose_engine(
             f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
             " pipeline stages: vLLM keeps only the last stage's",
             hint="use --tensor-parallel-size instead, or --drafter none",
+        )
+    if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
+        # vLLM 0.29 makes the buffers between stages when it compiles, and its later stages fail without them.
+        raise ConfigError(
+            f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
+            hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
         )
     spec = EngineSpec(
         model=model.path,

@@ -8,7 +8,7 @@ from tests.chaos.play import Player
 from tests.chaos.ray_nodes import RayNodes
 from tests.chaos.schedule import Kill
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 def test_a_run_that_loses_a_node_an_engine_and_its_driver_has_every_row_once(tmp_path):

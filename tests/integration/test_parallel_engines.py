@@ -6,6 +6,7 @@ import pytest
 from peagle import hardware
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         hardware.detect().platform != "cpu" or hardware.detect().num_cpus < 2, reason="needs two CPU cores"
@@ -33,13 +34,13 @@ def own_answers(speaking_target):
     return answers
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_two_ranks_answer_as_the_target_itself(peagle, speaking_target, write_jsonl, own_answers, tmp_path, flag):
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
+def test_two_ranks_answer_as_the_target_itself(peagle, speaking_target, write_jsonl, own_answers, tmp_path, flags):
     corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS]), tmp_path / "run"
     run = peagle(
         "generate", "--model", speaking_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
         "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
-        "--enforce-eager", "--kv-cache-gib", 0.1, "--usd-per-hour", 1, flag, 2,
+        "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
     )  # fmt: skip
     said = run.communicate()[0]
     assert run.returncode == 0, said

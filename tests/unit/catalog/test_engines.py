@@ -23,3 +23,9 @@ def test_the_accelerators_of_an_engine_are_its_ranks():
 def test_a_drafter_is_refused_where_it_could_not_read_the_targets_hidden_states():
     with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
         compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, HEAD)
+
+
+def test_pipeline_stages_on_a_cpu_are_refused_without_compiling():
+    with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
+        compose_engine(EngineKeys(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
+    assert compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
