@@ -1,7 +1,6 @@
 """`peagle serve`: the endpoint on this machine, or on the cluster that RAY_ADDRESS names."""
 
 import argparse
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -25,11 +24,12 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
 the YAML under `models`. RAY_ADDRESS names the cluster to run on; without it one is started on this machine. Ctrl-C or
-SIGTERM stop it: requests under way get --drain-s. `serve deploy deploy/serve.yaml` runs the same without this command.
+SIGTERM stop it: requests under way get --drain-s; a second one ends it at once. `serve deploy deploy/serve.yaml` runs
+the same without this command.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
-exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration
+exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
 """
 APP_NAME = "peagle"
 _GROUPS = {
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle import hardware
     from peagle.quiet import QuietStderr
     from pipelines.batch import cluster
+    from pipelines.batch.stopping import stop_on_signal
     from pipelines.online.app import gate_settings, resolve
 
     with QuietStderr() as quiet:
@@ -88,11 +89,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 here = cluster.inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(), announce=print)
             _deploy(config, here, served, logs)
-            stopped = _stop_on_signal()
-            print(f"http://{config.host}:{config.port}/v1", flush=True)
-            stopped.wait()
-            print("stopping", flush=True)
-            _shutdown(is_remote=is_remote)
+            stopped = threading.Event()
+            with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
+                print(f"http://{config.host}:{config.port}/v1", flush=True)
+                stopped.wait()
+                print("stopping", flush=True)
+                _shutdown(is_remote=is_remote)
     return 0, {"models": [one.keys.served_name for one in served]}
 
 
@@ -119,14 +121,6 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path) 
         text = "\n".join(log.read_text(errors="replace") for log in new)
         serve.shutdown()
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
-
-
-def _stop_on_signal() -> threading.Event:
-    """An event that SIGINT and SIGTERM set; set up after Ray, which takes SIGTERM for itself when it starts."""
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    return stopped
 
 
 def _shutdown(*, is_remote: bool) -> None:

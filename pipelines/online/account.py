@@ -4,6 +4,7 @@ It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py
 its answer says, and when it ends.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +104,8 @@ class EngineAccount:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
-            self.heartbeat()
+            with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
+                self.heartbeat()
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine

@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, read_sessions
+from pipelines.online.account import Engine, EngineAccount
 
 
 def session(tmp_path):
@@ -45,3 +48,21 @@ def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
     append_request(tmp_path / "ledger", record)
     assert len(reader.new()) == 1
     assert reader.new() == []
+
+
+def test_a_heartbeat_that_cannot_be_written_is_followed_by_others(tmp_path, monkeypatch):
+    written = []
+
+    def write(_, session):
+        written.append(session)
+        if len(written) == 2:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr("pipelines.online.account.write_session", write)
+    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+    account = EngineAccount(tmp_path, engine, heartbeat_s=0.01)
+    deadline = time.monotonic() + 10
+    while len(written) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    account.end()
+    assert len(written) >= 4

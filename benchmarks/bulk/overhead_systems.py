@@ -1,0 +1,104 @@
+"""The systems that `overhead.py` compares, each in a process of its own: `overhead_systems.py SYSTEM JOB.json`.
+
+Every one gets the same prompts, the same arguments of the engine and the same sampling from the job; what differs is
+who drives the engine. "async-llm" is the least that can be done with vLLM: `concurrency` requests in it at any time.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Run one system to its end; its answers are not kept, its tokens are counted by the clock."""
+    system, path = sys.argv[1:]
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
+    {"async-llm": _async_llm, "ray-data-llm": _ray_data_llm, "run-batch": _run_batch, "peagle": _peagle}[system](job)
+
+
+def _async_llm(job: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def run() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["engine"]))
+        sampling = SamplingParams(**job["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
+        free = asyncio.Semaphore(job["concurrency"] or len(job["rows"]))
+
+        async def answer(row: dict[str, Any]) -> None:
+            async with free:
+                async for _ in engine.generate(row["text"], sampling, row["id"]):
+                    pass
+
+        await asyncio.gather(*(answer(row) for row in job["rows"]))
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+def _ray_data_llm(job: dict[str, Any]) -> None:
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    # Each of its stages reserves a whole logical CPU: with two it would wait for ever.
+    ray.init(num_cpus=16, include_dashboard=False)
+    engine = dict(job["engine"])
+    config = vLLMEngineProcessorConfig(
+        model_source=engine.pop("model"),
+        engine_kwargs=engine,
+        batch_size=16,
+        concurrency=1,
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+    )
+    process = build_processor(
+        config,
+        preprocess=lambda row: {"prompt": row["text"], "sampling_params": dict(job["sampling"])},
+        postprocess=lambda row: {"generated_text": row["generated_text"]},
+    )
+    assert process(ray.data.from_items(job["rows"])).materialize().count() == len(job["rows"])
+    ray.shutdown()
+
+
+def _run_batch(job: dict[str, Any]) -> None:
+    folder = Path(job["folder"])
+    url = "/v1/completions"
+    bodies = [
+        {"custom_id": row["id"], "method": "POST", "url": url}
+        | {"body": {"model": job["engine"]["model"], "prompt": row["text"], **job["sampling"]}}
+        for row in job["rows"]
+    ]
+    (folder / "batch.jsonl").write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
+    flags = ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "answers.jsonl"), *_flags(job["engine"])]
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch", *flags])
+
+
+def _peagle(job: dict[str, Any]) -> None:
+    folder = Path(job["folder"])
+    rows = [{"id": row["id"], "prompt": row["prompt"]} for row in job["rows"]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--input", str(folder / "prompts.jsonl"), "--output", str(folder / "run"), *job["peagle"]]
+    os.execv(sys.executable, [sys.executable, "-m", "jobs.cli", "generate", *flags])
+
+
+def _flags(engine: dict[str, Any]) -> list[str]:
+    """vLLM's command-line flags of these engine arguments."""
+    flags = []
+    for name, value in engine.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+if __name__ == "__main__":
+    main()
