@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import Throttle
+from jobs.throttle import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_keys import PRICE_KEYS
 from peagle.prompting import PromptKeys
@@ -47,16 +47,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(BenchConfig, args)
     from peagle.bench.run import bench
     from peagle.bench.tables import text_tables
-    from peagle.measurement.engine_up import Listener
 
-    report, folder = bench(config, Listener(say=_say, progress=Throttle(_progress)))
-    _say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    report, folder = bench(config, listener())
+    say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
     return 0, report
-
-
-def _progress(done: int, total: int) -> None:
-    _say(f"  {done} of {total} responses")
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import Throttle
+from jobs.throttle import listener, say
 from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.prompting import PromptKeys
 
@@ -41,16 +41,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(EvaluateConfig, args)
     from peagle.drafter.evaluation.report import text_report
     from peagle.drafter.evaluation.run import evaluate
-    from peagle.measurement.engine_up import Listener
 
-    report, folder = evaluate(config, Listener(say=_say, progress=Throttle(_progress)))
-    _say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    report, folder = evaluate(config, listener())
+    say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
     return 0, report
-
-
-def _progress(done: int, total: int) -> None:
-    _say(f"  {done} of {total} responses")
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)

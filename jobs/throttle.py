@@ -1,7 +1,10 @@
 """Progress for people: not more than a line every few seconds."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.measurement.engine_up import Listener
 
 _REPORT_EVERY_S = 15.0
 
@@ -18,3 +21,15 @@ class Throttle:
         if done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
             self._last = time.monotonic()
             self._report(*news)
+
+
+def listener() -> "Listener":
+    """A measurement's news on the terminal."""
+    from peagle.measurement.engine_up import Listener
+
+    return Listener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
+
+
+def say(message: str) -> None:
+    """A line that is seen at once, also in a pipe."""
+    print(message, flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import Throttle
+from jobs.throttle import Throttle, say
 from peagle.drafter.config import TrainConfig
 from peagle.errors import ConfigError
 
@@ -58,15 +58,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats
 
-    result = _trainer(config)(config, Listener(say=_say, shard=Throttle(_shard), step=Throttle(_step)))
+    result = _trainer(config)(config, Listener(say=say, shard=Throttle(_shard), step=Throttle(_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
-        _say(
-            f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}"
-        )
-    _say(f"head: {result['head']}")
+        say(f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}")
+    say(f"head: {result['head']}")
     if not result["finished"]:
-        _say("the time budget ran out: the same command goes on")
+        say("the time budget ran out: the same command goes on")
     return (0 if result["finished"] else 3), result
 
 
@@ -99,20 +97,16 @@ def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]
 
 
 def _shard(done: int, total: int) -> None:
-    _say(f"features: {done} of {total} shards")
+    say(f"features: {done} of {total} shards")
 
 
 def _step(progress: Any) -> None:
     accuracy = " ".join("-" if a is None else f"{a:.2f}" for a in progress.accuracy)
     left_s = (progress.num_steps - progress.step) * progress.train_s / progress.step
-    _say(
+    say(
         f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.3f}  accuracy by depth {accuracy}"
         f"  {progress.tokens_per_s:,.0f} tokens/s  {left_s / 60:.0f} min left"
     )
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)
 
 
 if __name__ == "__main__":

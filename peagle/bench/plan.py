@@ -9,7 +9,7 @@ from typing import Any
 from peagle.bench.config import BenchConfig
 from peagle.bench.schedule import Pass, all_passes
 from peagle.bench.setups import Setup, make_setups
-from peagle.catalog.resolve import ResolvedModel, max_model_len
+from peagle.catalog.resolve import ResolvedModel
 from peagle.economics.price_keys import PRICE_KEYS, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.memory import check_capacity
@@ -17,8 +17,8 @@ from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
-from peagle.manifest import versions
 from peagle.measurement.dataset import Dataset
+from peagle.measurement.target import target_fingerprint, target_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +60,11 @@ class Plan:
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
         """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
-        return {
-            "model": {"name": self.model.name, "weights": self.model.fingerprint},
-            "precision": self.precision.describe(),
+        shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
+        return shared | {
             "load_format": self.spec.load_format,
             "synthetic_acceptance": self.config.synthetic_acceptance,
-            "max_model_len": self.spec.max_model_len,
             "max_num_seqs": self.spec.max_num_seqs,
-            "tensor_parallel_size": self.spec.tensor_parallel_size,
-            "enforce_eager": self.spec.enforce_eager,
-            "sampling": self.config.sampling(),
-            "dataset": {"content": dataset.fingerprint, "prompts": dataset.spec.to_dict()},
-            "hardware": self.hardware.describe(),
-            "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
         }
 
 
@@ -85,16 +77,10 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     """
     setups, notes = make_setups(config, model, hardware)
     price, no_price = _price(config, hardware)
-    spec = EngineSpec(
-        model=model.path,
-        precision=config.precision,
-        native_quantization=model.native_quantization,
+    spec = target_spec(
+        config,
+        model,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
-        max_model_len=max_model_len(model, config.max_model_len),
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=config.enforce_eager,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
         load_format=config.load_format,
         # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
         enable_prefix_caching=False,

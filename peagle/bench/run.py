@@ -34,6 +34,7 @@ from peagle.measurement.closed_loop import run_loop
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
 from peagle.measurement.folder import MeasurementFolder, default_folder, digest
+from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer
 
 DEFAULT_FOLDER = Path("runs/bench")
@@ -91,13 +92,8 @@ class _Run:
 
     def announce(self) -> None:
         """What will be measured, and what is there already."""
-        plan, dataset, say = self._plan, self._dataset, self._listener.say
-        where = f"{plan.hardware.describe()}, {plan.precision.describe()}"
-        say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
-        for note in [*labels(plan), *plan.notes]:
-            say(f"  {note}")
-        for reason, count in dataset.rejected.items():
-            say(f"  {count} rows give no prompt: {reason}")
+        plan, say = self._plan, self._listener.say
+        announce(say, self._dataset, plan.model, plan.precision, plan.hardware, [*labels(plan), *plan.notes])
         left = self.left()
         say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter
+from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, resolve_drafter
 from peagle.drafter.evaluation.cell import Cell
 from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.engine.memory import check_capacity
@@ -16,8 +16,8 @@ from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, DrafterError
 from peagle.hardware import Hardware
-from peagle.manifest import versions
 from peagle.measurement.dataset import Dataset
+from peagle.measurement.target import target_fingerprint, target_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +44,9 @@ class Plan:
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
         """What all cells of one folder have in common; JSON-ready."""
-        return {
-            "model": {"name": self.model.name, "weights": self.model.fingerprint},
-            "precision": self.precision.describe(),
-            "max_model_len": self.spec.max_model_len,
-            "concurrency": self.config.concurrency,
-            "tensor_parallel_size": self.spec.tensor_parallel_size,
-            "enforce_eager": self.spec.enforce_eager,
-            "sampling": self.config.sampling(),
-            "dataset": {
-                "content": dataset.fingerprint,
-                "prompts": dataset.spec.to_dict(),
-                "category_column": self.config.category_column,
-            },
-            "hardware": self.hardware.describe(),
-            "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
-        }
+        shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
+        shared["dataset"]["category_column"] = self.config.category_column
+        return shared | {"concurrency": self.config.concurrency}
 
 
 def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
@@ -72,17 +59,7 @@ def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) 
     drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
     labelled = zip(_labels(drafters), drafters, strict=True)
     cells = [cell for label, drafter in labelled for cell in _cells(label, drafter, config)]
-    spec = EngineSpec(
-        model=model.path,
-        precision=config.precision,
-        native_quantization=model.native_quantization,
-        max_num_seqs=config.concurrency,
-        max_model_len=max_model_len(model, config.max_model_len),
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=config.enforce_eager,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-    )
+    spec = target_spec(config, model, max_num_seqs=config.concurrency)
     plan = Plan(
         config=config,
         hardware=hardware,

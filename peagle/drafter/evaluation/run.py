@@ -23,6 +23,7 @@ from peagle.engine.start import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer
 
 
@@ -53,20 +54,11 @@ def evaluate(
     )
     fingerprint = plan.fingerprint(dataset)
     folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
-    _announce(plan, dataset, listener)
+    announce(listener.say, dataset, model, plan.precision, here, plan.notes)
     results = [_measured(plan, cell, dataset, folder, start, listener) for cell in plan.cells]
     report = make_report(plan, dataset, results)
     _write(folder.root, report)
     return report, folder.root
-
-
-def _announce(plan: Plan, dataset: Dataset, listener: Listener) -> None:
-    where = f"{plan.hardware.describe()}, {plan.precision.describe()}"
-    listener.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
-    for note in plan.notes:
-        listener.say(f"  {note}")
-    for reason, count in dataset.rejected.items():
-        listener.say(f"  {count} rows give no prompt: {reason}")
 
 
 def _measured(
