@@ -1,34 +1,28 @@
 """Records and reports as a benchmark leaves them, and a target with heads of which only `config.json` is read."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import measure_at_once, write_head, write_target
 
 from peagle.bench.record import PassRecord, RequestTimes
 from peagle.bench.setups import Setup
 from peagle.engine.spec import DrafterSpec
 from peagle.speculation import SpeculationStats
 
-TARGET = {
-    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No waiting for counters; a home of each test's own."""
-    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    measure_at_once(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a run; put back afterwards
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "target", TARGET)
+    return write_target(tmp_path / "target")
 
 
 @pytest.fixture
@@ -36,21 +30,9 @@ def head(tmp_path: Path) -> Callable[..., Path]:
     """Make a head of a kind."""
 
     def make(kind: str = "peagle", **changes: Any) -> Path:
-        config = {
-            "speculators_model_type": kind,
-            "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
-            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-            "mask_token_id": 0,
-        }
-        return write_config(tmp_path / "heads" / kind, config | changes)
+        return write_head(tmp_path / "heads" / kind, kind, **changes)
 
     return make
-
-
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def setup(method: str = "peagle", k: int = 3) -> Setup:

@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import measure_at_once, write_target
 
 from jobs.cli import run
 from peagle.bench import run as runner
 from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
 
-CONFIG = {
-    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-}  # fmt: skip
-
 
 @pytest.fixture
 def target(tmp_path: Path) -> str:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path / "target")
+    return str(write_target(tmp_path / "target"))
 
 
 def test_a_run_prints_its_tables_and_writes_its_result(
@@ -41,8 +35,7 @@ def test_a_run_prints_its_tables_and_writes_its_result(
 
     bench = runner.bench
     monkeypatch.setattr(runner, "bench", with_fakes)
-    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    measure_at_once(monkeypatch)
     data, result = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "result.json"
     arguments = ["--dataset", str(data), "--methods", "none,ngram", "-k", "3", "--concurrency", "1,2", "--repeats", "1"]
     code = run(["bench", "--model", target, *arguments, "--output", str(tmp_path / "out"), "--json", str(result)])

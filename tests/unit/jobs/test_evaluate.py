@@ -6,29 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import measure_at_once, write_head, write_target
 
 from jobs.cli import run
 from peagle.drafter.evaluation import run as runner
 from peagle.engine.fake_engine import FakeEngine
 
-CONFIG = {
-    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-}  # fmt: skip
-HEAD = {
-    "speculators_model_type": "peagle",
-    "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
-    "mask_token_id": 0,
-}
-
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[str]:
     """The flags that name a target and a head."""
-    for name, config in (("target", CONFIG), ("head", HEAD)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "head")]
+    return ["--model", str(write_target(tmp_path / "target")), "--drafter", str(write_head(tmp_path / "head"))]
 
 
 def test_a_run_prints_its_table_and_writes_its_result(
@@ -48,7 +36,7 @@ def test_a_run_prints_its_table_and_writes_its_result(
 
     evaluate = runner.evaluate
     monkeypatch.setattr(runner, "evaluate", with_fakes)
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    measure_at_once(monkeypatch)
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
     result = tmp_path / "result.json"
     arguments = ["--dataset", str(data), "-k", "2,4", "-k", "3", "--output", str(tmp_path / "out")]

@@ -1,22 +1,17 @@
 """A target and heads of which only `config.json` is read, and engines that are fakes."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import measure_at_once, write_head, write_target
 
 from peagle.drafter.evaluation.cell import CellResult
 from peagle.engine.fake_engine import FakeEngine
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
-
-TARGET = {
-    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-}  # fmt: skip
 
 
 class Bytes:
@@ -67,14 +62,13 @@ class RecordingEngine(FakeEngine):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No waiting for counters; a home of each test's own."""
-    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    measure_at_once(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a run; put back afterwards
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "target", TARGET)
+    return write_target(tmp_path / "target")
 
 
 @pytest.fixture
@@ -82,22 +76,9 @@ def head(tmp_path: Path) -> Callable[..., Path]:
     """Make a head: its path below the test's folder, its kind, and what sets it apart from others."""
 
     def make(path: str = "heads/mine/head", kind: str = "peagle", **changes: Any) -> Path:
-        config = {
-            "speculators_model_type": kind,
-            "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
-            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-            "mask_token_id": 0,
-            "path": path,
-        }
-        return write_config(tmp_path / path, config | changes)
+        return write_head(tmp_path / path, kind, path=path, **changes)
 
     return make
-
-
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def result(**changes: Any) -> CellResult:

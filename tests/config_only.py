@@ -1,0 +1,39 @@
+"""Measuring without models: targets and heads of which only `config.json` is read, and no waiting."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_TARGET = {
+    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
+    "num_attention_heads": 2,
+}  # fmt: skip
+_HEAD = {
+    "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "mask_token_id": 0,
+}
+
+
+def write_target(folder: Path) -> Path:
+    """A target whose context is 512 tokens."""
+    return _write(folder, _TARGET)
+
+
+def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
+    """A head of that target; what is changed sets it apart from others."""
+    return _write(folder, _HEAD | {"speculators_model_type": kind} | changes)
+
+
+def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for counters; what a measurement sets in the environment is put back afterwards."""
+    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
