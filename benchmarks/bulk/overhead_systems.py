@@ -68,6 +68,8 @@ def _ray_data_llm(job: dict[str, Any]) -> None:
 
 
 def _run_batch(job: dict[str, Any]) -> None:
+    from peagle.engine.arguments import command_line
+
     folder = Path(job["folder"])
     url = "/v1/completions"
     bodies = [
@@ -76,7 +78,7 @@ def _run_batch(job: dict[str, Any]) -> None:
         for row in job["rows"]
     ]
     (folder / "batch.jsonl").write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
-    flags = ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "answers.jsonl"), *_flags(job["engine"])]
+    flags = ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "answers.jsonl"), *command_line(job["engine"])]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch", *flags])
 
 
@@ -86,18 +88,6 @@ def _peagle(job: dict[str, Any]) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     flags = ["--input", str(folder / "prompts.jsonl"), "--output", str(folder / "run"), *job["peagle"]]
     os.execv(sys.executable, [sys.executable, "-m", "jobs.cli", "generate", *flags])
-
-
-def _flags(engine: dict[str, Any]) -> list[str]:
-    """vLLM's command-line flags of these engine arguments."""
-    flags = []
-    for name, value in engine.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
 
 
 if __name__ == "__main__":

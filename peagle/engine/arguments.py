@@ -96,6 +96,22 @@ def engine_args(
     return {name: value for name, value in arguments.items() if value is not None} | dict(spec.extra)
 
 
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """The flags of `vllm serve` and `vllm run-batch` that say the same.
+
+    >>> command_line({"model": "m", "max_num_seqs": 8, "enforce_eager": True, "seed": 0})
+    ['--model', 'm', '--max-num-seqs', '8', '--enforce-eager', '--seed', '0']
+    """
+    flags = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return flags
+
+
 def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`. P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
 

@@ -1,11 +1,13 @@
 import ast
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peagle.engine import DrafterSpec, EngineSpec, engine_args, max_num_batched_tokens, speculative_config
+from peagle.engine.arguments import command_line
 from peagle.engine.spec import DraftMethod
 from peagle.errors import ConfigError, PrecisionError
 from peagle.hardware import Hardware
@@ -217,3 +219,11 @@ def test_every_argument_is_one_of_the_installed_vllm_s() -> None:
     names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)
     assert engine_args(spec, GPU).keys() <= names
+
+
+def test_a_command_line_says_what_the_arguments_say():
+    arguments = {"model": "m", "max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False}
+    words = command_line(arguments | {"speculative_config": {"method": "eagle3", "model": "a b"}})
+    assert words[:6] == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
+    assert words[6] == "--speculative-config"
+    assert json.loads(words[7]) == {"method": "eagle3", "model": "a b"}

