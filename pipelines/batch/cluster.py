@@ -173,10 +173,13 @@ def keep_rows_apart() -> None:
 
 
 def keep_blocks() -> None:
-    """Have Ray Data pass blocks on as they are, in any order, and print nothing."""
+    """Have Ray Data pass blocks on as they are, in any order, however long one takes, and print nothing."""
     from ray.data import DataContext, ExecutionOptions
 
     context = DataContext.get_current()
+    # Ray 2.60 ends a run in which nothing was finished for half an hour. A long unit, a large model that loads or a
+    # cluster that waits for machines takes longer; `--row-timeout-s` and `--deadline` are there for what hangs.
+    context.execution_no_progress_timeout_s = -1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = None  # a block must stay one, however long its rows are

@@ -1,7 +1,7 @@
 """A process of its own that runs one vLLM engine and writes its greedy tokens: `greedy_tokens.py JOB.json OUT.json`.
 
 The job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids) and `max_tokens`. For each prompt the answer has
-the tokens, and at each position the two most likely tokens with their log-probabilities.
+the tokens, and how many of them were drafts.
 """
 
 import json
@@ -14,7 +14,7 @@ def main() -> None:
 
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = LLM(**job["engine"])
-    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], logprobs=2)
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
     outputs = engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
     answers = []
     for output in outputs:
@@ -23,7 +23,6 @@ def main() -> None:
         answers.append(
             {
                 "tokens": list(completion.token_ids),
-                "top": [{str(t): p.logprob for t, p in position.items()} for position in completion.logprobs],
                 "num_accepted": sum(j * n for j, n in enumerate(drafts.histogram)) if drafts else None,
             }
         )

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.soak  # two engines; unit/bench has the rest
+
 COMMAND = [
     "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",
     "--rounds", "1", "--limit", "4", "--max-tokens", "24", "--max-model-len", "512", "--enforce-eager",

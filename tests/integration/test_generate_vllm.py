@@ -21,9 +21,7 @@ from peagle.engine import EngineSpec, engine_args, environment
 from pipelines.batch.rundir import RunDirectory
 
 MODEL = "smollm2-135m"
-NUM_PROMPTS, NUM_TOKENS, K = 32, 48, 5
-# Logits of bf16 carry 8 bits: around 16 to 32, where the largest ones are, neighbours lie 0.125 apart.
-BF16_TIE = 0.25
+NUM_PROMPTS, NUM_TOKENS, K = 12, 48, 5
 CHANGED = "000000000"
 
 pytestmark = pytest.mark.timeout(900)
@@ -42,11 +40,11 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def greedy_tokens(prompts, tmp_path_factory):
-    """Greedy tokens at one precision, with the shipped head or without, on otherwise equal engine settings."""
+    """Greedy tokens in float32, with the shipped head or without, on otherwise equal engine settings."""
 
-    def run(precision, drafter):
+    def run(*, drafter):
         here, model = hardware.detect(), resolve_model(MODEL)
-        spec = EngineSpec(model=model.path, precision=precision, max_num_seqs=8, max_model_len=1024, enforce_eager=True)
+        spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=1024, enforce_eager=True)
         if drafter:
             head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K)
             spec = dataclasses.replace(spec, drafter=head.spec)
@@ -68,22 +66,10 @@ def greedy_tokens(prompts, tmp_path_factory):
 
 
 def test_float32_greedy_text_is_the_targets_own(greedy_tokens):
-    without, with_drafter = greedy_tokens("float32", drafter=False), greedy_tokens("float32", drafter=True)
+    without, with_drafter = greedy_tokens(drafter=False), greedy_tokens(drafter=True)
     assert len(with_drafter) == NUM_PROMPTS
     assert sum(answer["num_accepted"] for answer in with_drafter) > 0, "nothing was accepted, so nothing was tested"
     assert [a["tokens"] for a in with_drafter] == [a["tokens"] for a in without]
-
-
-def test_bf16_differs_at_most_where_two_tokens_tie(greedy_tokens, record_property):
-    without, with_drafter = greedy_tokens("bf16", drafter=False), greedy_tokens("bf16", drafter=True)
-    for a, b in zip(without, with_drafter, strict=True):
-        position = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=False)) if x != y), None)
-        if position is not None:  # from here on the two texts are about different things
-            top = a["top"][position]
-            assert str(b["tokens"][position]) in top, "the other token is not even among the two most likely"
-            margin = top[str(a["tokens"][position])] - top[str(b["tokens"][position])]
-            record_property("tie", f"position {position}: the logits are {margin:.4f} apart")
-            assert margin <= BF16_TIE
 
 
 def rows_of(output):
