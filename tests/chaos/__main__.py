@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(args: argparse.Namespace) -> str:
-    return f"CHAOS_SEED={args.seed} CHAOS_RUNS={args.runs} CHAOS_REAL_RUNS={args.real_runs} make chaos"
+    size = f"--runs {args.runs} --rows {args.rows} --real-runs {args.real_runs} --real-rows {args.real_rows}"
+    return f"python -m tests.chaos --seed {args.seed} {size}"
 
 
 def _say(text: str) -> None:
