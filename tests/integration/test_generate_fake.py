@@ -140,11 +140,9 @@ def test_engines_come_within_their_range_and_go_when_there_is_nothing_left(write
     run = RunDirectory(output)
     assert [row["id"] for row in rows_of(output)] == [f"{n:09d}" for n in range(400)]
     assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
-    sessions = run.sessions()
-    assert len(sessions) in (1, 2)
-    assert all(session.ended for session in sessions)
+    assert all(session.ended for session in run.sessions())
     report = json.loads((output / "report.json").read_text())
-    assert report["run"]["num_engines"] in (1, 2)
+    assert report["run"]["num_engines"] in (1, 2)  # the most at once: one that went may be followed by another
     sizes = [unit.num_rows for unit in run.plan().units]
     assert sum(sizes) == 400
     assert min(sizes) == 1
