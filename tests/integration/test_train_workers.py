@@ -65,6 +65,7 @@ def train_workers():
     return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_ours(pid)]
 
 
+@pytest.mark.soak
 def test_two_workers_go_on_from_one_and_a_killed_one_leaves_no_mark_on_the_curve(ray_cluster, config, tmp_path):
     killed = []
 
