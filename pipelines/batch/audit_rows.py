@@ -5,7 +5,6 @@ input is gone, or whose response was drawn by lot, cannot be compared and is sai
 """
 
 import asyncio
-import os
 import random
 import tempfile
 from collections import Counter, defaultdict
@@ -22,10 +21,11 @@ from peagle.engine.arguments import max_num_batched_tokens
 from peagle.engine.generation import Completion, Engine, RequestRefused
 from peagle.engine.precision import resolve_precision
 from peagle.engine.spec import EngineSpec
-from peagle.errors import ConfigError, EngineError, InputError
+from peagle.errors import ConfigError, InputError
+from peagle.hardware import Hardware
 from peagle.lossless import NUM_LIKELIEST, Response, Verdict, compare, tie_margin
+from peagle.measurement.engine_up import with_engine
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
-from peagle.quiet import QuietStderr
 from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.storage import open_to_read
@@ -186,27 +186,21 @@ def _requests(
 
 def _regenerate(sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None]) -> dict[str, RowAudit]:
     announce(f"starting {target.spec.model} without a drafter, {target.precision}")
-    with tempfile.TemporaryDirectory() as folder, QuietStderr() as quiet:
-        log = Path(folder) / "engine.log"
-        quiet.move_to(log)
-        engine = _start(target, log)
-        try:
-            return asyncio.run(_ask_all(engine, sampled, target, announce))
-        finally:
-            engine.shutdown()
-
-
-def _start(target: Target, log: Path) -> Engine:
     if target.is_fake:
         from peagle.engine.fake_engine import FakeEngine
 
-        return FakeEngine()
-    from peagle.engine.vllm_engine import with_root_cause
-    from pipelines.batch.node import start_vllm
+        return asyncio.run(_ask_all(FakeEngine(), sampled, target, announce))
 
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
-    spec = target.spec
-    alone = replace(
+    async def use(engine: Engine, _: float) -> dict[str, RowAudit]:
+        return await _ask_all(engine, sampled, target, announce)
+
+    with tempfile.TemporaryDirectory() as folder:
+        return with_engine(_alone(target.spec), hardware.detect(), _start, Path(folder) / "engine.log", use)
+
+
+def _alone(spec: EngineSpec) -> EngineSpec:
+    """The run's engine without its drafter."""
+    return replace(
         spec,
         drafter=None,
         # As the run had it with its drafter, so that prompts are prefilled in the same pieces.
@@ -214,10 +208,12 @@ def _start(target: Target, log: Path) -> Engine:
         # What the choice was made from, with penalties and schemas; the raw ones are from before these.
         extra={**spec.extra, "logprobs_mode": "processed_logprobs"},
     )
-    try:
-        return start_vllm(alone, engine_index=0, num_engines_on_node=1)
-    except EngineError as error:
-        raise with_root_cause(error, log.read_text(errors="replace")) from error
+
+
+def _start(spec: EngineSpec, _: Hardware) -> Engine:
+    from pipelines.batch.node import start_vllm
+
+    return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
 async def _ask_all(

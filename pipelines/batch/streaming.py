@@ -164,7 +164,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
 def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:
     """For engines that come and go; a fixed number of them loads whatever there is to do."""
     engines = config.engine_range
-    if engines.smallest == engines.largest:
+    if engines.fixed is not None:
         return None
     return Admission(
         num_engines=engines.smallest,
