@@ -43,6 +43,19 @@ class Placement:
     num_engines_on_node: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Engines of others on the same nodes, with which those of a run share the cores.
+
+    Attributes:
+        places: the name under which all of them number their places on a node (`node.claim_slot`).
+        placement: what an engine of the run takes when all are counted.
+    """
+
+    places: str
+    placement: Placement
+
+
 def is_remote() -> bool:
     """Whether RAY_ADDRESS names a cluster to run on."""
     return bool(os.environ.get("RAY_ADDRESS"))
