@@ -2,7 +2,8 @@
 
     session-ID.parquet     the last heartbeat of an engine process; replaced by the next
     beats-ID.jsonl         the endpoint only: a heartbeat a minute, kept; what an hour cost is read from them
-    requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended. Of a batch one line
+    requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
+                           (of a batch: one line for all of it, written once)
 
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
 cost is `cost.py`.

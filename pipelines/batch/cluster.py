@@ -49,10 +49,12 @@ class Neighbours:
 
     Attributes:
         places: the name under which all of them number their places on a node (`node.claim_slot`).
+        hardware: of a node, as it was when nothing ran there. Asking one with accelerators would wait for a free one.
         placement: what an engine of the run takes when all are counted.
     """
 
     places: str
+    hardware: Hardware
     placement: Placement
 
 

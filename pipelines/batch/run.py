@@ -80,7 +80,7 @@ def generate(
         is_remote = bool(os.environ.get("RAY_ADDRESS"))
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
-        here = cluster.inspect() if is_remote else hardware.detect()
+        here = neighbours.hardware if neighbours else cluster.inspect() if is_remote else hardware.detect()
         plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,

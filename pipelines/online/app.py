@@ -128,7 +128,9 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         model_cards={one.keys.served_name: _model_card(one.keys.served_name) for one in served},
         settings=settings,
         price=price,
-        batches=batch_settings(config, settings, {one.keys.served_name: one.placement for one in served}, app_id),
+        batches=batch_settings(
+            config, settings, hardware, {one.keys.served_name: one.placement for one in served}, app_id
+        ),
     )
 
 

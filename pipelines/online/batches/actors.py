@@ -4,7 +4,6 @@ An actor belongs to the process that made it. When the ingress dies, Ray ends th
 started; the next ingress continues the run.
 """
 
-import os
 from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.errors import PeagleError
@@ -69,10 +68,6 @@ class BatchActor:
     """The process of one piece of work."""
 
     def __init__(self) -> None:
-        import ray
-
-        # So a run knows that it is on a cluster, and asks a node with accelerators what its hardware is.
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._stop, self._counts = Stop(), Counts()
 
     def check(self, path: str, rules: Rules) -> Checked:

@@ -26,6 +26,7 @@ from pipelines.online.batches.tasks import make_rules, make_task
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, Reason, Result
 
+_LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3
 _AGAIN_S = 10.0
 _SWEEP_S = 60.0
@@ -107,7 +108,7 @@ class Scheduler:
             self._store.save(batch.id, ended(batch, reason, self._now()))
         elif is_checked:
             self._begin_run(batch)
-        else:
+        elif self._has_room():
             rules = make_rules(batch.order, self._settings)
             self._works[batch.id] = _Work(self._runner.check(str(self._store.input_place(batch.order)), rules))
 
@@ -130,8 +131,13 @@ class Scheduler:
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
-        task = make_task(batch, self._settings, self._store)
-        self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
+        if self._has_room():
+            task = make_task(batch, self._settings, self._store)
+            self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
+
+    def _has_room(self) -> bool:
+        """For work without engines; what finds none comes again with the next tick."""
+        return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
     def _is_running_for(self, owner: str) -> bool:
         running = (batch_id for batch_id, work in self._works.items() if work.has_engines)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
+from peagle.hardware import Hardware
 from pipelines.batch.cluster import Neighbours, Placement
 from pipelines.batch.pool import EngineRange
 from pipelines.online.batches.settings import BatchSettings, Recipe
@@ -20,7 +21,7 @@ def num_engines(config: ServeConfig) -> tuple[int, int]:
 
 
 def batch_settings(
-    config: ServeConfig, gate: GateSettings, placements: Mapping[str, Placement], app_id: str
+    config: ServeConfig, gate: GateSettings, hardware: Hardware, placements: Mapping[str, Placement], app_id: str
 ) -> BatchSettings | None:
     """What the batches are built from; None where there are none.
 
@@ -42,7 +43,7 @@ def batch_settings(
             keys.served_name: Recipe(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=set(EngineKeys.model_fields)), **shared},
-                neighbours=Neighbours(places=app_id, placement=placements[keys.served_name]),
+                neighbours=Neighbours(places=app_id, hardware=hardware, placement=placements[keys.served_name]),
             )
             for keys in config.served
         },
