@@ -74,12 +74,12 @@ class Scheduler:
         self._next_sweep = 0.0
 
     def tick(self) -> None:
-        """Do what can be done now."""
+        """Do what can be done now; what cannot be written down is done again by the next one."""
         for batch in self._store.unfinished():
             try:
                 self._advance(batch)
             except (PeagleError, OSError) as error:
-                self._failed_attempt(batch, error)
+                _log.error("batch %s cannot go on: %s", batch.id, error)
         if self._now() >= self._next_sweep:
             self._next_sweep = self._now() + _SWEEP_S
             self._store.remove_expired()
@@ -154,7 +154,11 @@ class Scheduler:
         if work.has_engines and work.reason is None and (reason := self._reason_to_end(batch)):
             work.reason = reason
             work.handle.stop(reason)
-        answer = work.handle.poll()
+        try:
+            answer = work.handle.poll()
+        except PeagleError as error:
+            self._break_off(batch, work, error)
+            return
         if answer is None:
             self._note_counts(batch, work)
             return
@@ -167,8 +171,8 @@ class Scheduler:
     def _note_counts(self, batch: Batch, work: _Work) -> None:
         counts = work.handle.counts() if work.has_engines else None
         before = batch.progress
-        if counts is None or counts == (before.num_completed, before.num_failed):
-            return
+        if counts is None or sum(counts) <= before.num_completed + before.num_failed:
+            return  # nothing new, or a run that has just begun and has not looked at what is committed
         self._attempts.pop(batch.id, None)
         progress = replace(before, num_completed=counts[0], num_failed=counts[1])
         if sum(counts) == before.num_requests and before.status == "in_progress":
@@ -191,11 +195,9 @@ class Scheduler:
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
 
-    def _failed_attempt(self, batch: Batch, error: Exception) -> None:
-        """Something broke off: again in a while, a few times, unless it would end in the same way."""
-        work = self._works.pop(batch.id, None)
-        if work is not None:
-            work.handle.kill()
+    def _break_off(self, batch: Batch, work: _Work, error: PeagleError) -> None:
+        """Work ended with an error: again in a while, a few times, unless it would end in the same way."""
+        del self._works[batch.id]
         if isinstance(error, RunInUse):
             self._not_before[batch.id] = self._now() + _AGAIN_S
             return
@@ -205,7 +207,7 @@ class Scheduler:
             self._not_before[batch.id] = self._now() + _AGAIN_S * self._attempts[batch.id]
             return
         errors = fault("internal_error", "the server failed while it worked on this batch")
-        if work is not None and work.has_engines:
+        if work.has_engines:
             self._collect(batch, "batch_failed", errors)
         else:
             self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))

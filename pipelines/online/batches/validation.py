@@ -62,7 +62,9 @@ def check_input(path: str, rules: Rules) -> Checked:
             if len(reader.errors) >= _MAX_ERRORS:
                 break
     except InputError as error:
-        reader.note(None, _Wrong("invalid_file", error.message.replace(f"input {path}", "the file")))
+        reader.note(
+            None, _Wrong("invalid_file", error.message.replace(f"input {path}", "the file").replace(path, "it"))
+        )
     except _Wrong as wrong:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:

@@ -1,5 +1,7 @@
 """A store, what is in it, and a runner whose work a test finishes."""
 
+from itertools import count
+
 import pytest
 
 from peagle.economics.usage import RequestUsage, UnitUsage
@@ -24,9 +26,11 @@ def make_key():
 
 @pytest.fixture
 def make_order(make_key, clock):
+    numbers = count()
+
     def make(input_file_id="file-x", *, key=None, **changes):
         return Order(
-            id=new_id("batch_"), key=key or make_key(), endpoint=CHAT, input_file_id=input_file_id,
+            id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT, input_file_id=input_file_id,
             completion_window="24h", created_at=clock.now, expires_at=clock.now + WINDOW_S, **changes,
         )  # fmt: skip
 

@@ -60,6 +60,10 @@ def check_all(scheduler, runner):
     scheduler.tick()
 
 
+def broken(*_):
+    raise OSError("no space left")
+
+
 def shown(store, batch_id):
     return store.batch(batch_id, "alice").show()
 
@@ -153,24 +157,24 @@ def test_a_batch_that_waits_for_its_turn_too_long_expires(scheduler, runner, sto
     assert shown(store, waiting)["output_file_id"] is None
 
 
-def test_another_process_takes_up_what_is_unfinished(make_scheduler, runner, store, begun, make_result, tmp_path):
+def test_another_process_takes_up_what_is_unfinished(
+    scheduler, make_scheduler, runner, store, begun, make_result, monkeypatch, tmp_path
+):
     batch_id, run = begun
-    make_scheduler().tick()
+    run.answer = make_result(batch_id)
+    with monkeypatch.context() as killed:  # between the last file and the word that it is done
+        killed.setattr(store, "save", broken)
+        scheduler.tick()
+    other = make_scheduler()
+    other.tick()
     again = runner.works[-1]
     assert again is not run
     assert again.kind == "run"
-    # The first one had ended the batch and was killed before it said so.
-    result = make_result(batch_id)
-    first, second = make_scheduler(), make_scheduler()
-    first._finish(store.batch(batch_id, "alice"), first_work(first, runner), result)
-    second._finish(store.batch(batch_id, "alice"), first_work(second, runner), result)
+    again.answer = make_result(batch_id)
+    other.tick()
+    assert shown(store, batch_id)["status"] == "completed"
     assert len(RequestReader(tmp_path / "ledger").new()) == 1
     assert len(store.files("alice")) == 1
-
-
-def first_work(scheduler, runner):
-    scheduler.tick()
-    return next(iter(scheduler._works.values()), runner.works[-1])
 
 
 def test_an_ingress_that_leaves_kills_its_work_and_says_nothing(scheduler, store, begun):
@@ -202,6 +206,18 @@ def test_what_breaks_off_is_tried_again_a_few_times(scheduler, runner, store, be
     assert done["output_file_id"]
     assert "secret" not in str(done["errors"])
     assert done["errors"]["data"][0]["code"] == "internal_error"
+
+
+def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, make_result, monkeypatch):
+    batch_id, run = begun
+    run.answer = make_result(batch_id)
+    with monkeypatch.context() as full:
+        full.setattr(store, "save", broken)
+        scheduler.tick()
+    assert not run.is_killed
+    assert shown(store, batch_id)["status"] == "in_progress"
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "completed"
 
 
 def test_progress_forgives_what_broke_off_before(scheduler, runner, begun, clock):

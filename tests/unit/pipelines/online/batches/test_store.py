@@ -1,8 +1,10 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from peagle.errors import ConfigError
+from pipelines.online.batches import records
 from pipelines.online.batches.records import FILE_PREFIX, Progress, new_id
 from pipelines.online.batches.store import BatchStore
 
@@ -57,9 +59,9 @@ def test_what_is_no_id_is_not_looked_for(store, name):
 
 
 def test_batches_are_listed_the_newest_first(store, make_order, monkeypatch):
-    moments = iter([1.0, 2.0, 3.0])
-    monkeypatch.setattr("pipelines.online.batches.records.time.time", lambda: next(moments))
-    ids = [store.add_batch(make_order()).id for _ in range(3)]
+    moments = iter([1.0, 2.0, 300.0])
+    monkeypatch.setattr(records, "time", SimpleNamespace(time=lambda: next(moments)))
+    ids = [store.add_batch(replace(make_order(), id=records.new_id("batch_"))).id for _ in range(3)]
     assert [batch.id for batch in store.batches("alice")] == ids[::-1]
     assert [batch.id for batch in store.unfinished()] == ids
 
