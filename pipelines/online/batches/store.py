@@ -227,7 +227,9 @@ class BatchStore:
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
             values = _read(self.root / "progress" / f"{order.id}.json")
             progress = self._progress[order.id] = Progress() if values is None else Progress.from_dict(values)
-        return Batch(order=order, progress=progress, cancelling_at=self._cancelling_at(order.id))
+        may_be_cancelled = progress.status not in FINAL or progress.status == "cancelled"
+        cancelling_at = self._cancelling_at(order.id) if may_be_cancelled else None
+        return Batch(order=order, progress=progress, cancelling_at=cancelling_at)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:

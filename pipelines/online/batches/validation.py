@@ -104,6 +104,8 @@ class _Reader:
             self.note(number, _Wrong(error.code, error.message, error.param and f"body.{error.param}"))
         except _Wrong as wrong:
             self.note(number, wrong)
+        except RecursionError:
+            self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
 
     def note(self, number: int | None, wrong: _Wrong) -> None:
         """Remember what is wrong."""

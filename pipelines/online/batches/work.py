@@ -167,7 +167,7 @@ def _write_errors(
         while first is not None and reason is not None:
             letter = {"id": first, "reason": reason, "message": UNEXECUTED[reason]}
             line = error_line(letter, custom_id=first, run_id=task.batch_id)
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
             num_unexecuted += 1
             first = next(unexecuted, None)
     return num_unexecuted, target.stat().st_size
