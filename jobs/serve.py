@@ -20,7 +20,7 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
   peagle serve
   peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
   peagle serve keys add alice --keys keys.json --requests-per-min 60
-  peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json
+  peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json --batches runs/batches
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
 the YAML under `models`. RAY_ADDRESS names the cluster to run on; without it one is started on this machine. Ctrl-C or
@@ -56,6 +56,7 @@ _GROUPS = {
         "max_output_tokens",
         "state",
     ],
+    "files and batches": ["batches", "batches_at_once", "batch_engines", "max_file_mib"],
     "money": list(PRICE_KEYS),
 }
 

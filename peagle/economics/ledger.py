@@ -3,6 +3,7 @@
     session-ID.parquet     the last heartbeat of an engine process; replaced by the next
     beats-ID.jsonl         the endpoint only: a heartbeat a minute, kept; what an hour cost is read from them
     requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
+                           (of a batch: one line for all of it, written once)
 
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
 cost is `cost.py`.
@@ -21,7 +22,7 @@ from peagle.economics.usage import (
     sessions_to_table,
 )
 from peagle.errors import PeagleError
-from peagle.storage import Place, write_atomic
+from peagle.storage import Place, write_atomic, write_once
 
 
 def write_session(folder: Place, session: EngineSession) -> None:
@@ -83,6 +84,12 @@ def append_request(folder: Path, request: RequestUsage) -> None:
     path = folder / f"requests-{request.usage.session_id}.jsonl"
     with path.open("ab", buffering=0) as file:
         file.write(request.to_json() + b"\n")
+
+
+def write_batch(folder: Path, batch: RequestUsage) -> None:
+    """Write what a batch used, as the one request of its own session; writing it again changes nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_once(folder / f"requests-{batch.usage.session_id}.jsonl", batch.to_json() + b"\n")
 
 
 class RequestReader:

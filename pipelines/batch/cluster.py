@@ -43,6 +43,21 @@ class Placement:
     num_engines_on_node: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Engines of others on the same nodes, with which those of a run share the cores.
+
+    Attributes:
+        places: the name under which all of them number their places on a node (`node.claim_slot`).
+        hardware: of a node, as it was when nothing ran there. Asking one with accelerators would wait for a free one.
+        placement: what an engine of the run takes when all are counted.
+    """
+
+    places: str
+    hardware: Hardware
+    placement: Placement
+
+
 def is_remote() -> bool:
     """Whether RAY_ADDRESS names a cluster to run on."""
     return bool(os.environ.get("RAY_ADDRESS"))

@@ -25,7 +25,11 @@ def _place(value: Any) -> Place:
     try:
         return place(value)
     except ConfigError as error:
-        raise ValueError("a run directory is a local folder, or s3://BUCKET/FOLDER") from error
+        raise ValueError("it is a local folder, or s3://BUCKET/FOLDER") from error
+
+
+FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
+"""A folder on a disk or in a store, as a user names it."""
 
 
 class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
@@ -38,7 +42,7 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
         "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
     )
-    output: Annotated[Place, PlainValidator(_place), PlainSerializer(str)] = Field(
+    output: FolderKey = Field(
         description="run directory, local or s3://BUCKET/FOLDER; an unfinished run there is continued"
     )
     output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(

@@ -21,13 +21,13 @@ from peagle.errors import CapacityError
 _MAX_SLOTS = 1024
 
 
-def claim_slot(run_id: str) -> int:
-    """The smallest number that no other live process of this run on this node has.
+def claim_slot(places: str) -> int:
+    """The smallest number that no other live process on this node has under this name: a run's, or an endpoint's.
 
     Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
     process ends, however it ends; so a restarted engine takes the place of the one that died.
     """
-    folder = Path(tempfile.gettempdir()) / f"peagle-{os.getuid()}-{run_id}"
+    folder = Path(tempfile.gettempdir()) / f"peagle-{os.getuid()}-{places}"
     folder.mkdir(mode=0o700, exist_ok=True)
     for slot in range(_MAX_SLOTS):
         descriptor = os.open(folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o600)

@@ -18,7 +18,7 @@ from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
 from peagle.requests import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
-from pipelines.batch.cluster import Placement, place
+from pipelines.batch.cluster import Neighbours, Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.preparing import load_tokenizer
 
@@ -37,6 +37,7 @@ class ResolvedRun:
         precision: what the engine computes in on this hardware.
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
+        places: under which name its engines number their places on a node; None is the run's own.
     """
 
     config: GenerateConfig
@@ -50,6 +51,7 @@ class ResolvedRun:
     sampling: SamplingSpec
     price: Price
     placement: Placement
+    places: str | None = None
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """What must be equal for another attempt to continue this run."""
@@ -76,6 +78,7 @@ def resolve(
     *,
     is_batch: bool = False,
     num_nodes: int = 1,
+    neighbours: Neighbours | None = None,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
     """Decide everything.
@@ -83,19 +86,14 @@ def resolve(
     Args:
         columns: of the corpus.
         is_batch: whether the corpus is an OpenAI batch.
+        neighbours: engines of others that share the nodes.
         announce: told what takes long, such as converting a model.
 
     Raises:
         ConfigError: of the kind that fits (model, drafter, precision, price, prompts).
         CapacityError: the hardware cannot hold the engines.
     """
-    placement = place(
-        hardware,
-        num_engines=config.engine_range.smallest,
-        accelerators_per_engine=config.tensor_parallel_size * config.pipeline_parallel_size,
-        num_nodes=num_nodes,
-        most_engines=config.engine_range.largest,
-    )
+    placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
     price = resolve_price(config, hardware)
     if config.engine == "fake":
         engine = compose_engine(config, hardware, _FAKE_MODEL, _fake_drafter(config))
@@ -120,6 +118,17 @@ def resolve(
         sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
         price=price,
         placement=placement,
+        places=neighbours.places if neighbours else None,
+    )
+
+
+def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:
+    return place(
+        hardware,
+        num_engines=config.engine_range.smallest,
+        accelerators_per_engine=config.tensor_parallel_size * config.pipeline_parallel_size,
+        num_nodes=num_nodes,
+        most_engines=config.engine_range.largest,
     )
 
 

@@ -50,11 +50,20 @@ class Outcome:
     export: Export | None = None
 
 
-def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[str]) -> Outcome:
+def generate(
+    config: GenerateConfig,
+    progress: Progress,
+    *,
+    command: Sequence[str],
+    stop: threading.Event | None = None,
+    neighbours: cluster.Neighbours | None = None,
+) -> Outcome:
     """Start a bulk run, or continue the unfinished one in the same directory.
 
     Args:
         command: the command line, for `run.json`.
+        stop: asks it to stop when it is set; signals do so too.
+        neighbours: engines of others that share the nodes.
 
     Raises:
         ConfigError: bad usage; nothing was started.
@@ -71,7 +80,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         is_remote = bool(os.environ.get("RAY_ADDRESS"))
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
-        here = cluster.inspect() if is_remote else hardware.detect()
+        here = neighbours.hardware if neighbours else cluster.inspect() if is_remote else hardware.detect()
         plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
@@ -79,6 +88,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
             plan.schema.names,
             is_batch=plan.is_batch,
             num_nodes=cluster.num_nodes() if is_remote else 1,
+            neighbours=neighbours,
             announce=progress.say,
         )
         progress.say(_announcement(resolved, plan))
@@ -96,7 +106,7 @@ def generate(config: GenerateConfig, progress: Progress, *, command: Sequence[st
         if not units:
             run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
-        stop = threading.Event()
+        stop = stop or threading.Event()
         supervisor = Supervisor(run, plan, resolved, stop, command=command)
         supervisor.require_room()
         log = run.logs / "driver.log"

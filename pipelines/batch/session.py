@@ -19,12 +19,12 @@ class Session:
     """A session of the ledger, from this moment until `end`; a thread writes its heartbeats.
 
     Attributes:
-        slot: the place of this engine among those of the run on this node.
+        slot: the place of this engine on this node among those that number theirs under the same name.
         log: where everything goes that this process and its children print.
         meter: where its seconds go.
     """
 
-    def __init__(self, run: RunDirectory, *, run_id: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
+    def __init__(self, run: RunDirectory, *, places: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
         self.meter = EngineMeter()
         self._started_at = time.time()
         self.session_id = new_session_id()
@@ -35,7 +35,7 @@ class Session:
         self.log = run.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
         self._log_copy = LogCopy(run.root, self.log, self.log.name)
-        self.slot = claim_slot(run_id)
+        self.slot = claim_slot(places)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.beat()

@@ -141,7 +141,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     )
     engine_job = EngineJob(
         run_dir=str(run),
-        run_id=run.manifest()["run_id"],
+        places=resolved.places or run.manifest()["run_id"],
         spec=resolved.spec,
         model=resolved.model.name,
         drafter=resolved.drafter.name,

@@ -38,10 +38,14 @@ from pipelines.batch.turns import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """What an engine actor needs. `model` and `drafter` are labels; `spec` names them as the user did."""
+    """What an engine actor needs. `model` and `drafter` are labels; `spec` names them as the user did.
+
+    Attributes:
+        places: the name under which engines that share a node number their places on it.
+    """
 
     run_dir: str
-    run_id: str
+    places: str
     spec: EngineSpec
     model: str
     drafter: str | None
@@ -78,7 +82,7 @@ class EngineWorker:
         self._grace = GraceClock(self._run.stop_reader())
         self._session = Session(
             self._run,
-            run_id=job.run_id,
+            places=job.places,
             num_devices=job.num_devices,
             device=job.device,
             heartbeat_s=job.heartbeat_s,

@@ -18,6 +18,8 @@ from peagle.economics.prices import Price
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement, inspect, num_nodes, place
+from pipelines.online.batches.setup import batch_settings, num_engines
+from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelKeys
 from pipelines.online.gate import GateSettings
 from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
@@ -66,14 +68,17 @@ def resolve(
 
     Raises:
         ConfigError: of the kind that fits.
-        CapacityError: the engines do not fit, all models' largest numbers together.
+        CapacityError: the engines do not fit, all models' largest numbers and those of batches together.
     """
-    num_engines = sum(keys.max_replicas for keys in config.served)
+    if config.batches is not None:
+        BatchStore(config.batches).prepare()
+    num_replicas, for_batches = sum(keys.max_replicas for keys in config.served), num_engines(config)
     served = []
     for keys in config.served:
         placement = place(
             hardware,
-            num_engines=num_engines,
+            num_engines=num_replicas + for_batches[0],
+            most_engines=num_replicas + for_batches[1],
             accelerators_per_engine=keys.tensor_parallel_size * keys.pipeline_parallel_size,
             num_nodes=num_nodes,
         )
@@ -123,6 +128,9 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         model_cards={one.keys.served_name: _model_card(one.keys.served_name) for one in served},
         settings=settings,
         price=price,
+        batches=batch_settings(
+            config, settings, hardware, {one.keys.served_name: one.placement for one in served}, app_id
+        ),
     )
 
 
@@ -155,6 +163,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         body_timeout_s=config.body_timeout_s,
         request_timeout_s=config.request_timeout_s,
         max_output_tokens=config.max_output_tokens,
+        max_upload_bytes=config.max_file_mib * 1024 * 1024,
     )
 
 

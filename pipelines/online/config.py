@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
+from pipelines.batch.config import FolderKey
+from pipelines.batch.pool import EngineRange
 
 
 class ServedModelKeys(EngineKeys):
@@ -63,6 +65,14 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     max_output_tokens: int | None = Field(
         None, ge=1, description="most output tokens of a request, and what one gets that names none"
     )
+    batches: FolderKey | None = Field(
+        None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: these are off"
+    )
+    batches_at_once: int = Field(1, ge=1, description="batches that have engines at the same time; others wait")
+    batch_engines: str = Field(
+        "1", description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run"
+    )
+    max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
 
     @model_validator(mode="before")
@@ -73,6 +83,11 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         common = {key: value for key, value in values.items() if key in ServedModelKeys.model_fields}
         entries = [common | entry if isinstance(entry, dict) else entry for entry in values["models"]]
         return {**values, "models": entries}
+
+    @field_validator("batch_engines", mode="before")
+    @classmethod
+    def _engines_are_a_range(cls, value: Any) -> Any:
+        return str(EngineRange.parse(str(value)))
 
     @field_validator("models")
     @classmethod

@@ -44,7 +44,7 @@ class _Sums:
 
     def add(self, request: RequestUsage) -> None:
         self.usage = self.usage + request.usage if self.num_requests else request.usage
-        self.num_requests += 1
+        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # one, but of a batch
         self.num_cut += request.outcome == "cut"
         self.usd += request.usd
 
@@ -74,6 +74,15 @@ class CostView:
             for request in self._reader.new():
                 self._add(request)
             return self._report(key, window_s)
+
+    def spent_usd(self, key: str) -> float:
+        """What this key has spent in all.
+
+        Raises:
+            PeagleError: the ledger cannot be read.
+        """
+        usd: float = self.report(key)["total"]["usd"]
+        return usd
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:
         since = (self._now() - window_s) if window_s is not None else 0.0

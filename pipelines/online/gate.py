@@ -21,12 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
 from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
-from pipelines.online.requests import CHAT, COMPLETIONS, Intake, ServedModel, check
+from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES, Intake, ServedModel, check
 from pipelines.online.settlements import Settlements
+from pipelines.online.uploads import Upload, too_large
 
 KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
+KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
 _SUMMARY_HEADERS = ("usd", "ttft_s", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
@@ -49,6 +51,7 @@ class GateSettings:
     fixed_keys: tuple[KeyRecord, ...] = ()
     requires_key: bool = True
     max_body_bytes: int = 1024 * 1024
+    max_upload_bytes: int = 200 * 1024 * 1024
     body_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
     max_output_tokens: int | None = None
@@ -87,6 +90,10 @@ class Gate:
         key = self._authenticate(scope)
         inward = {KEY_HEADER: key.name, "x-request-id": request_id}
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
+        scope = {**scope, KEY_IN_SCOPE: key}
+        if scope["method"] == "POST" and scope["path"] in (FILES, BATCHES):
+            await self._take_in(_with_headers(scope, inward), receive, answer, key)
+            return
         if scope["method"] != "POST" or scope["path"] not in (CHAT, COMPLETIONS):
             await self._app(_with_headers(scope, inward), receive, answer.send)
             return
@@ -112,6 +119,18 @@ class Gate:
             else:
                 self._settlements.defer(request_id, permit)
 
+    async def _take_in(self, scope: Scope, receive: Receive, answer: "_Answer", key: KeyRecord) -> None:
+        """A file or a batch: a request for the limits, of which the ledger says later what it cost."""
+        settings = self._settings
+        await self._settlements.catch_up()
+        self._limiter.settle(self._limiter.admit(key, 0), output_tokens=0, usd=0.0)
+        if scope["path"] == BATCHES:
+            receive = _replay(await self._read(scope, receive), receive)
+        else:
+            _require_length(scope, settings.max_upload_bytes)
+            receive = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
+        await self._app(scope, receive, answer.send)
+
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
             if not is_loopback(scope):
@@ -127,9 +146,7 @@ class Gate:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._settings.max_body_bytes
-        too_large = ApiError(413, f"the body may have {limit} bytes at most", code="body_too_large")
-        if (_header(scope, "content-length") or "0").isdecimal() and int(_header(scope, "content-length") or 0) > limit:
-            raise too_large
+        _require_length(scope, limit)
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
@@ -139,7 +156,7 @@ class Gate:
                         raise ApiError(400, "the client left before its request was whole", code="incomplete_body")
                     body += message.get("body", b"")
                     if len(body) > limit:
-                        raise too_large
+                        raise too_large(limit)
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
@@ -245,6 +262,13 @@ def is_loopback(scope: Scope) -> bool:
         return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:
         return False
+
+
+def _require_length(scope: Scope, limit: int) -> None:
+    """Refuse a body that says of itself that it is too large."""
+    length = _header(scope, "content-length") or "0"
+    if length.isdecimal() and int(length) > limit:
+        raise too_large(limit)
 
 
 def _header(scope: Scope, name: str) -> str | None:

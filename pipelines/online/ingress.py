@@ -9,14 +9,18 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
-from starlette.exceptions import HTTPException
 
 from peagle.economics.prices import Price
+from pipelines.online.batches.actors import RayRunner
+from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
+from pipelines.online.batches.routes import BatchRoutes
+from pipelines.online.batches.service import Batches
+from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.cost import CostView
-from pipelines.online.errors import ApiError, from_exception, from_validation
+from pipelines.online.error_handlers import answer_errors
+from pipelines.online.errors import ApiError
 from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.requests import CHAT, COMPLETIONS
 
@@ -27,16 +31,26 @@ _ROUTES = {
     "chat": lambda app: app.post(CHAT),
     "cost": lambda app: app.get("/v1/cost"),
     "health": lambda app: app.get("/health"),
+    **BATCH_ROUTES,
 }
 
 
-class PeagleIngress(OpenAiIngress):  # type: ignore[misc]  # Ray's classes are untyped
+class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's classes are untyped
     """Ray's routes and ours."""
 
-    def __init__(self, llm_deployments: Any, model_cards: Any, *, settings: GateSettings, price: Price) -> None:
+    def __init__(
+        self,
+        llm_deployments: Any,
+        model_cards: Any,
+        *,
+        settings: GateSettings,
+        price: Price,
+        batches: BatchSettings | None = None,
+    ) -> None:
         super().__init__(llm_deployments, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
+        self.batches = Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd) if batches else None
 
     async def models(self) -> JSONResponse:
         """The models, as OpenAI lists them."""
@@ -66,20 +80,6 @@ def make_ingress(settings: GateSettings) -> Any:
 def make_app(settings: GateSettings) -> FastAPI:
     """An application without routes that answers errors as OpenAI does, behind the gate."""
     app = FastAPI(title="peagle", docs_url=None, redoc_url=None)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer)
+    answer_errors(app)
     app.add_middleware(Gate, settings=settings)
     return app
-
-
-async def _answer(request: Request, error: Exception) -> JSONResponse:
-    return _response(from_exception(error))
-
-
-async def _answer_validation(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError), "registered for it alone"
-    return _response(from_validation(list(error.errors())))
-
-
-def _response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())

@@ -101,6 +101,10 @@ class Limiter:
         if output_tokens:
             usage.tokens.add(self._monotonic(), output_tokens)
 
+    def charge(self, key: str, usd: float) -> None:
+        """Something was spent that was no request here."""
+        self._usage.setdefault(key, _Usage()).spent_usd += usd
+
     def _check_budget(self, key: KeyRecord, usage: _Usage) -> None:
         if key.budget_usd is not None and usage.spent_usd >= key.budget_usd:
             raise ApiError(429, f"the budget of ${key.budget_usd:g} of this key is spent", code="insufficient_quota")

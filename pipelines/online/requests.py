@@ -15,6 +15,8 @@ from pipelines.online.keys import KeyRecord
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
 _COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -146,13 +148,16 @@ def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedMode
                 param=field,
             )
         return asked
-    if path == COMPLETIONS:
-        return min(_COMPLETION_TOKENS, limit)
-    limits = [number for number in (most, key.output_tokens_per_min) if number is not None]
-    if limits and min(limits) < model.max_model_len:
-        values["max_tokens"] = min(limits)
-        return min(limits)
-    return model.max_model_len
+    tokens = default_tokens(path, key, model, most)
+    if path != COMPLETIONS and tokens < model.max_model_len:
+        values["max_tokens"] = tokens
+    return tokens
+
+
+def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None) -> int:
+    """Output tokens at most of a request that names no number."""
+    own = _COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
+    return min(number for number in (own, most, model.max_model_len) if number is not None)
 
 
 def _num_choices(path: str, values: Mapping[str, Any]) -> int:

@@ -1,18 +1,21 @@
-"""Limits kept true to the ledger: what keys have spent before, and what requests used whose client left before the end.
+"""Limits kept true to the ledger: what keys have spent before and on batches, and what requests used whose client left.
 
 Such a request's usage never reaches the ingress; its engine writes it to the ledger, and until it is read there the
 request holds what it reserved. So nobody gets tokens for nothing by hanging up. It knows no HTTP.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from peagle.economics.ledger import RequestReader
+from pipelines.online.batches.records import BATCH_PREFIX
 from pipelines.online.limits import Limiter, Permit
 
 _LOOK_S = 1.0
+_LOOK_ANYWAY_S = 30.0  # for batches that have ended
 _GIVE_UP_S = 120.0  # an engine that was killed writes nothing
 
 
@@ -27,7 +30,7 @@ class Settlements:
         self._reader = RequestReader(folder)
         self._monotonic = monotonic
         self._waiting: dict[str, tuple[float, Permit]] = {}
-        self._next_look = 0.0
+        self._looked_at = -math.inf
         self._is_looking = False
         spent: dict[str, float] = {}
         for request in self._reader.new():
@@ -39,19 +42,21 @@ class Settlements:
         self._waiting[request_id] = (self._monotonic(), permit)
 
     async def catch_up(self) -> None:
-        """Settle what the ledger has by now; looks at it once a second at most, and only when something waits."""
+        """Settle what the ledger has by now; looks at it once a second at most, and seldom when nothing waits."""
         now = self._monotonic()
-        if not self._waiting or now < self._next_look or self._is_looking:
+        if now < self._looked_at + (_LOOK_S if self._waiting else _LOOK_ANYWAY_S) or self._is_looking:
             return
         self._is_looking = True
         try:
             found = await asyncio.to_thread(self._reader.new)
         finally:
             self._is_looking = False
-            self._next_look = now + _LOOK_S
+            self._looked_at = now
         for request in found:
             if waiting := self._waiting.pop(request.request_id, None):
                 self.limiter.settle(waiting[1], output_tokens=request.usage.num_output_tokens, usd=request.usd)
+            elif request.request_id.startswith(BATCH_PREFIX):
+                self.limiter.charge(request.key, request.usd)
         for request_id, (since, permit) in list(self._waiting.items()):
             if now - since > _GIVE_UP_S:
                 del self._waiting[request_id]

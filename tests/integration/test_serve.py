@@ -1,7 +1,9 @@
 """`peagle serve` on real Ray Serve and a real vLLM engine, asked by OpenAI's own client."""
 
+import json
 import signal
 import socket
+import time
 
 import httpx
 import openai
@@ -21,7 +23,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.timeout(START_S + 120)
+@pytest.mark.timeout(2 * START_S + 120)
 def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):
     key, record = new_key("alice", is_operator=True)
     write_keys(tmp_path / "keys.json", [record])
@@ -29,7 +31,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
     process = peagle(
         *("serve", "--port", port, "--state", tmp_path / "state", "--keys", tmp_path / "keys.json"),
         *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
-        *("--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5),
+        *("--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5, "--batches", tmp_path / "batches"),
     )
     url = wait_until_up(process)
     assert url == f"http://127.0.0.1:{port}/v1"
@@ -38,6 +40,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
         check_whole_answers(client)
         check_streams(client)
         check_errors(client, url)
+        check_batch(client)
         check_cost(client)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -103,6 +106,20 @@ def check_errors(client, url):
         stranger.models.list()
 
 
+def check_batch(client):
+    """On an engine of its own, beside the endpoint's."""
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    uploaded = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
+    deadline = time.monotonic() + START_S
+    while (batch := client.batches.retrieve(batch.id)).completed_at is None:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.5)
+    (answer,) = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert "Paris" in answer["response"]["body"]["choices"][0]["message"]["content"]
+
+
 def check_cost(client):
     headers = {"authorization": f"Bearer {client.api_key}"}
     report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
@@ -114,9 +131,12 @@ def check_ledger(folder):
     requests = RequestReader(folder).new()
     outcomes = [request.outcome for request in requests]
     assert outcomes.count("cut") == 1
-    assert outcomes.count("ok") == 4
+    assert outcomes.count("ok") == 4 + 1  # the batch
     assert {request.key for request in requests} == {"alice"}
-    assert all(request.ttft_s > 0 for request in requests if request.outcome == "ok")
     (session,) = read_sessions(folder)
+    (batch,) = [request for request in requests if request.usage.session_id != session.session_id]
+    requests.remove(batch)
+    assert batch.model == MODEL
+    assert all(request.ttft_s > 0 for request in requests if request.outcome == "ok")
     assert session.ended
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

@@ -23,11 +23,12 @@ def is_batch(columns: dict[str, Any]) -> bool:
 
 def batch_row(columns: dict[str, Any], where: str) -> RawRow:
     """The row, with what is wrong with its envelope if something is."""
-    error = _wrong(columns)
+    error = envelope_error(columns)
     return RawRow(columns, error=f"{where}: {error}", reason="invalid") if error else RawRow(columns)
 
 
-def _wrong(columns: dict[str, Any]) -> str | None:
+def envelope_error(columns: dict[str, Any]) -> str | None:
+    """What is wrong with a request around its body, or None."""
     missing = [name for name in BATCH_COLUMNS if columns.get(name) is None]
     if missing:
         return f"the request has no {' and no '.join(missing)}"

@@ -7,8 +7,8 @@ from jobs import cli
     ("output", "said"),
     [
         ("s3://nowhere/run", "create the bucket"),
-        ("s3://bucket", "a run directory is a local folder, or s3://BUCKET/FOLDER, not 's3://bucket'"),
-        ("gs://bucket/run", "a run directory is a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
+        ("s3://bucket", "it is a local folder, or s3://BUCKET/FOLDER, not 's3://bucket'"),
+        ("gs://bucket/run", "it is a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
     ],
 )
 def test_a_place_that_cannot_hold_a_run_is_refused_before_the_corpus_is_read(s3, capsys, output, said):

@@ -2,6 +2,7 @@ import pytest
 
 from peagle import hardware
 from peagle.errors import ConfigError, InputError
+from pipelines.batch.cluster import Neighbours, Placement
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.resolve import resolve
 
@@ -52,6 +53,20 @@ def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
     with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
         resolve(config, HERE, ["prompt"], announce=print)
     assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
+
+
+def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
+    placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
+    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
+    run = resolve(
+        config,
+        HERE,
+        ["prompt"],
+        neighbours=Neighbours(places="app", hardware=HERE, placement=placement),
+        announce=print,
+    )
+    assert (run.placement, run.places) == (placement, "app")
+    assert resolved().places is None
 
 
 @pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])

@@ -5,9 +5,10 @@ import pytest
 from peagle.catalog.engines import ResolvedEngine
 from peagle.catalog.resolve import ResolvedDrafter
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.errors import ConfigError
+from peagle.errors import CapacityError, ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement
+from pipelines.online import app
 from pipelines.online.app import Served, gate_settings
 from pipelines.online.config import ServeConfig
 from pipelines.online.keys import new_key, write_keys
@@ -56,3 +57,19 @@ def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
     (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
     assert (one.name, two.name) == ("a", "b")
     assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
+
+
+def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "resolve_engine", lambda keys, hardware, **how: served(ServeConfig())[0].engine)
+
+    def placement(**keys):
+        return app.resolve(ServeConfig(**keys), CPU, num_nodes=1, announce=print)[0].placement
+
+    assert placement() == Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+    folder = tmp_path / "batches"
+    assert placement(batches=folder) == Placement(
+        num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2
+    )
+    assert (folder / "runs").is_dir()
+    with pytest.raises(CapacityError, match="3 engines need a CPU core each"):
+        placement(batches=folder, batches_at_once=2)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.economics.ledger import append_request
+from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
@@ -66,3 +66,16 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * 330)  # since the last kept heartbeat before it
     assert view.report()["account"]["device_s"]["total"] == pytest.approx(2 * 470)
+
+
+def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_the_engines(view, tmp_path):
+    before = view.report()["account"]
+    (record, *_) = RequestReader(tmp_path / "ledger").new()
+    usage = replace(record.usage, session_id="batch_1", num_rows=7, num_failed_rows=2)
+    write_batch(tmp_path / "ledger", replace(record, request_id="batch_1", key="carol", usd=3.0, usage=usage))
+    report = view.report()
+    assert report["by_key"]["carol"]["num_requests"] == 9
+    assert report["by_key"]["carol"]["num_failed"] == 2
+    assert report["total"]["num_requests"] == 2 + 9
+    assert view.spent_usd("carol") == 3.0
+    assert report["account"] == before

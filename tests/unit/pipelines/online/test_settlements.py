@@ -1,8 +1,9 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from peagle.economics.ledger import append_request
+from peagle.economics.ledger import append_request, write_batch
 from pipelines.online.answers import Tally
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
@@ -46,3 +47,23 @@ def test_what_was_spent_before_a_restart_counts(engine_account, clock, tmp_path)
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
     with pytest.raises(ApiError, match="budget"):
         Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)
+
+
+def test_a_batch_that_has_ended_is_charged_within_half_a_minute(engine_account, clock, tmp_path):
+    engine_account.ready()
+    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+    asyncio.run(settlements.catch_up())
+    used_by_others = used(engine_account, "r1", 40, 51, clock)  # its own answer has told the gate
+    append_request(tmp_path / "ledger", used_by_others)
+    clock.now += 31
+    asyncio.run(settlements.catch_up())
+    settlements.limiter.admit(ALICE, 1)
+    batch = replace(used_by_others, request_id="batch_1", usage=replace(used_by_others.usage, session_id="batch_1"))
+    for _ in range(2):
+        write_batch(tmp_path / "ledger", batch)
+    asyncio.run(settlements.catch_up())
+    settlements.limiter.admit(ALICE, 1)
+    clock.now += 31
+    asyncio.run(settlements.catch_up())
+    with pytest.raises(ApiError, match="budget"):
+        settlements.limiter.admit(ALICE, 1)

@@ -1,0 +1,1 @@
+"""`/v1/files` and `/v1/batches`: a batch is a bulk run that the endpoint starts."""

@@ -1,0 +1,135 @@
+"""Work on batches in Ray actors: a process for each piece of work, on any node, that ends with the ingress's.
+
+An actor belongs to the process that made it. When the ingress dies, Ray ends the actor and the engines that it
+started; the next ingress continues the run.
+"""
+
+from typing import Any, Generic, Protocol, TypeVar
+
+from peagle.errors import PeagleError
+from pipelines.failures import explain
+from pipelines.online.batches.validation import Checked, Rules, check_input
+from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, collect, run_batch
+
+Answer_co = TypeVar("Answer_co", covariant=True)
+_METHODS_AT_ONCE = 3  # the work, a question, a stop
+
+
+class Handle(Protocol[Answer_co]):
+    """A piece of work that is being done somewhere."""
+
+    def poll(self) -> Answer_co | None:
+        """The answer, or None while the work goes on.
+
+        Raises:
+            PeagleError: it broke off.
+        """
+
+    def counts(self) -> tuple[int, int] | None:
+        """Requests that are completed and that have failed, as of a moment ago; None where no answer is there yet."""
+
+    def stop(self, reason: Reason) -> None:
+        """Ask for its end."""
+
+    def kill(self) -> None:
+        """End it without asking."""
+
+
+class Runner(Protocol):
+    """Where work on batches is done."""
+
+    def check(self, path: str, rules: Rules) -> Handle[Checked]:
+        """Hold the input against the rules."""
+
+    def run(self, task: Task) -> Handle[Result]:
+        """Run the batch, or continue it."""
+
+    def collect(self, task: Task, reason: Reason) -> Handle[Result]:
+        """Only collect what there is."""
+
+
+class RayRunner:
+    """Each piece of work in an actor of its own."""
+
+    def check(self, path: str, rules: Rules) -> Handle[Checked]:
+        """See `Runner`."""
+        return _ActorHandle("check", path, rules)
+
+    def run(self, task: Task) -> Handle[Result]:
+        """See `Runner`."""
+        return _ActorHandle("run", task)
+
+    def collect(self, task: Task, reason: Reason) -> Handle[Result]:
+        """See `Runner`."""
+        return _ActorHandle("collect", task, reason)
+
+
+class BatchActor:
+    """The process of one piece of work."""
+
+    def __init__(self) -> None:
+        self._stop, self._counts = Stop(), Counts()
+
+    def check(self, path: str, rules: Rules) -> Checked:
+        """See `check_input`."""
+        return check_input(path, rules)
+
+    def run(self, task: Task) -> Result:
+        """See `run_batch`."""
+        return run_batch(task, self._stop, self._counts)
+
+    def collect(self, task: Task, reason: Reason) -> Result:
+        """See `collect`."""
+        return collect(task, reason)
+
+    def stop(self, reason: Reason) -> None:
+        """End the run early."""
+        self._stop.ask(reason)
+
+    def counts(self) -> tuple[int, int]:
+        """Of the run at this moment."""
+        return self._counts.num_completed, self._counts.num_failed
+
+
+class _ActorHandle(Generic[Answer_co]):
+    def __init__(self, method: str, *arguments: Any) -> None:
+        import ray
+
+        actor = ray.remote(BatchActor)
+        self._actor = actor.options(num_cpus=0, max_concurrency=_METHODS_AT_ONCE, max_restarts=0).remote()
+        self._answer = getattr(self._actor, method).remote(*arguments)
+        self._asked: Any = None
+
+    def poll(self) -> Answer_co | None:
+        import ray
+
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return None
+        try:
+            answer: Answer_co = ray.get(self._answer)
+        except Exception as error:
+            raise explain(error, "the work broke off", hint="", otherwise=PeagleError) from error
+        finally:
+            self.kill()
+        return answer
+
+    def counts(self) -> tuple[int, int] | None:
+        import ray
+
+        self._asked = self._asked or self._actor.counts.remote()
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            counts: tuple[int, int] = ray.get(asked)
+        except ray.exceptions.RayError:  # it is gone, and poll() says why
+            return None
+        return counts
+
+    def stop(self, reason: Reason) -> None:
+        self._actor.stop.remote(reason)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)

@@ -1,0 +1,85 @@
+"""What clients send to make a file or a batch: checked, with OpenAI's error objects for what is wrong.
+
+It knows the fields of the API; it keeps nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipelines.online.batches.records import BATCH_PREFIX, INPUT, WINDOW_S, Order, new_id
+from pipelines.online.errors import ApiError
+from pipelines.online.keys import KeyRecord
+
+_MAX_NAME_CHARS = 255
+
+
+class ExpiresAfter(BaseModel):
+    """When a file is to be deleted: between an hour and thirty days."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2592000)
+
+
+class NewBatch(BaseModel):
+    """The body of POST /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+    def order(self, key: KeyRecord, now: float) -> Order:
+        """The batch of this key."""
+        expires = self.output_expires_after
+        return Order(
+            id=new_id(BATCH_PREFIX),
+            key=key.model_copy(update={"sha256": "0" * 64}),
+            endpoint=self.endpoint,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=self.metadata,
+            output_expires_s=None if expires is None else expires.seconds,
+        )
+
+
+def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
+    """The fields of POST /v1/files: the upload, its name, and the seconds of its life.
+
+    Raises:
+        ApiError: 400 or 422, with the field that is at fault.
+    """
+    upload, purpose = form.get("file"), form.get("purpose")
+    if upload is None or isinstance(upload, str):
+        raise ApiError(400, "file: send the file as multipart/form-data", code="missing_file", param="file")
+    if purpose != INPUT:
+        message = f"purpose: this endpoint keeps files for batches only: {INPUT!r}, not {purpose!r}"
+        raise ApiError(400, message, code="invalid_purpose", param="purpose")
+    if upload.size == 0:
+        raise ApiError(400, "file: it is empty", code="empty_file", param="file")
+    return upload, (upload.filename or "upload.jsonl")[:_MAX_NAME_CHARS], _expiry(form)
+
+
+def _expiry(form: Mapping[str, Any]) -> int | None:
+    given = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
+    if not given:
+        return None
+    try:
+        return ExpiresAfter.model_validate(given).seconds
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = f"expires_after[{first['loc'][0]}]"
+        raise ApiError(422, f"{param}: {first['msg']}", code="invalid_value", param=param) from None

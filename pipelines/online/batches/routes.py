@@ -1,0 +1,194 @@
+"""`/v1/files` and `/v1/batches`, as OpenAI's API has them. A key sees its own files and batches only.
+
+It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these routes sets `batches`.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, Literal
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from pipelines.online.batches.asking import NewBatch, read_form
+from pipelines.online.batches.pages import page
+from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
+from pipelines.online.batches.service import Batches
+from pipelines.online.batches.store import BatchStore
+from pipelines.online.errors import ApiError
+from pipelines.online.gate import KEY_IN_SCOPE
+from pipelines.online.keys import KeyRecord
+from pipelines.online.requests import BATCHES, FILES
+
+_PIECE_BYTES = 1 << 20
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [INPUT]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+                    },
+                }
+            }
+        },
+    }
+}
+ROUTES: dict[str, Callable[[Any], Any]] = {
+    "create_file": lambda app: app.post(FILES, openapi_extra=_UPLOAD),
+    "list_files": lambda app: app.get(FILES),
+    "retrieve_file": lambda app: app.get(FILES + "/{file_id}"),
+    "file_content": lambda app: app.get(FILES + "/{file_id}/content"),
+    "delete_file": lambda app: app.delete(FILES + "/{file_id}"),
+    "create_batch": lambda app: app.post(BATCHES),
+    "list_batches": lambda app: app.get(BATCHES),
+    "retrieve_batch": lambda app: app.get(BATCHES + "/{batch_id}"),
+    "cancel_batch": lambda app: app.post(BATCHES + "/{batch_id}/cancel"),
+}
+
+
+class BatchRoutes:
+    """The routes.
+
+    Attributes:
+        batches: None where the endpoint was started without a folder for them.
+    """
+
+    batches: Batches | None = None
+
+    async def create_file(self, request: Request) -> JSONResponse:
+        """Upload the input of a batch."""
+        store, owner = self._on().store, _key(request).name
+        async with request.form(max_files=1, max_fields=8) as form:
+            upload, name, expires_s = read_form(form)
+            stored = await asyncio.to_thread(_keep, store, upload.file, owner, name, expires_s)
+        return JSONResponse(stored.show())
+
+    async def list_files(
+        self,
+        request: Request,
+        purpose: str | None = Query(None),
+        limit: int = Query(10_000, ge=1, le=10_000),
+        order: Literal["asc", "desc"] = Query("desc"),
+        after: str | None = Query(None),
+    ) -> JSONResponse:
+        """The key's files."""
+        files = await asyncio.to_thread(self._on().store.files, _key(request).name)
+        files = [file for file in files if purpose in (None, file.purpose)]
+        return JSONResponse(page(files if order == "desc" else files[::-1], after=after, limit=limit))
+
+    async def retrieve_file(self, request: Request, file_id: str) -> JSONResponse:
+        """One of them."""
+        return JSONResponse((await self._file(request, file_id)).show())
+
+    async def file_content(self, request: Request, file_id: str) -> StreamingResponse:
+        """Its bytes."""
+        stored = await self._file(request, file_id)
+        try:
+            source = await asyncio.to_thread(self._on().store.open, stored)
+        except FileNotFoundError:
+            raise _no_such("file", file_id) from None
+        headers = {"content-length": str(stored.num_bytes)}
+        return StreamingResponse(_pieces(source), media_type="application/octet-stream", headers=headers)
+
+    async def delete_file(self, request: Request, file_id: str) -> JSONResponse:
+        """Delete one of them."""
+        stored = await self._file(request, file_id)
+        store = self._on().store
+        if await asyncio.to_thread(store.uses, stored):
+            message = f"{file_id} is the input of a batch that has not ended; cancel the batch first"
+            raise ApiError(400, message, code="file_in_use")
+        await asyncio.to_thread(store.remove_file, stored)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
+        """Order a batch."""
+        batches, key = self._on(), _key(request)
+        stored = await asyncio.to_thread(batches.store.file, body.input_file_id, key.name)
+        if stored is None or stored.purpose != INPUT:
+            message = f"input_file_id: there is no file {body.input_file_id!r} with the purpose {INPUT!r}"
+            raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
+        batch = await asyncio.to_thread(batches.store.add_batch, body.order(key, time.time()))
+        batches.wake()
+        return JSONResponse(batch.show())
+
+    async def list_batches(
+        self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
+    ) -> JSONResponse:
+        """The key's batches, the newest first."""
+        batches = await asyncio.to_thread(self._on().store.batches, _key(request).name)
+        return JSONResponse(page(batches, after=after, limit=limit))
+
+    async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
+        """One of them."""
+        return JSONResponse((await self._batch(request, batch_id)).show())
+
+    async def cancel_batch(self, request: Request, batch_id: str) -> JSONResponse:
+        """Ask for the end of one of them."""
+        batches, batch = self._on(), await self._batch(request, batch_id)
+        if batch.is_over:
+            message = f"{batch_id} cannot be cancelled: it is {batch.progress.status}"
+            raise ApiError(400, message, code="batch_ended")
+        batch = await asyncio.to_thread(batches.store.cancel, batch)
+        batches.wake()
+        return JSONResponse(batch.show())
+
+    def _on(self) -> Batches:
+        if self.batches is None:
+            message = "this endpoint keeps no files and batches: it was started without --batches"
+            raise ApiError(404, message, code="batches_off")
+        return self.batches
+
+    async def _file(self, request: Request, file_id: str) -> StoredFile:
+        found = await asyncio.to_thread(self._on().store.file, file_id, _key(request).name)
+        if found is None:
+            raise _no_such("file", file_id)
+        return found
+
+    async def _batch(self, request: Request, batch_id: str) -> Batch:
+        found = await asyncio.to_thread(self._on().store.batch, batch_id, _key(request).name)
+        if found is None:
+            raise _no_such("batch", batch_id)
+        return found
+
+
+def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
+    file_id, now = new_id(FILE_PREFIX), time.time()
+    with store.writer(file_id) as (at, target):
+        shutil.copyfileobj(upload, target, _PIECE_BYTES)
+        num_bytes = upload.tell()
+    stored = StoredFile(
+        id=file_id,
+        owner=owner,
+        filename=name,
+        purpose=INPUT,
+        num_bytes=num_bytes,
+        created_at=now,
+        at=at,
+        expires_at=None if expires_s is None else now + expires_s,
+    )
+    store.add_file(stored)
+    return stored
+
+
+def _pieces(source: BinaryIO) -> Iterator[bytes]:
+    with source:
+        while piece := source.read(_PIECE_BYTES):
+            yield piece
+
+
+def _key(request: Request) -> KeyRecord:
+    key: KeyRecord = request.scope[KEY_IN_SCOPE]
+    return key
+
+
+def _no_such(kind: str, name: str) -> ApiError:
+    return ApiError(404, f"there is no {kind} {name!r}", code=f"{kind}_not_found")

@@ -1,0 +1,213 @@
+"""What happens to a batch from its order to its end: checked, run, collected; cancelled, expired, started again.
+
+    validating -> in_progress -> finalizing -> completed
+              \\-> failed      \\-> failed, expired, cancelled
+
+It looks at the store and at work that is being done elsewhere, and writes down what it sees; one `tick` does all that
+can be done at the moment. It knows neither Ray nor HTTP. Every step can be repeated: whoever schedules next begins
+with what is written down.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peagle.economics.ledger import write_batch
+from peagle.errors import ConfigError, PeagleError, RunInUse
+from pipelines.online.batches.actors import Handle, Runner
+from pipelines.online.batches.endings import Errors, ended, fault
+from pipelines.online.batches.records import Batch
+from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.tasks import make_rules, make_task
+from pipelines.online.batches.validation import Checked
+from pipelines.online.batches.work import BUDGET, Reason, Result
+
+_LIGHT_AT_ONCE = 2  # processes that check or collect
+_ATTEMPTS = 3
+_AGAIN_S = 10.0
+_SWEEP_S = 60.0
+_log = logging.getLogger("ray.serve")
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is being done for a batch.
+
+    Attributes:
+        has_engines: it counts among those that may be at work at once.
+        reason: why it was asked to stop, or is only collected.
+        errors: what the batch will say went wrong.
+    """
+
+    handle: Handle[Any]
+    has_engines: bool = False
+    reason: Reason | None = None
+    errors: Errors = ()
+
+
+class Scheduler:
+    """Drives all batches of a store.
+
+    Args:
+        spent_usd: what a key has spent until now, batches that have ended included.
+        now: Unix time.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        runner: Runner,
+        settings: BatchSettings,
+        *,
+        spent_usd: Callable[[str], float],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._runner, self._settings = store, runner, settings
+        self._spent_usd, self._now = spent_usd, now
+        self._works: dict[str, _Work] = {}
+        self._attempts: Counter[str] = Counter()
+        self._not_before: dict[str, float] = {}
+        self._next_sweep = 0.0
+
+    def tick(self) -> None:
+        """Do what can be done now; what cannot be written down is done again by the next one."""
+        for batch in self._store.unfinished():
+            try:
+                self._advance(batch)
+            except (PeagleError, OSError) as error:
+                _log.error("batch %s cannot go on: %s", batch.id, error)
+        if self._now() >= self._next_sweep:
+            self._next_sweep = self._now() + _SWEEP_S
+            self._store.remove_expired()
+
+    def abandon(self) -> None:
+        """Leave all of it as it is: somebody else goes on, or nobody for now."""
+        for work in self._works.values():
+            work.handle.kill()
+        self._works.clear()
+
+    def _advance(self, batch: Batch) -> None:
+        work = self._works.get(batch.id)
+        if work is not None:
+            self._watch(batch, work)
+        elif self._not_before.get(batch.id, 0.0) <= self._now():
+            self._begin(batch)
+
+    # --- beginning
+
+    def _begin(self, batch: Batch) -> None:
+        reason = self._reason_to_end(batch)
+        is_checked = batch.progress.in_progress_at is not None
+        if reason and is_checked:
+            self._collect(batch, reason)
+        elif reason:
+            self._store.save(batch.id, ended(batch, reason, self._now()))
+        elif is_checked:
+            self._begin_run(batch)
+        elif self._has_room():
+            rules = make_rules(batch.order, self._settings)
+            self._works[batch.id] = _Work(self._runner.check(str(self._store.input_place(batch.order)), rules))
+
+    def _begin_run(self, batch: Batch) -> None:
+        budget_usd = batch.order.key.budget_usd
+        if sum(work.has_engines for work in self._works.values()) >= self._settings.at_once:
+            return
+        if budget_usd is not None:
+            if self._is_running_for(batch.order.key.name):
+                return  # two at once could each spend what is left
+            budget_usd -= self._spent_usd(batch.order.key.name)
+            if budget_usd <= 0:
+                self._collect(batch, BUDGET)
+                return
+        if batch.progress.model not in self._settings.recipes:
+            message = f"the model {batch.progress.model!r} is not served any more"
+            self._collect(batch, "batch_failed", fault("model_not_found", message))
+            return
+        task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
+        self._works[batch.id] = _Work(self._runner.run(task), has_engines=True)
+
+    def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
+        if self._has_room():
+            task = make_task(batch, self._settings, self._store)
+            self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
+
+    def _has_room(self) -> bool:
+        """For work without engines; what finds none comes again with the next tick."""
+        return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
+
+    def _is_running_for(self, owner: str) -> bool:
+        running = (batch_id for batch_id, work in self._works.items() if work.has_engines)
+        return any(self._store.batch(batch_id, owner) is not None for batch_id in running)
+
+    def _reason_to_end(self, batch: Batch) -> Reason | None:
+        if batch.cancelling_at is not None:
+            return "batch_cancelled"
+        return "batch_expired" if self._now() >= batch.order.expires_at else None
+
+    # --- going on
+
+    def _watch(self, batch: Batch, work: _Work) -> None:
+        if work.has_engines and work.reason is None and (reason := self._reason_to_end(batch)):
+            work.reason = reason
+            work.handle.stop(reason)
+        try:
+            answer = work.handle.poll()
+        except PeagleError as error:
+            self._break_off(batch, work, error)
+            return
+        if answer is None:
+            self._note_counts(batch, work)
+            return
+        if isinstance(answer, Checked):
+            self._note_check(batch, answer)
+        else:
+            self._finish(batch, work, answer)
+        del self._works[batch.id]
+
+    def _note_counts(self, batch: Batch, work: _Work) -> None:
+        counts = work.handle.counts() if work.has_engines else None
+        before = batch.progress
+        if counts is None or sum(counts) <= before.num_completed + before.num_failed:
+            return  # nothing new, or a run that has just begun and has not looked at what is committed
+        self._attempts.pop(batch.id, None)
+        progress = replace(before, num_completed=counts[0], num_failed=counts[1])
+        if sum(counts) == before.num_requests and before.status == "in_progress":
+            progress = replace(progress, status="finalizing", finalizing_at=self._now())
+        self._store.save(batch.id, progress)
+
+    def _note_check(self, batch: Batch, checked: Checked) -> None:
+        progress = replace(batch.progress, num_requests=checked.num_requests, model=checked.model)
+        if checked.errors:
+            progress = replace(progress, status="failed", failed_at=self._now(), errors=checked.errors)
+        else:
+            progress = replace(progress, status="in_progress", in_progress_at=self._now())
+        self._store.save(batch.id, progress)
+
+    def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
+        """Make the files known, write the account, and say so last: whoever is killed in between does it again."""
+        now = self._now()
+        if result.record is not None:
+            write_batch(self._settings.ledger, result.record)
+        files = self._store.add_outputs(batch, result.output, result.errors, now)
+        self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
+
+    def _break_off(self, batch: Batch, work: _Work, error: PeagleError) -> None:
+        """Work ended with an error: again in a while, a few times, unless it would end in the same way."""
+        del self._works[batch.id]
+        if isinstance(error, RunInUse):
+            self._not_before[batch.id] = self._now() + _AGAIN_S
+            return
+        _log.error("batch %s: %s", batch.id, error)
+        self._attempts[batch.id] += 1
+        if self._attempts[batch.id] < _ATTEMPTS and not isinstance(error, ConfigError):
+            self._not_before[batch.id] = self._now() + _AGAIN_S * self._attempts[batch.id]
+            return
+        errors = fault("internal_error", "the server failed while it worked on this batch")
+        if work.has_engines:
+            self._collect(batch, "batch_failed", errors)
+        else:
+            self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))

@@ -1,0 +1,41 @@
+"""What the endpoint's batches are built from, wherever the ingress lands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.batch.cluster import Neighbours
+from pipelines.online.requests import ServedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How batches of a model are run.
+
+    Attributes:
+        config: keys of a bulk run: engine, price and number of engines, the same that the endpoint has.
+        neighbours: the endpoint's engines and those of other batches.
+    """
+
+    model: ServedModel
+    config: Mapping[str, Any]
+    neighbours: Neighbours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Where batches are kept, and what they may be.
+
+    Attributes:
+        folder: a folder that every node sees, or `s3://`.
+        recipes: by the name that clients give the model.
+        at_once: batches that have engines at the same time.
+        ledger: of the endpoint.
+    """
+
+    folder: str
+    recipes: Mapping[str, Recipe]
+    at_once: int
+    max_output_tokens: int | None
+    ledger: Path

@@ -1,0 +1,53 @@
+"""From the endpoint's configuration to that of its batches: the same engines, beside its own."""
+
+from collections.abc import Mapping
+
+from peagle.catalog.engines import EngineKeys
+from peagle.economics.price_keys import PriceKeys
+from peagle.hardware import Hardware
+from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.batch.pool import EngineRange
+from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.config import ServeConfig
+from pipelines.online.gate import GateSettings
+
+
+def num_engines(config: ServeConfig) -> tuple[int, int]:
+    """Engines of all batches that may run at once: at least, and at most."""
+    if config.batches is None:
+        return 0, 0
+    each = EngineRange.parse(config.batch_engines)
+    return config.batches_at_once * each.smallest, config.batches_at_once * each.largest
+
+
+def batch_settings(
+    config: ServeConfig, gate: GateSettings, hardware: Hardware, placements: Mapping[str, Placement], app_id: str
+) -> BatchSettings | None:
+    """What the batches are built from; None where there are none.
+
+    Args:
+        placements: what an engine takes, by the model's name, with those of batches counted in.
+        app_id: under which the endpoint's engines number their places on a node.
+    """
+    if config.batches is None:
+        return None
+    models = {model.name: model for model in gate.models}
+    shared = {
+        **config.model_dump(mode="json", include=set(PriceKeys.model_fields)),
+        "engines": config.batch_engines,
+        "heartbeat_s": config.heartbeat_s,
+    }
+    return BatchSettings(
+        folder=str(config.batches),
+        recipes={
+            keys.served_name: Recipe(
+                model=models[keys.served_name],
+                config={**keys.model_dump(mode="json", include=set(EngineKeys.model_fields)), **shared},
+                neighbours=Neighbours(places=app_id, hardware=hardware, placement=placements[keys.served_name]),
+            )
+            for keys in config.served
+        },
+        at_once=config.batches_at_once,
+        max_output_tokens=config.max_output_tokens,
+        ledger=gate.ledger,
+    )

@@ -1,0 +1,142 @@
+"""The input of a batch, line by line, before anything is spent on it.
+
+What the endpoint itself decides by is held against each request as if it came by itself (`requests.check`): model,
+permission, number of tokens. What only an engine can say becomes a line of the error file. It knows no runs.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.errors import InputError
+from pipelines.batch.inputs.lines import Lines
+from pipelines.batch.inputs.openai_batch import envelope_error
+from pipelines.online.errors import ApiError
+from pipelines.online.keys import KeyRecord
+from pipelines.online.requests import ServedModel, check
+
+MAX_REQUESTS = 50_000  # OpenAI's own limit
+_MAX_ERRORS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a request of a batch is held against."""
+
+    endpoint: str
+    key: KeyRecord
+    models: Sequence[ServedModel]
+    max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What was found.
+
+    Attributes:
+        model: of all its requests.
+        errors: OpenAI's error objects (code, message, param, line); with any of them the batch fails.
+    """
+
+    num_requests: int = 0
+    model: str | None = None
+    errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
+
+
+class _Wrong(Exception):  # noqa: N818 - it never leaves this file
+    """Of a line."""
+
+    def __init__(self, code: str | None, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def check_input(path: str, rules: Rules) -> Checked:
+    """Read the file once; it stops at a hundred errors."""
+    reader = _Reader(rules)
+    try:
+        for number, line in _numbered(path):
+            if line.strip():
+                reader.read(number, line)
+            if len(reader.errors) >= _MAX_ERRORS:
+                break
+    except InputError as error:
+        reader.note(
+            None, _Wrong("invalid_file", error.message.replace(f"input {path}", "the file").replace(path, "it"))
+        )
+    except _Wrong as wrong:
+        reader.note(None, wrong)
+    if not reader.num_requests and not reader.errors:
+        reader.note(None, _Wrong("empty_file", "the file holds no request"))
+    return Checked(num_requests=reader.num_requests, model=reader.model, errors=tuple(reader.errors))
+
+
+def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
+    lines = Lines(path)
+    try:
+        yield from enumerate(lines, start=1)
+    finally:
+        lines.close()
+
+
+class _Reader:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._models = {model.name: model for model in rules.models}
+        self._line_of: dict[str, int] = {}
+        self.num_requests = 0
+        self.model: str | None = None
+        self.errors: list[dict[str, Any]] = []
+
+    def read(self, number: int, line: bytes) -> None:
+        """Take a line.
+
+        Raises:
+            _Wrong: there are too many.
+        """
+        if self.num_requests == MAX_REQUESTS:
+            raise _Wrong("too_many_requests", f"a batch may have {MAX_REQUESTS:,} requests")
+        self.num_requests += 1
+        try:
+            self._read(number, line)
+        except ApiError as error:
+            self.note(number, _Wrong(error.code, error.message, error.param and f"body.{error.param}"))
+        except _Wrong as wrong:
+            self.note(number, wrong)
+        except RecursionError:
+            self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
+
+    def note(self, number: int | None, wrong: _Wrong) -> None:
+        """Remember what is wrong."""
+        self.errors.append({"code": wrong.code, "message": wrong.message, "param": wrong.param, "line": number})
+
+    def _read(self, number: int, line: bytes) -> None:
+        request = _parsed(line)
+        if wrong := envelope_error(request):
+            raise _Wrong("invalid_request", wrong)
+        custom_id, url = request["custom_id"], request["url"]
+        if custom_id in self._line_of:
+            message = f"custom_id {custom_id!r} is on line {self._line_of[custom_id]} already"
+            raise _Wrong("duplicate_custom_id", message, "custom_id")
+        self._line_of[custom_id] = number
+        if url != self._rules.endpoint:
+            raise _Wrong("mismatched_endpoint", f"url is {url}, and the batch is for {self._rules.endpoint}", "url")
+        body = json.dumps(request["body"]).encode()
+        rules = self._rules
+        intake = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
+        self.model = self.model or intake.model.name
+        if intake.model.name != self.model:
+            raise _Wrong(
+                "mismatched_model", f"a batch has one model: {self.model} above, {intake.model.name} here", "body.model"
+            )
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _Wrong("invalid_json_line", "this line is not valid JSON") from None
+    if not isinstance(request, dict):
+        raise _Wrong("invalid_json_line", "this line is not a JSON object")
+    return request

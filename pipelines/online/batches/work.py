@@ -1,0 +1,219 @@
+"""The work on a batch: run it in bulk, and collect what came of it. In a process of its own; it schedules nothing.
+
+The output and error files are the run's own export; what was not executed when a batch ends early is added to the
+errors, as OpenAI has it.
+"""
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.errors import StoppedEarly
+from peagle.openai_answer import error_line
+from peagle.speculation import SpeculationStats
+from peagle.storage import atomic_file, open_to_read, place
+from pipelines.batch import progress, run
+from pipelines.batch.cluster import Neighbours
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.export import Export, export
+from pipelines.batch.inputs.lines import Lines, lines_of
+from pipelines.batch.reporting import make_report
+from pipelines.batch.rundir import RunDirectory
+
+Reason = str
+"""Why a batch ends early: a code of `UNEXECUTED`."""
+BUDGET: Reason = "insufficient_quota"
+UNEXECUTED: Mapping[Reason, str] = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "This request was not executed: the batch was cancelled.",
+    "batch_failed": "This request was not executed: the batch failed.",
+    BUDGET: "This request was not executed: the budget of the key is spent.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a process needs to work on a batch.
+
+    Attributes:
+        owner: name of the key.
+        model: what clients call it.
+        input, run, errors: where they are, or are to be.
+        config: of the run, if it is not there already: then it has its own.
+        budget_usd: what the run may cost in all; None is no limit.
+    """
+
+    batch_id: str
+    owner: str
+    model: str
+    input: str
+    run: str
+    errors: str
+    config: Mapping[str, Any]
+    neighbours: Neighbours | None
+    budget_usd: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a batch.
+
+    Attributes:
+        reason: why it ended early; None if every request was executed.
+        output, errors: sizes in bytes of the files that are not empty; `output` with where it is.
+        record: for the endpoint's ledger: all that the run used and cost; None where nothing was run.
+    """
+
+    reason: Reason | None
+    num_completed: int
+    num_failed: int
+    output: tuple[str, int] | None
+    errors: int
+    record: RequestUsage | None
+
+
+class Counts(progress.Progress):
+    """The progress of a run as two numbers, for whoever asks."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        self.num_completed = self.num_failed = 0
+
+    def show(self, tally: progress.Tally, *, final: bool = False) -> None:
+        """Remember the present state."""
+        self.num_completed, self.num_failed = tally.num_rows, tally.num_failed_rows
+
+
+def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
+    """Run a batch, or continue it, and collect what came of it.
+
+    Raises:
+        PeagleError: what ends a bulk run before its time, but for a stop.
+    """
+    directory = RunDirectory(task.run)
+    # A run that is there has its own keys, whatever the endpoint was started with since.
+    config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
+    config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
+    try:
+        run.generate(
+            GenerateConfig(**config),
+            counts,
+            command=["POST", "/v1/batches", task.batch_id],
+            stop=stop.event,
+            neighbours=task.neighbours,
+        )
+    except StoppedEarly:
+        if stop.reason is None and task.budget_usd is None:
+            raise
+        return collect(task, stop.reason or BUDGET)
+    return collect(task, None)
+
+
+class Stop:
+    """The word that ends a run, and why."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.reason: Reason | None = None
+
+    def ask(self, reason: Reason) -> None:
+        """Stop."""
+        self.reason = reason
+        self.event.set()
+
+
+def collect(task: Task, reason: Reason | None) -> Result:
+    """The files and the figures of a batch as far as it came, whether it was ever run or not.
+
+    Raises:
+        PeagleError: a file of the run is damaged, or cannot be written.
+    """
+    directory = RunDirectory(task.run)
+    exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
+    num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
+    output_bytes = exported.files["output.jsonl"] if exported and exported.num_rows else 0
+    return Result(
+        reason=reason,
+        num_completed=exported.num_rows if exported else 0,
+        num_failed=(exported.num_failed_rows if exported else 0) + num_unexecuted,
+        output=("export/openai-batch/output.jsonl", output_bytes) if output_bytes else None,
+        errors=num_bytes,
+        record=_record(task, directory, reason) if exported else None,
+    )
+
+
+def _write_errors(
+    task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
+) -> tuple[int, int]:
+    """Write the error file, if there is anything in it; how many requests were not executed, and its bytes."""
+    failed = place(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
+    unexecuted = _unexecuted(task, directory) if reason else iter(())
+    first = next(unexecuted, None)
+    if failed is None and first is None:
+        return 0, 0
+    target, num_unexecuted = place(task.errors), 0
+    with atomic_file(target) as file:
+        if failed is not None:
+            with open_to_read(failed) as lines:
+                shutil.copyfileobj(lines, file)
+        while first is not None and reason is not None:
+            letter = {"id": first, "reason": reason, "message": UNEXECUTED[reason]}
+            line = error_line(letter, custom_id=first, run_id=task.batch_id)
+            file.write(json.dumps(line).encode() + b"\n")
+            num_unexecuted += 1
+            first = next(unexecuted, None)
+    return num_unexecuted, target.stat().st_size
+
+
+def _unexecuted(task: Task, directory: RunDirectory) -> Iterator[str]:
+    """The `custom_id`s of the requests that are in no committed unit."""
+    if not directory.exists:
+        with contextlib.closing(Lines(task.input)) as lines:
+            yield from _custom_ids(lines)
+        return
+    committed = directory.committed()
+    for unit in directory.plan().units:
+        if unit.unit not in committed:
+            with lines_of(replace(unit.span, path=task.input)) as lines:
+                yield from _custom_ids(lines)
+
+
+def _custom_ids(lines: Lines) -> Iterator[str]:
+    for line in lines:
+        if line.strip():
+            yield json.loads(line)["custom_id"]
+
+
+def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
+    """All that the run used, as one request of the key: engines were started for it, so their every second counts."""
+    report, now = make_report(directory), time.time()
+    nothing = UnitUsage(
+        session_id=task.batch_id,
+        num_rows=0,
+        num_failed_rows=0,
+        num_prompt_tokens=0,
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        busy_s=0.0,
+        speculation=SpeculationStats.empty(),
+        started_at=now,
+        finished_at=now,
+    )
+    return RequestUsage(
+        request_id=task.batch_id,
+        key=task.owner,
+        model=task.model,
+        drafter=directory.manifest()["run"]["drafter"],
+        outcome="cut" if reason else "ok",
+        ttft_s=None,
+        usd=report["account"]["usd"]["total"],
+        usage=sum((replace(usage, session_id=task.batch_id) for usage in directory.usages()), start=nothing),
+    )

@@ -1,0 +1,182 @@
+"""`/v1/files` and `/v1/batches` as OpenAI's own client uses them, on a real Ray cluster with the engine's stand-in."""
+
+import json
+import threading
+import time
+
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from openai.types.chat import ChatCompletion
+
+from peagle import hardware
+from peagle.economics.ledger import RequestReader
+from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.batch.lease import read_lease
+from pipelines.batch.rundir import RunDirectory
+from pipelines.online.batches.actors import RayRunner
+from pipelines.online.batches.routes import ROUTES, BatchRoutes
+from pipelines.online.batches.service import Batches
+from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.error_handlers import answer_errors
+from pipelines.online.gate import Gate, GateSettings
+from pipelines.online.keys import new_key, write_keys
+from pipelines.online.requests import ServedModel
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
+HERE = hardware.detect()
+MODEL = ServedModel(name="m", max_model_len=8192)
+WAIT_S = 120
+
+
+class Endpoint:
+    """The routes behind the gate, in this process, until it is closed."""
+
+    def __init__(self, folder, keys):
+        placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
+        config = {"engine": "fake", "fake_token_s": 0.03, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
+        recipe = Recipe(
+            model=MODEL, config=config, neighbours=Neighbours(places="test", hardware=HERE, placement=placement)
+        )
+        self.settings = BatchSettings(
+            folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,
+            ledger=folder / "ledger",
+        )  # fmt: skip
+        routes = BatchRoutes()
+        self.batches = routes.batches = Batches(self.settings, RayRunner(), spent_usd=lambda key: 0.0)
+        app = FastAPI()
+        answer_errors(app)
+        app.add_middleware(
+            Gate, settings=GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
+        )
+        for name, route in ROUTES.items():
+            route(app)(getattr(routes, name))
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    def close(self):
+        self.batches.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def keys(tmp_path):
+    made = {name: new_key(name) for name in ("alice", "bob")}
+    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
+    return {name: key for name, (key, _) in made.items()}
+
+
+@pytest.fixture
+def start(tmp_path, keys):
+    started = []
+
+    def start():
+        started.append(Endpoint(tmp_path, tmp_path / "keys.json"))
+        return started[-1]
+
+    yield start
+    for endpoint in started:
+        endpoint.close()
+
+
+def request(number, **changes):
+    body = {"model": "m", "messages": [{"role": "user", "content": f"say {number}"}], **changes}
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def order(client, requests):
+    lines = "".join(json.dumps(one) + "\n" for one in requests)
+    uploaded = client.files.create(file=("requests.jsonl", lines.encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "test"}
+    )
+
+
+def wait(client, batch, condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition(found := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found
+
+
+def lines_of(client, file_id):
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(start, keys, tmp_path):
+    first = start()
+    with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
+        batch = order(client, [*(request(n) for n in range(40)), request(40, logit_bias={"5": 1})])
+        assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
+        wait(client, batch, lambda found: found.request_counts.completed > 0)
+    first.close()
+
+    second = start()
+    with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
+        check_restarted(client, batch, RunDirectory(second.batches.store.run_place(batch.id)))
+        cancelled = check_cancelled(client)
+        assert [one.id for one in client.batches.list()] == [cancelled.id, batch.id]
+    with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
+        check_hidden(stranger, batch)
+    charged = RequestReader(tmp_path / "ledger").new()
+    assert {one.request_id: one.outcome for one in charged} == {batch.id: "ok", cancelled.id: "cut"}
+    assert all(one.key == "alice" and one.model == "m" and one.usd > 0 for one in charged)
+
+
+def check_restarted(client, batch, run):
+    done = wait(client, batch, lambda found: found.status == "completed")
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (41, 40, 1)
+    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
+    assert read_lease(run.root).number == 2
+    answers = lines_of(client, done.output_file_id)
+    assert [line["custom_id"] for line in answers] == [f"r{n}" for n in range(40)]
+    bodies = [ChatCompletion.model_validate(line["response"]["body"]) for line in answers]
+    assert all(body.choices[0].message.content for body in bodies)
+    assert done.usage.output_tokens == sum(body.usage.completion_tokens for body in bodies)
+    (error,) = lines_of(client, done.error_file_id)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("r40", 400)
+    assert {file.id for file in client.files.list(purpose="batch_output")} == {done.output_file_id, done.error_file_id}
+    client.files.delete(done.output_file_id)
+    assert not list(run.data.iterdir())
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(done.output_file_id)
+
+
+def check_cancelled(client):
+    batch = order(client, (request(n) for n in range(400)))
+    wait(client, batch, lambda found: found.request_counts.completed > 0)
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        client.files.delete(batch.input_file_id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    ended = wait(client, batch, lambda found: found.status != "cancelling")
+    assert ended.status == "cancelled"
+    answers, errors = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
+    assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
+    ids = [line["custom_id"] for line in answers + errors]
+    assert sorted(ids) == sorted(f"r{n}" for n in range(400))
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (len(answers), len(errors))
+    with pytest.raises(openai.BadRequestError, match="it is cancelled"):
+        client.batches.cancel(batch.id)
+    return ended
+
+
+def check_hidden(stranger, batch):
+    assert not stranger.batches.list().data
+    assert not stranger.files.list().data
+    for ask in (stranger.batches.retrieve, stranger.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.id)
+    for ask in (stranger.files.retrieve, stranger.files.content, stranger.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.input_file_id)
+    with pytest.raises(openai.BadRequestError):
+        stranger.batches.create(
+            input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+        )

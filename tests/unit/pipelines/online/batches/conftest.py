@@ -1,0 +1,143 @@
+"""A store, what is in it, and a runner whose work a test finishes."""
+
+from itertools import count
+
+import pytest
+
+from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.errors import PeagleError
+from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
+from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, Order, StoredFile, new_id
+from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.work import Result
+from pipelines.online.keys import KeyRecord
+from pipelines.online.requests import CHAT, ServedModel
+
+CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
+
+
+@pytest.fixture
+def make_key():
+    return lambda name="alice", **limits: KeyRecord(name=name, sha256="0" * 64, **limits)
+
+
+@pytest.fixture
+def make_order(make_key, clock):
+    numbers = count()
+
+    def make(input_file_id="file-x", *, key=None, **changes):
+        return Order(
+            id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT, input_file_id=input_file_id,
+            completion_window="24h", created_at=clock.now, expires_at=clock.now + WINDOW_S, **changes,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    made = BatchStore(tmp_path / "batches", now=clock)
+    made.prepare()
+    made.is_scheduling = True
+    return made
+
+
+@pytest.fixture
+def upload(clock):
+    def put(store, data=b"{}\n", *, owner="alice", **changes):
+        file_id = new_id(FILE_PREFIX)
+        with store.writer(file_id) as (at, target):
+            target.write(data)
+        stored = StoredFile(
+            id=file_id, owner=owner, filename="in.jsonl", purpose=INPUT, num_bytes=len(data), created_at=clock.now,
+            at=at, **changes,
+        )  # fmt: skip
+        store.add_file(stored)
+        return stored
+
+    return put
+
+
+@pytest.fixture
+def settings(tmp_path, store):
+    placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
+    recipe = Recipe(
+        model=ServedModel(name="m", max_model_len=1000),
+        config={"engine": "fake", "usd_per_hour": 1},
+        neighbours=Neighbours(places="app", hardware=CPU, placement=placement),
+    )
+    return BatchSettings(
+        folder=str(store.root), recipes={"m": recipe}, at_once=1, max_output_tokens=None, ledger=tmp_path / "ledger"
+    )
+
+
+class Handle:
+    """Work that ends when a test says so."""
+
+    def __init__(self, kind, *arguments):
+        self.kind, self.arguments = kind, arguments
+        self.answer = self.reason = None
+        self.current = (0, 0)
+        self.is_killed = False
+
+    def poll(self):
+        if isinstance(self.answer, PeagleError):
+            raise self.answer
+        return self.answer
+
+    def counts(self):
+        return self.current
+
+    def stop(self, reason):
+        self.reason = reason
+
+    def kill(self):
+        self.is_killed = True
+
+
+class Runner:
+    """Remembers the work that it was given, in order."""
+
+    def __init__(self):
+        self.works = []
+
+    def check(self, path, rules):
+        return self._begin("check", path, rules)
+
+    def run(self, task):
+        return self._begin("run", task)
+
+    def collect(self, task, reason):
+        return self._begin("collect", task, reason)
+
+    def _begin(self, *what):
+        self.works.append(Handle(*what))
+        return self.works[-1]
+
+
+@pytest.fixture
+def runner():
+    return Runner()
+
+
+@pytest.fixture
+def make_result():
+    def make(batch_id, reason=None, num_completed=3, num_failed=0):
+        usage = UnitUsage(
+            session_id=batch_id, num_rows=num_completed, num_failed_rows=num_failed, num_prompt_tokens=12,
+            num_cached_tokens=4, num_output_tokens=30, busy_s=1.0, speculation=SpeculationStats.empty(),
+            started_at=1.0, finished_at=2.0,
+        )  # fmt: skip
+        record = RequestUsage(
+            request_id=batch_id, key="alice", model="m", drafter=None, outcome="ok", ttft_s=None, usd=0.5, usage=usage
+        )
+        output = ("export/openai-batch/output.jsonl", 10) if num_completed else None
+        return Result(
+            reason=reason, num_completed=num_completed, num_failed=num_failed, output=output,
+            errors=20 if num_failed else 0, record=record,
+        )  # fmt: skip
+
+    return make

@@ -1,0 +1,59 @@
+import json
+
+import openai.types
+import pytest
+
+from pipelines.online.batches.pages import page
+from pipelines.online.batches.records import FINAL, Batch, Order, Progress, StoredFile
+from pipelines.online.errors import ApiError
+
+
+def test_a_batch_is_shown_as_openais_client_reads_it(make_order):
+    order = Order.from_dict(json.loads(json.dumps(make_order(metadata={"a": "b"}).to_dict())))
+    errors = ({"code": "c", "message": "m", "param": None, "line": 1},)
+    for status in ("validating", "in_progress", "finalizing", *FINAL):
+        progress = Progress(status=status, num_requests=2, in_progress_at=101.5, errors=errors)
+        batch = Batch(order=order, progress=Progress.from_dict(json.loads(json.dumps(progress.to_dict()))))
+        read = openai.types.Batch.model_validate(batch.show(), strict=True)
+        assert (read.status, read.in_progress_at, read.errors.data[0].line) == (status, 101, 1)
+        assert read.expires_at - read.created_at == 86400
+
+
+def test_only_what_has_not_ended_is_cancelling(make_order):
+    for status in ("validating", "in_progress", "finalizing", *FINAL):
+        batch = Batch(order=make_order(), progress=Progress(status=status), cancelling_at=100.0)
+        assert batch.show()["status"] == (status if status in FINAL else "cancelling")
+
+
+def test_a_file_is_shown_as_openais_client_reads_it():
+    stored = StoredFile(
+        id="file-1", owner="a", filename="x", purpose="batch", num_bytes=3, created_at=1.5, at="files/x", expires_at=9.0
+    )
+    read = openai.types.FileObject.model_validate(stored.show(), strict=True)
+    assert (read.bytes, read.created_at, read.expires_at) == (3, 1, 9)
+    assert "a" not in stored.show().values()
+
+
+@pytest.fixture
+def items(make_order):
+    return [Batch(order=make_order(), progress=Progress()) for _ in range(5)]
+
+
+def test_pages_follow_one_another_to_the_end(items):
+    found, after = [], None
+    while True:
+        shown = page(items, after=after, limit=2)
+        found += [one["id"] for one in shown["data"]]
+        after = shown["last_id"]
+        if not shown["has_more"]:
+            break
+    assert found == [item.id for item in items]
+    assert page([], after=None, limit=2) == {
+        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
+    }  # fmt: skip
+
+
+def test_a_page_after_what_is_not_there_is_refused(items):
+    with pytest.raises(ApiError) as caught:
+        page(items, after="batch_0", limit=2)
+    assert (caught.value.status, caught.value.param) == (400, "after")

@@ -1,0 +1,188 @@
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from peagle.economics.ledger import write_batch
+from pipelines.online.batches.records import Progress
+from pipelines.online.batches.routes import ROUTES, BatchRoutes
+from pipelines.online.batches.service import Batches
+from pipelines.online.error_handlers import answer_errors
+from pipelines.online.gate import Gate, GateSettings
+from pipelines.online.keys import new_key, write_keys
+from pipelines.online.requests import CHAT, ServedModel
+
+PURPOSE = {"purpose": "batch"}
+
+
+@pytest.fixture
+def keys(tmp_path):
+    made = {
+        "alice": new_key("alice"),
+        "poor": new_key("poor", budget_usd=0.1),
+        "slow": new_key("slow", requests_per_min=1),
+    }
+    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
+    return {name: key for name, (key, _) in made.items()}
+
+
+@pytest.fixture
+def routes(settings, runner):
+    made = BatchRoutes()
+    made.batches = Batches(settings, runner, spent_usd=lambda key: 0.0)
+    yield made
+    made.batches.close()
+
+
+@pytest.fixture
+def ask(routes, keys, tmp_path, settings):
+    """Send requests, one after the other; a request is a function of the client."""
+    app = FastAPI()
+    answer_errors(app)
+    models = (ServedModel(name="m", max_model_len=1000),)
+    gate = GateSettings(
+        models=models,
+        ledger=settings.ledger,
+        key_file=tmp_path / "keys.json",
+        max_upload_bytes=5000,
+        max_body_bytes=2000,
+    )
+    app.add_middleware(Gate, settings=gate)
+    for name, route in ROUTES.items():
+        route(app)(getattr(routes, name))
+
+    def send(*requests, key="alice"):
+        async def run():
+            headers = {"authorization": f"Bearer {keys[key]}"}
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://peagle/v1", headers=headers) as client:
+                return [await request(client) for request in requests]
+
+        answers = asyncio.run(run())
+        return answers[0] if len(answers) == 1 else answers
+
+    return send
+
+
+def post_file(data=b"{}\n", fields=PURPOSE, name="in.jsonl"):
+    return lambda client: client.post("/files", data=fields, files={"file": (name, data)})
+
+
+def post_batch(**body):
+    return lambda client: client.post("/batches", json=body)
+
+
+def get(path):
+    return lambda client: client.get(path)
+
+
+def error_of(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def order_of(file_id, **changes):
+    return {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **changes}
+
+
+def test_an_upload_can_be_read_listed_and_deleted(ask):
+    uploaded = ask(
+        post_file(b"x" * 4000, {**PURPOSE, "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})
+    ).json()
+    assert (uploaded["bytes"], uploaded["filename"], uploaded["purpose"]) == (4000, "in.jsonl", "batch")
+    assert uploaded["expires_at"] == uploaded["created_at"] + 3600
+    path = f"/files/{uploaded['id']}"
+    one, content, listed, empty = ask(
+        get(path), get(path + "/content"), get("/files"), get("/files?purpose=batch_output")
+    )
+    assert one.json() == listed.json()["data"][0] == uploaded
+    assert content.content == b"x" * 4000
+    assert empty.json()["data"] == []
+    deleted, gone = ask(lambda client: client.delete(path), get(path))
+    assert deleted.json() == {"id": uploaded["id"], "object": "file", "deleted": True}
+    assert error_of(gone) == (404, "file_not_found")
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (post_file(fields={}), (400, "invalid_purpose")),
+        (post_file(fields={"purpose": "fine-tune"}), (400, "invalid_purpose")),
+        (post_file(b""), (400, "empty_file")),
+        (post_file(b"x" * 5001), (413, "body_too_large")),
+        (post_file(fields={**PURPOSE, "expires_after[anchor]": "created_at"}), (422, "invalid_value")),
+        (lambda client: client.post("/files", data=PURPOSE), (400, "missing_file")),
+        (lambda client: client.post("/files", json={}), (400, "missing_file")),
+        (get("/files?limit=0"), (422, "invalid_type")),
+        (get("/files?order=up"), (422, "invalid_type")),
+        (get("/files?after=x"), (400, "invalid_value")),
+        (get("/files/x"), (404, "file_not_found")),
+        (get("/files/x/content"), (404, "file_not_found")),
+        (get("/batches?limit=101"), (422, "invalid_type")),
+        (get("/batches/x"), (404, "batch_not_found")),
+        (lambda client: client.post("/batches/x/cancel"), (404, "batch_not_found")),
+        (post_batch(**order_of("file-x")), (400, "invalid_input_file")),
+        (post_batch(**order_of("file-x", completion_window="1h")), (422, "invalid_type")),
+        (post_batch(**order_of("file-x", endpoint="/v1/embeddings")), (422, "invalid_type")),
+        (post_batch(**order_of("file-x", metadata={"a": "x" * 513})), (422, "invalid_type")),
+        (post_batch(**order_of("file-x", metadata={str(n): "" for n in range(17)})), (422, "invalid_type")),
+        (post_batch(**order_of("file-x", unknown=1)), (422, "invalid_type")),
+        (post_batch(**order_of("x" * 2000)), (413, "body_too_large")),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_an_error_of_openais_form(ask, request_, expected):
+    assert error_of(ask(request_)) == expected
+
+
+def test_a_batch_can_be_listed_and_cancelled_once(ask, routes):
+    file_id = ask(post_file()).json()["id"]
+    first, second = (ask(post_batch(**order_of(file_id, metadata={"n": n}))).json() for n in "12")
+    assert first["status"] == "validating"
+    listed = ask(get("/batches?limit=1")).json()
+    assert (listed["data"][0]["id"], listed["has_more"]) == (second["id"], True)
+    assert ask(get(f"/batches?limit=1&after={second['id']}")).json()["data"][0]["metadata"] == {"n": "1"}
+    cancel = f"/batches/{first['id']}/cancel"
+    assert ask(lambda client: client.post(cancel)).json()["status"] in ("cancelling", "cancelled")
+    store = routes.batches.store
+    routes.batches.close()
+    store.save(first["id"], Progress(status="cancelled"))
+    assert error_of(ask(lambda client: client.post(cancel))) == (400, "batch_ended")
+    assert error_of(ask(lambda client: client.delete(f"/files/{file_id}"))) == (400, "file_in_use")
+
+
+def test_other_keys_see_nothing_of_it(ask):
+    file_id = ask(post_file()).json()["id"]
+    batch_id = ask(post_batch(**order_of(file_id))).json()["id"]
+    assert ask(get("/batches"), key="poor").json()["data"] == []
+    assert ask(get("/files"), key="poor").json()["data"] == []
+    for request_ in (get(f"/files/{file_id}"), get(f"/batches/{batch_id}"), post_batch(**order_of(file_id))):
+        assert ask(request_, key="poor").status_code in (400, 404)
+
+
+def test_limits_and_budgets_of_keys_hold(ask, settings, make_result):
+    write_batch(settings.ledger, replace(make_result("batch_1").record, key="poor"))
+    assert error_of(ask(post_file(), key="poor")) == (429, "insufficient_quota")
+    assert [answer.status_code for answer in ask(post_file(), post_file(), key="slow")] == [200, 429]
+
+
+def test_without_a_folder_the_routes_say_so(ask, routes):
+    routes.batches.close()
+    service, routes.batches = routes.batches, None
+    try:
+        for request_ in (post_file(), get("/files"), get("/batches"), post_batch(**order_of("x")), get("/batches/x")):
+            assert error_of(ask(request_)) == (404, "batches_off")
+    finally:
+        routes.batches = service
+
+
+def test_without_a_key_nothing_is_taken(ask):
+    def nameless(request_):
+        async def send(client):
+            client.headers.pop("authorization")
+            return await request_(client)
+
+        return send
+
+    for request_ in (post_file(), get("/files"), get("/batches"), post_batch()):
+        assert error_of(ask(nameless(request_))) == (401, "missing_api_key")

@@ -1,0 +1,294 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import RequestReader
+from peagle.errors import ConfigError, EngineError, RunInUse
+from pipelines.online.batches.scheduler import Scheduler
+from pipelines.online.batches.validation import Checked
+
+
+@pytest.fixture
+def spent():
+    return {"alice": 0.0}
+
+
+@pytest.fixture
+def make_scheduler(store, runner, settings, spent, clock):
+    def make(**changes):
+        return Scheduler(store, runner, replace(settings, **changes), spent_usd=spent.__getitem__, now=clock)
+
+    return make
+
+
+@pytest.fixture
+def scheduler(make_scheduler):
+    return make_scheduler()
+
+
+@pytest.fixture
+def order(store, make_order):
+    """A new batch; its id."""
+
+    def order(**changes):
+        return store.add_batch(make_order(**changes)).id
+
+    return order
+
+
+@pytest.fixture
+def begun(scheduler, runner, order):
+    """A batch whose run has begun, and the work."""
+    batch_id = order()
+    scheduler.tick()
+    pass_check(scheduler, runner.works[-1])
+    return batch_id, runner.works[-1]
+
+
+def pass_check(scheduler, work, num_requests=3):
+    work.answer = Checked(num_requests=num_requests, model="m")
+    scheduler.tick()
+    scheduler.tick()
+
+
+def check_all(scheduler, runner):
+    for _ in range(4):
+        scheduler.tick()
+        for work in runner.works:
+            if work.kind == "check" and work.answer is None:
+                work.answer = Checked(num_requests=3, model="m")
+    scheduler.tick()
+
+
+def broken(*_):
+    raise OSError("no space left")
+
+
+def shown(store, batch_id):
+    return store.batch(batch_id, "alice").show()
+
+
+def test_a_batch_is_checked_run_and_collected(scheduler, runner, store, order, make_result, clock, tmp_path):
+    batch_id = order()
+    scheduler.tick()
+    (check,) = runner.works
+    assert check.kind == "check"
+    assert shown(store, batch_id)["status"] == "validating"
+    clock.now += 1
+    pass_check(scheduler, check)
+    run = runner.works[1]
+    assert (run.kind, run.arguments[0].model, run.arguments[0].budget_usd) == ("run", "m", None)
+    assert shown(store, batch_id)["in_progress_at"] == 101
+    run.current = (2, 0)
+    scheduler.tick()
+    assert shown(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
+    run.current = (2, 1)
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "finalizing"
+    run.answer = make_result(batch_id, num_completed=2, num_failed=1)
+    scheduler.tick()
+    done = shown(store, batch_id)
+    assert done["status"] == "completed"
+    assert done["usage"]["total_tokens"] == 42
+    files = [store.file(done[name], "alice") for name in ("output_file_id", "error_file_id")]
+    assert [(file.num_bytes, file.purpose) for file in files] == [(10, "batch_output"), (20, "batch_output")]
+    assert [one.usd for one in RequestReader(tmp_path / "ledger").new()] == [0.5]
+    scheduler.tick()
+    assert len(runner.works) == 2
+
+
+def test_an_input_that_is_wrong_fails_the_batch_and_costs_nothing(scheduler, runner, store, order):
+    batch_id = order()
+    scheduler.tick()
+    error = {"code": "invalid_json_line", "message": "x", "param": None, "line": 2}
+    runner.works[0].answer = Checked(num_requests=2, errors=(error,))
+    scheduler.tick()
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "failed"
+    assert shown(store, batch_id)["errors"] == {"object": "list", "data": [error]}
+    assert len(runner.works) == 1
+
+
+def test_as_many_run_as_configured_and_all_are_checked_two_at_once(make_scheduler, runner, order):
+    scheduler = make_scheduler(at_once=2)
+    for _ in range(5):
+        order()
+    scheduler.tick()
+    assert len(runner.works) == 2
+    check_all(scheduler, runner)
+    assert sorted(work.kind for work in runner.works) == ["check"] * 5 + ["run"] * 2
+
+
+def test_a_cancelled_run_is_stopped_and_keeps_what_it_has(scheduler, store, begun, make_result):
+    batch_id, run = begun
+    store.cancel(store.batch(batch_id, "alice"))
+    assert shown(store, batch_id)["status"] == "cancelling"
+    scheduler.tick()
+    scheduler.tick()
+    assert run.reason == "batch_cancelled"
+    run.answer = make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2)
+    scheduler.tick()
+    done = shown(store, batch_id)
+    assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
+    assert done["cancelled_at"]
+    assert done["output_file_id"]
+
+
+def test_a_batch_cancelled_before_its_check_ends_without_work(scheduler, runner, store, order):
+    batch_id = order()
+    store.cancel(store.batch(batch_id, "alice"))
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "cancelled"
+    assert not runner.works
+
+
+def test_a_batch_that_waits_for_its_turn_too_long_expires(scheduler, runner, store, begun, order, make_result, clock):
+    waiting = order()
+    scheduler.tick()
+    pass_check(scheduler, runner.works[-1])
+    clock.now += 24 * 3600
+    scheduler.tick()
+    assert begun[1].reason == "batch_expired"
+    collect = runner.works[-1]
+    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
+    collect.answer = make_result(waiting, "batch_expired", num_completed=0, num_failed=3)
+    scheduler.tick()
+    assert shown(store, waiting)["status"] == "expired"
+    assert shown(store, waiting)["output_file_id"] is None
+
+
+def test_another_process_takes_up_what_is_unfinished(
+    scheduler, make_scheduler, runner, store, begun, make_result, monkeypatch, tmp_path
+):
+    batch_id, run = begun
+    run.answer = make_result(batch_id)
+    with monkeypatch.context() as killed:  # between the last file and the word that it is done
+        killed.setattr(store, "save", broken)
+        scheduler.tick()
+    other = make_scheduler()
+    other.tick()
+    again = runner.works[-1]
+    assert again is not run
+    assert again.kind == "run"
+    again.answer = make_result(batch_id)
+    other.tick()
+    assert shown(store, batch_id)["status"] == "completed"
+    assert len(RequestReader(tmp_path / "ledger").new()) == 1
+    assert len(store.files("alice")) == 1
+
+
+def test_an_ingress_that_leaves_kills_its_work_and_says_nothing(scheduler, store, begun):
+    batch_id, run = begun
+    scheduler.abandon()
+    assert run.is_killed
+    assert shown(store, batch_id)["status"] == "in_progress"
+
+
+def test_what_breaks_off_is_tried_again_a_few_times(scheduler, runner, store, begun, clock, make_result):
+    batch_id, run = begun
+    for wait_s in (10, 20):
+        run.answer = EngineError("it died in /secret/place")
+        scheduler.tick()
+        scheduler.tick()
+        assert runner.works[-1] is run
+        clock.now += wait_s
+        scheduler.tick()
+        run = runner.works[-1]
+        assert run.kind == "run"
+    run.answer = EngineError("it died in /secret/place")
+    scheduler.tick()
+    collect = runner.works[-1]
+    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
+    collect.answer = make_result(batch_id, "batch_failed", num_completed=1, num_failed=2)
+    scheduler.tick()
+    done = shown(store, batch_id)
+    assert done["status"] == "failed"
+    assert done["output_file_id"]
+    assert "secret" not in str(done["errors"])
+    assert done["errors"]["data"][0]["code"] == "internal_error"
+
+
+def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, make_result, monkeypatch):
+    batch_id, run = begun
+    run.answer = make_result(batch_id)
+    with monkeypatch.context() as full:
+        full.setattr(store, "save", broken)
+        scheduler.tick()
+    assert not run.is_killed
+    assert shown(store, batch_id)["status"] == "in_progress"
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "completed"
+
+
+def test_progress_forgives_what_broke_off_before(scheduler, runner, begun, clock):
+    run = begun[1]
+    for number in range(5):
+        run.current = (0, number + 1)
+        scheduler.tick()
+        run.answer = EngineError("it died")
+        scheduler.tick()
+        clock.now += 10
+        scheduler.tick()
+        run = runner.works[-1]
+        assert run.kind == "run"
+
+
+def test_what_would_break_off_in_the_same_way_is_not_tried_again(scheduler, runner, begun):
+    begun[1].answer = ConfigError("another model")
+    scheduler.tick()
+    assert runner.works[-1].kind == "collect"
+
+
+def test_a_run_that_somebody_else_drives_is_left_alone_for_a_while(scheduler, runner, begun, clock):
+    for _ in range(5):
+        runner.works[-1].answer = RunInUse("driven")
+        scheduler.tick()
+        clock.now += 10
+        scheduler.tick()
+        assert runner.works[-1].kind == "run"
+
+
+def test_a_budget_is_what_the_run_may_cost(scheduler, runner, store, order, make_key, spent, make_result):
+    poor = make_key(budget_usd=2)
+    first, second = order(key=poor), order(key=poor)
+    spent["alice"] = 1.5
+    check_all(scheduler, runner)
+    (run,) = (work for work in runner.works if work.kind == "run")
+    assert run.arguments[0].batch_id == first
+    assert run.arguments[0].budget_usd == 0.5
+    run.answer = make_result(first, "insufficient_quota", num_completed=1, num_failed=2)
+    spent["alice"] = 2.0
+    scheduler.tick()
+    assert shown(store, first)["status"] == "failed"
+    assert shown(store, first)["errors"]["data"][0]["code"] == "insufficient_quota"
+    scheduler.tick()
+    assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
+    assert shown(store, second)["status"] == "in_progress"
+
+
+def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, order, make_key, spent):
+    scheduler = make_scheduler(at_once=3)
+    spent["bob"] = 0.0
+    for name in ("alice", "alice", "bob"):
+        order(key=make_key(name, budget_usd=2))
+    check_all(scheduler, runner)
+    assert sorted(work.arguments[0].owner for work in runner.works if work.kind == "run") == ["alice", "bob"]
+
+
+def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, begun, make_result):
+    batch_id, _ = begun
+    scheduler = make_scheduler(recipes={})
+    scheduler.tick()
+    runner.works[-1].answer = make_result(batch_id, "batch_failed", num_completed=0, num_failed=3)
+    scheduler.tick()
+    assert shown(store, batch_id)["errors"]["data"][0]["code"] == "model_not_found"
+
+
+def test_files_whose_time_is_over_are_deleted_but_not_under_a_batch(scheduler, store, upload, order, clock):
+    kept, gone = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
+    order(input_file_id=kept.id)
+    clock.now += 3600
+    scheduler.tick()
+    assert store.bytes_of(kept).exists()
+    assert not store.bytes_of(gone).exists()
+    assert store.files("alice") == []

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+
+from pipelines.online.batches import validation
+from pipelines.online.batches.validation import Rules, check_input
+from pipelines.online.requests import CHAT, ServedModel
+
+MODELS = tuple(ServedModel(name=name, max_model_len=100, can_seed=False) for name in ("a", "b"))
+
+
+def line(custom_id="1", url=CHAT, **changes):
+    body = {"model": "a", "messages": [], **changes}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+@pytest.fixture
+def check(tmp_path, make_key):
+    def check(*lines, key=None, **changes):
+        path = tmp_path / "in.jsonl"
+        data = b"".join((one if isinstance(one, bytes) else one.encode()) + b"\n" for one in lines)
+        path.write_bytes(data)
+        return check_input(str(path), Rules(endpoint=CHAT, key=key or make_key(), models=MODELS, **changes))
+
+    return check
+
+
+def test_a_good_input_has_a_number_and_a_model(check):
+    checked = check(line("1"), "", line("2", max_tokens=50))
+    assert (checked.num_requests, checked.model, checked.errors) == (2, "a", ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "param"),
+    [
+        ("{", "invalid_json_line", None),
+        ("[1]", "invalid_json_line", None),
+        (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+        ('{"custom_id": "2"}', "invalid_request", None),
+        (line("1"), "duplicate_custom_id", "custom_id"),
+        (line("2", url="/v1/completions"), "mismatched_endpoint", "url"),
+        (line("2", url="/v1/embeddings"), "invalid_request", None),
+        (line("2", model="b"), "mismatched_model", "body.model"),
+        (line("2", model="c"), "model_not_found", "body.model"),
+        (line("2", model=None), "missing_model", "body.model"),
+        (line("2", max_tokens=101), "max_tokens_too_large", "body.max_tokens"),
+        (line("2", seed=1), "unsupported_value", "body.seed"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(check, wrong, code, param):
+    checked = check(line("1"), wrong, line("3"))
+    assert [(error["code"], error["param"], error["line"]) for error in checked.errors] == [(code, param, 2)]
+    assert checked.num_requests == 3
+
+
+def test_a_key_may_not_use_other_models_in_a_batch_either(check, make_key):
+    (error,) = check(line("1"), key=make_key(models=("b",))).errors
+    assert error["code"] == "model_not_allowed"
+
+
+def test_the_endpoints_limit_of_tokens_holds_in_a_batch(check):
+    (error,) = check(line("1", max_tokens=60), max_output_tokens=50).errors
+    assert error["code"] == "max_tokens_too_large"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"), [((), "empty_file"), (("", " "), "empty_file"), ((b"PAR1",), "invalid_file")]
+)
+def test_a_file_without_requests_is_refused(check, lines, code):
+    (error,) = check(*lines).errors
+    assert (error["code"], error["line"]) == (code, None)
+
+
+def test_a_file_that_is_gone_is_an_error_that_does_not_say_where_it_was(tmp_path, make_key):
+    path = tmp_path / "gone.jsonl"
+    (error,) = check_input(str(path), Rules(endpoint=CHAT, key=make_key(), models=MODELS)).errors
+    assert error["code"] == "invalid_file"
+    assert str(tmp_path) not in error["message"]
+
+
+def test_requests_and_errors_are_limited(check, monkeypatch):
+    assert len(check(*["{"] * 150).errors) == 100
+    monkeypatch.setattr(validation, "MAX_REQUESTS", 2)
+    (error,) = check(*(line(str(n)) for n in range(3))).errors
+    assert error["code"] == "too_many_requests"

@@ -1,0 +1,34 @@
+import json
+
+import pytest
+
+from pipelines.online.batches.records import Batch, Progress
+from pipelines.online.batches.tasks import make_task
+from pipelines.online.batches.work import UNEXECUTED, collect
+
+
+@pytest.fixture
+def task(store, settings, upload, make_order):
+    lines = b"".join(json.dumps({"custom_id": name}).encode() + b"\n" for name in ("a", "b"))
+    order = make_order(upload(store, lines + b"\n").id)
+    return make_task(Batch(order=order, progress=Progress(model="m")), settings, store)
+
+
+@pytest.mark.parametrize("reason", UNEXECUTED)
+def test_a_batch_that_never_ran_says_so_of_each_request(task, reason):
+    result = collect(task, reason)
+    assert (result.num_completed, result.num_failed, result.output, result.record) == (0, 2, None, None)
+    with open(task.errors, "rb") as file:  # noqa: PTH123
+        data = file.read()
+    assert len(data) == result.errors
+    lines = [json.loads(line) for line in data.splitlines()]
+    assert [line["custom_id"] for line in lines] == ["a", "b"]
+    assert {line["error"]["code"] for line in lines} == {reason}
+    assert all(line["response"] is None for line in lines)
+
+
+def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
+    assert task.config == {
+        "engine": "fake", "usd_per_hour": 1, "input_format": "openai-batch", "temperature": 1.0, "max_tokens": 1000,
+    }  # fmt: skip
+    assert task.neighbours.places == "app"
