@@ -1,0 +1,6 @@
+// The colour scheme before anything is drawn: what was chosen here last, else the system's. No module, so that it runs
+// before the first paint.
+{
+  const chosen = localStorage.getItem("peagle-theme");
+  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+}
