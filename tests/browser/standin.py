@@ -63,7 +63,7 @@ class StandIn:
 
     Args:
         folder: for its ledger.
-        num_requests: in its ledger, ended in the last minutes.
+        num_requests: of each engine in the ledger, ended in the last minutes.
         models: as clients call them.
         access: of `GateSettings`: keys, or none.
     """
@@ -74,8 +74,7 @@ class StandIn:
         self.ledger = folder / "ledger"
         self.ledger.mkdir(parents=True)
         self._sessions = {model: f"session-{model}" for model in models}
-        self._write_sessions(lived_s=400)
-        self._write_requests(num_requests)
+        self._write_history(num_requests)
         self._settings = GateSettings(
             models=tuple(ServedModel(name=model, max_model_len=2048, drafter=_DRAFTERS[model]) for model in models),
             ledger=self.ledger,
@@ -153,37 +152,20 @@ class StandIn:
         yield _event([], _usage(len(words)), peagle=ours)
         yield "data: [DONE]\n\n"
 
-    def _write_requests(self, number: int) -> None:
+    def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
+        """Each engine's requests one after the other until now, and its heartbeat."""
         chance, now = random.Random(5), time.time()
-        for _ in range(number):
-            model = chance.choice(tuple(self._sessions))
-            tokens = chance.randint(40, 200)
-            ends = now - chance.expovariate(1 / 60)
-            lasts_s = tokens / chance.gauss(_WORDS_PER_S[model] / 4, 3)
-            record = _record(
-                self._sessions[model], model, tokens, ends - lasts_s, ends, ttft_s=chance.lognormvariate(-2.3, 0.5)
-            )
-            append_request(self.ledger, record)
-
-    def _write_sessions(self, lived_s: float) -> None:
-        now = time.time()
-        for index, session_id in enumerate(self._sessions.values()):
-            session = EngineSession(
-                session_id=session_id,
-                engine_index=index,
-                hostname="here",
-                num_devices=1,
-                device="vcpu",
-                started_at=now - lived_s,
-                last_seen_at=now,
-                load_s=lived_s * 0.1,
-                compile_s=0.0,
-                busy_s=lived_s * 0.6,
-                idle_s=lived_s * 0.3,
-                num_output_tokens=0,
-                ended=False,
-            )
-            write_session(self.ledger, session)
+        for index, (model, session_id) in enumerate(self._sessions.items()):
+            ends, busy_s = now - 1.0, 0.0
+            for _ in range(num_requests):
+                tokens = chance.randint(20, 120)
+                lasts_s = tokens / chance.gauss(_WORDS_PER_S[model] / 4, 3)
+                ttft_s = chance.lognormvariate(-2.3, 0.5)
+                record = _record(session_id, model, tokens, ends - lasts_s, ends, ttft_s=ttft_s)
+                append_request(self.ledger, record)
+                busy_s += record.usage.busy_s
+                ends -= lasts_s + chance.expovariate(1 / 3)
+            write_session(self.ledger, _session(session_id, index, now - lived_s, now, busy_s))
 
 
 def _answer(request: Request, error: Exception) -> JSONResponse:
@@ -195,6 +177,25 @@ def _card(model: str) -> dict[str, Any]:
     ours = {"target": "smollm2-135m", "drafter": _DRAFTERS[model], "max_replicas": 2, "max_requests_per_replica": 9}
     ours |= {"num_speculative_tokens": 3 if _DRAFTERS[model] else None}
     return {"id": model, "object": "model", "created": 0, "owned_by": "peagle", "peagle": ours}
+
+
+def _session(session_id: str, index: int, began: float, now: float, busy_s: float) -> EngineSession:
+    load_s = (now - began) / 10
+    return EngineSession(
+        session_id=session_id,
+        engine_index=index,
+        hostname="here",
+        num_devices=1,
+        device="vcpu",
+        started_at=began,
+        last_seen_at=now,
+        load_s=load_s,
+        compile_s=0.0,
+        busy_s=busy_s,
+        idle_s=now - began - load_s - busy_s,
+        num_output_tokens=0,
+        ended=False,
+    )
 
 
 def _usage(num_tokens: int) -> dict[str, int]:
@@ -214,7 +215,7 @@ def _record(
         num_draft_tokens=3 * drafts,
         accepted_per_position=(round(drafts * 0.42), round(drafts * 0.14), round(drafts * 0.05)),
     )
-    busy_s = (ended - began) * 0.8
+    busy_s = ended - began
     return RequestUsage(
         request_id=f"{model}-{began}",
         key=key,

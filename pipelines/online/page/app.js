@@ -4,7 +4,7 @@ import { getJson, keyStore } from "./api.js";
 import { Compare } from "./compare.js";
 import { byId, element } from "./dom.js";
 import { Keys } from "./keys.js";
-import { Live, drafterOf } from "./live.js";
+import { Live } from "./live.js";
 import { Notice } from "./notice.js";
 import { Playground } from "./playground.js";
 
@@ -55,7 +55,10 @@ function offer(cards) {
   compare.offer(cards);
 }
 
-const label = (card) => `${card.id} (drafter ${drafterOf(card)})`;
+function label(card) {
+  const k = card.peagle?.num_speculative_tokens;
+  return `${card.id} · ${k ? `drafts K=${k}` : "no drafter"}`;
+}
 
 for (const form of [byId("playground-form"), byId("compare-form")]) {
   form.addEventListener("keydown", (event) => {

@@ -33,7 +33,8 @@ export function columns(rates) {
   for (const [index, rate] of rates.entries()) {
     const height = Math.max(LEAST, HEIGHT * rate);
     const bar = svg("rect", { x: 0, y: HEIGHT - height, width: 1, height, class: "bar" });
-    const column = chart(1, `token ${index + 1}: accepted in ${percent(rate)} of drafts`, [bar]);
+    const track = svg("rect", { x: 0, y: 0, width: 1, height: HEIGHT, class: "track" });
+    const column = chart(1, `token ${index + 1}: accepted in ${percent(rate)} of drafts`, [track, bar]);
     list.append(
       element(
         "li",

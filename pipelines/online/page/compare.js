@@ -102,13 +102,13 @@ class Side {
     this.title = element("h3", {}, "–");
     this.speed = element("p", { class: "figure" }, "–");
     this.bar = element("div", { class: "chart" }, meter(0, "no speed yet"));
-    this.figures = new Figures();
+    this.figures = new Figures(["tokens/s"]);
     this.text = element("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Answer" });
     node.append(this.title, this.speed, this.bar, this.figures.node, this.text);
   }
 
   clear(card) {
-    say(this.title, `${card.id} · drafter ${drafterOf(card)}`);
+    say(this.title, `${card.id}, drafter ${drafterOf(card)}`);
     this.show({ text: "" });
     this.bar.replaceChildren(meter(0, "no speed yet"));
   }

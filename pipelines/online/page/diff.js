@@ -56,15 +56,18 @@ function commonLengths(a, b) {
 }
 
 function marked(all, head, tail, isCommon) {
-  const pieces = [];
+  const pieces = [["", false]];
+  const add = (text, differs) => {
+    if (pieces.at(-1)[1] === differs) pieces.at(-1)[0] += text;
+    else if (text) pieces.push([text, differs]);
+  };
   let numDifferent = 0;
   all.forEach((word, index) => {
-    const inMiddle = index >= head && index < all.length - tail;
-    const differs = inMiddle && !isCommon[index - head];
+    const differs = index >= head && index < all.length - tail && !isCommon[index - head];
+    const space = word.length - word.trimStart().length;
+    add(word.slice(0, space), differs && pieces.at(-1)[1]);
+    add(word.slice(space), differs);
     if (differs) numDifferent++;
-    const last = pieces.at(-1);
-    if (last && last[1] === differs) last[0] += word;
-    else pieces.push([word, differs]);
   });
   return { pieces, numDifferent, numWords: all.length };
 }

@@ -13,13 +13,15 @@ const ROWS = [
 ];
 
 export class Figures {
-  constructor() {
-    this.values = ROWS.map(() => element("dd", {}, "–"));
-    const rows = ROWS.map(([name], index) => element("div", {}, element("dt", {}, name), this.values[index]));
+  /** `without`: names that are shown elsewhere. */
+  constructor(without = []) {
+    this.rows = ROWS.filter(([name]) => !without.includes(name));
+    this.values = this.rows.map(() => element("dd", {}, "–"));
+    const rows = this.rows.map(([name], index) => element("div", {}, element("dt", {}, name), this.values[index]));
     this.node = element("dl", { class: "stats" }, ...rows);
   }
 
   show(answer) {
-    ROWS.forEach(([, format], index) => say(this.values[index], format(answer)));
+    this.rows.forEach(([, format], index) => say(this.values[index], format(answer)));
   }
 }

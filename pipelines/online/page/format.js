@@ -1,6 +1,7 @@
 // Numbers as people read them. What is not known is an en dash.
 
 const UNKNOWN = "–";
+const SPACE = "\u00a0"; // a number and its unit stay on one line
 const isKnown = (value) => typeof value === "number" && Number.isFinite(value);
 const fixed = (value, digits) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -8,8 +9,8 @@ const fixed = (value, digits) =>
 /** 0.43, 43.0, 734,777, 1.18 M. */
 export function amount(value) {
   if (!isKnown(value)) return UNKNOWN;
-  if (Math.abs(value) >= 1e9) return `${fixed(value / 1e9, 2)} G`;
-  if (Math.abs(value) >= 1e6) return `${fixed(value / 1e6, 2)} M`;
+  if (Math.abs(value) >= 1e9) return `${fixed(value / 1e9, 2)}${SPACE}G`;
+  if (Math.abs(value) >= 1e6) return `${fixed(value / 1e6, 2)}${SPACE}M`;
   if (Math.abs(value) >= 1000) return fixed(value, 0);
   return fixed(value, Math.abs(value) >= 10 || value === 0 ? 1 : 2);
 }
@@ -23,8 +24,8 @@ export const decimals = (value, digits) => (isKnown(value) ? fixed(value, digits
 /** 84 ms, 0.84 s, 12.3 s. */
 export function seconds(value) {
   if (!isKnown(value)) return UNKNOWN;
-  if (value < 0.1) return `${fixed(value * 1000, 0)} ms`;
-  return `${fixed(value, value < 10 ? 2 : 1)} s`;
+  if (value < 0.1) return `${fixed(value * 1000, 0)}${SPACE}ms`;
+  return `${fixed(value, value < 10 ? 2 : 1)}${SPACE}s`;
 }
 
 /** $12.30, $0.0000384: three digits that count. */
@@ -38,14 +39,14 @@ export function dollars(value) {
 /** 45 %. */
 export function percent(share) {
   if (!isKnown(share)) return UNKNOWN;
-  return share > 0 && share < 0.01 ? "<1 %" : `${fixed(share * 100, 0)} %`;
+  return share > 0 && share < 0.01 ? `<1${SPACE}%` : `${fixed(share * 100, 0)}${SPACE}%`;
 }
 
 /** A number and its noun: 1 request, 2 requests. */
 export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 /** 1 min, 90 s. */
-export const span = (value_s) => (value_s % 60 ? `${value_s} s` : `${value_s / 60} min`);
+export const span = (value_s) => (value_s % 60 ? `${value_s}${SPACE}s` : `${value_s / 60}${SPACE}min`);
 
 /** The clock on the wall, from Unix seconds. */
 export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString("en-GB");

@@ -1,7 +1,7 @@
 // Asks for the API key where the endpoint has keys, and keeps it for this tab.
 
 import { keyStore } from "./api.js";
-import { byId, say } from "./dom.js";
+import { byId } from "./dom.js";
 import { Notice } from "./notice.js";
 
 export class Keys {
@@ -33,7 +33,6 @@ export class Keys {
     this.offer();
     this.notice.info(message);
     byId("key-forget").hidden = !keyStore.get();
-    say(byId("key-button"), "API key");
     if (!this.dialog.open) this.dialog.showModal();
     byId("key-input").focus();
   }

@@ -9,7 +9,8 @@ const EVERY_S = 2;
 const LONGEST_WAIT_S = 30;
 const NUM_SEEN = 30;
 const MOST_PIPS = 24;
-const SHARES = ["busy", "idle", "load", "compile", "lost"];
+const FOR_OPERATORS = "shown to operators";
+const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compiling", lost: "under way or lost" };
 
 export class Live {
   #timer = 0;
@@ -79,7 +80,7 @@ export class Live {
   #showRequests(load) {
     const underWay = sum(load, "num_requests_under_way");
     say(byId("requests"), count(underWay));
-    say(byId("requests-sub"), load ? `${count(sum(load, "num_requests_waiting"))} of them wait for an engine` : "shown to operators");
+    say(byId("requests-sub"), waitingOf(load));
     this.#seen = [...this.#seen, underWay].slice(-NUM_SEEN);
     const values = [...new Array(NUM_SEEN - this.#seen.length).fill(null), ...this.#seen];
     byId("requests-chart").replaceChildren(bars(values, `requests under way, now ${count(underWay)}`));
@@ -106,8 +107,8 @@ function showMoney({ total, account }) {
   const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
   say(byId("money-sub"), ofWhole ? `${perMillion}; ${busy}` : "no tokens, so no price of one");
   const whole = account?.usd.total;
-  const parts = whole ? SHARES.map((name) => [name, account.usd[name] / whole]).filter(([, share]) => share > 0.0005) : [];
-  const words = parts.map(([name, share]) => `${name} ${percent(share)}`);
+  const parts = whole ? Object.keys(SHARES).map((name) => [name, account.usd[name] / whole]).filter(([, share]) => share > 0.0005) : [];
+  const words = parts.map(([name, share]) => `${SHARES[name]} ${percent(share)}`);
   byId("money-chart").replaceChildren(...(parts.length ? [shares(parts, `where the money went: ${words.join(", ")}`)] : []));
   byId("money-legend").replaceChildren(
     ...parts.map(([name], index) => element("li", {}, element("i", { class: `share-${name}` }), words[index])),
@@ -133,7 +134,7 @@ function showEngines(load) {
   const most = sum(load, "max_replicas");
   say(byId("engines"), load ? `${count(running)} of ${count(most)}` : "–");
   const moving = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
-  say(byId("engines-sub"), load ? moving || (running ? "up" : "all asleep: the next request starts one") : "shown to operators");
+  say(byId("engines-sub"), load ? moving || room(running, most) : FOR_OPERATORS);
   const kinds = ["running", "starting", "stopping"].flatMap((name, index) =>
     new Array([running, starting, stopping][index] ?? 0).fill(name),
   );
@@ -144,7 +145,6 @@ function showEngines(load) {
 }
 
 function showModels({ by_model, load }, cards) {
-  byId("models-box").hidden = cards.size < 2;
   byId("models-rows").replaceChildren(
     ...[...cards].map(([name, card]) => {
       const figures = by_model[name] ?? {};
@@ -170,7 +170,18 @@ function showModels({ by_model, load }, cards) {
 /** What drafts for a model, in words. */
 export function drafterOf(card) {
   const { drafter, num_speculative_tokens: k } = card.peagle ?? {};
-  return drafter && drafter !== "none" ? `${drafter}, K=${k}` : "none";
+  return k ? `${drafter}, K=${k}` : "none";
+}
+
+function waitingOf(load) {
+  if (!load) return FOR_OPERATORS;
+  const waiting = sum(load, "num_requests_waiting");
+  return waiting ? `${count(waiting)} of them wait for an engine` : "none waits for an engine";
+}
+
+function room(running, most) {
+  if (!running) return "all asleep; a request starts one";
+  return running < most ? `${count(most - running)} more under load` : "as many as there may be";
 }
 
 const sum = (load, name) => (load ? Object.values(load).reduce((total, one) => total + one[name], 0) : null);

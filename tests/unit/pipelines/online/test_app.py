@@ -8,7 +8,7 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement
-from pipelines.online.app import Served, gate_settings
+from pipelines.online.app import Served, gate_settings, model_card
 from pipelines.online.config import ServeConfig
 from pipelines.online.keys import new_key, write_keys
 
@@ -56,3 +56,19 @@ def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
     (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
     assert (one.name, two.name) == ("a", "b")
     assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
+
+
+def test_a_models_card_says_what_its_engines_are(tmp_path):
+    config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
+    card = model_card(served(config)[0], 9)
+    assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
+    assert card["peagle"] == {
+        "target": "m",
+        "precision": "bf16",
+        "drafter": "head",
+        "method": "peagle",
+        "num_speculative_tokens": 3,
+        "max_model_len": 512,
+        "max_replicas": 3,
+        "max_requests_per_replica": 9,
+    }
