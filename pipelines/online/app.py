@@ -223,7 +223,13 @@ def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
         "max_replicas": keys.max_replicas,
         "max_requests_per_replica": max_requests_per_replica,
     }
-    return {"id": keys.served_name, "object": "model", "created": int(time.time()), "owned_by": "peagle", "peagle": ours}
+    return {
+        "id": keys.served_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "peagle",
+        "peagle": ours,
+    }
 
 
 def _state(config: ServeConfig) -> Path:

@@ -43,6 +43,7 @@ class Sums:
     usd: float = 0.0
 
     def add(self, request: RequestUsage) -> None:
+        """One more; the first only counts, since `usage` began with it."""
         self.usage = self.usage + request.usage if self.num_requests else request.usage
         self.num_requests += 1
         self.num_cut += request.outcome == "cut"

@@ -1,5 +1,5 @@
-"""The HTTP side: Ray's `OpenAiIngress` on our own FastAPI application, behind the gate, with `/health`, `/v1/cost`, `/v1/live`
-and the page at `/`.
+"""The HTTP side: Ray's `OpenAiIngress` on our own FastAPI application, behind the gate, with `/health`, `/v1/cost`,
+`/v1/live` and the page at `/`.
 
 Ray's own application answers wrong types with 400, repeats internal exceptions to clients and lets every web page in
 with credentials; so only Ray's handlers are taken, by `make_fastapi_ingress(app=)`. Embeddings, scores and

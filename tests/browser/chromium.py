@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--mute-audio",
+    ),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--remote-debugging-port=0", "about:blank"),
 )
@@ -39,7 +47,8 @@ class Chromium:
         self._process = subprocess.Popen(
             [path, f"--user-data-dir={profile}", *_FLAGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._socket = connect(self._address(profile / "DevToolsActivePort"), max_size=None)
+        self._open = ExitStack()
+        self._socket = self._open.enter_context(connect(self._address(profile / "DevToolsActivePort"), max_size=None))
         self._number = 0
         self._pages: dict[str, Page] = {}
 
@@ -56,7 +65,7 @@ class Chromium:
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self._pages[session] = Page(self, session)
+        self._pages[session] = Page(self, session, context)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable", session)
         return self._pages[session]
@@ -77,7 +86,7 @@ class Chromium:
 
     def close(self) -> None:
         """End the process."""
-        self._socket.close()
+        self._open.close()
         self._process.terminate()
         self._process.wait(_WAIT_S)
 
@@ -85,9 +94,10 @@ class Chromium:
 class Page:
     """One tab."""
 
-    def __init__(self, browser: Chromium, session: str) -> None:
+    def __init__(self, browser: Chromium, session: str, context: str) -> None:
         self._browser = browser
         self._session = session
+        self._context = context
         self.console: list[str] = []
         self.urls: list[str] = []
 
@@ -105,6 +115,10 @@ class Page:
             self.console.append(f"{params['type']}: {[one.get('value') for one in params['args']]}")
         elif method == "Runtime.exceptionThrown":
             self.console.append(f"exception: {params['exceptionDetails']}")
+
+    def close(self) -> None:
+        """And all that it stored."""
+        self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: int = 1) -> None:
         """The size of the screen and the colours that the system prefers."""

@@ -89,7 +89,7 @@ class StandIn:
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)
-        self.url = "http://127.0.0.1:{}/".format(self._server.servers[0].sockets[0].getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
 
     def close(self) -> None:
         """Stop it, with what it is still sending."""
