@@ -39,12 +39,14 @@ async function start() {
     if (askForKey(error)) return;
     for (const notice of notices) notice.error(error);
     retry = setTimeout(start, RETRY_S * 1000);
+  } finally {
+    document.documentElement.classList.remove("starting");
   }
   live.start();
 }
 
 function offer(cards) {
-  live.cards = cards;
+  live.offer(cards);
   for (const id of ["playground-model", "compare-left", "compare-right"]) {
     const select = byId(id);
     const before = select.value;

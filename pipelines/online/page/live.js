@@ -28,6 +28,13 @@ export class Live {
       this.start();
     });
     document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
+    addEventListener("online", () => this.start());
+  }
+
+  /** The models of the endpoint, by name. */
+  offer(cards) {
+    this.cards = cards;
+    showModels({}, cards);
   }
 
   start() {
@@ -147,11 +154,11 @@ function showEngines(load) {
 function showModels({ by_model, load }, cards) {
   byId("models-rows").replaceChildren(
     ...[...cards].map(([name, card]) => {
-      const figures = by_model[name] ?? {};
+      const figures = by_model ? (by_model[name] ?? { output_tokens_per_s: 0 }) : {};
       const cells = [
         load ? `${count(load[name]?.num_running_replicas)} of ${count(load[name]?.max_replicas)}` : "–",
         count(load?.[name]?.num_requests_under_way),
-        amount(figures.output_tokens_per_s ?? 0),
+        amount(figures.output_tokens_per_s),
         decimals(figures.acceptance_length, 2),
         seconds(figures.ttft_p50_s),
         amount(figures.tokens_per_busy_usd),
