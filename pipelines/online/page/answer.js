@@ -6,7 +6,7 @@ import { streamChat } from "./api.js";
  * Send a chat; `onChange(answer)` is called for each event, and the answer is returned when it is whole.
  *
  * `total_s` and `ttft_s` are measured in this browser, from sending to the last and to the first token; tokens/s are
- * output tokens over `total_s`, the wait for the first included. Tokens, acceptance and cost are what the endpoint says.
+ * output tokens over `total_s`, the wait for the first included. Tokens, acceptance and cost are the endpoint's own.
  */
 export async function receive(body, signal, onChange) {
   const began = performance.now();

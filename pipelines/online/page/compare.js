@@ -152,7 +152,8 @@ function ratio(left, right, [one, two]) {
 
 function difference({ isSame, firstDifference, left, right }, isByLot, isSameTarget) {
   if (isSame) return `The texts are equal, all ${counted(left.numWords, "word")}.`;
-  const where = `The texts differ from word ${firstDifference + 1} on: ${counted(left.numDifferent, "word")} left and ${right.numDifferent} right are marked.`;
+  const marked = `${counted(left.numDifferent, "word")} left and ${right.numDifferent} right are marked`;
+  const where = `The texts differ from word ${firstDifference + 1} on: ${marked}.`;
   if (!isSameTarget) return `${where} These are two different targets.`;
   return isByLot
     ? `${where} Above temperature 0 each is drawn by lot.`

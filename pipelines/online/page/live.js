@@ -9,6 +9,8 @@ const EVERY_S = 2;
 const LONGEST_WAIT_S = 30;
 const NUM_SEEN = 30;
 const MOST_PIPS = 24;
+const STATES = ["running", "starting", "stopping"];
+const LEAST_SHARE = 0.0005; // of the money that is shown
 const FOR_OPERATORS = "shown to operators";
 const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compiling", lost: "under way or lost" };
 
@@ -102,21 +104,24 @@ function state(text, isBad = false) {
 function showSpeed({ total, series, window_s }) {
   const peak = Math.max(...series.output_tokens_per_s);
   say(byId("speed"), amount(total.output_tokens_per_s));
-  const what = `${counted(total.num_requests, "request")} in ${span(window_s)}`;
-  say(byId("speed-sub"), total.num_requests ? `${what}, peak ${amount(peak)}` : `no request ended in ${span(window_s)}`);
+  const ended = `${counted(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
+  say(byId("speed-sub"), total.num_requests ? ended : `no request ended in ${span(window_s)}`);
   byId("speed-chart").replaceChildren(bars(series.output_tokens_per_s, `output tokens/s, peak ${amount(peak)}`));
 }
 
 function showMoney({ total, account }) {
   const ofWhole = account ? account.tokens_per_usd : total.tokens_per_busy_usd;
   say(byId("money"), amount(ofWhole));
-  const perMillion = ofWhole ? `${dollars(1e6 / ofWhole)} per million` : "";
+  const perMillion = dollars(account ? account.usd_per_million_tokens : total.busy_usd_per_million_tokens);
   const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
-  say(byId("money-sub"), ofWhole ? `${perMillion}; ${busy}` : "no tokens, so no price of one");
+  say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens, so no price of one");
   const whole = account?.usd.total;
-  const parts = whole ? Object.keys(SHARES).map((name) => [name, account.usd[name] / whole]).filter(([, share]) => share > 0.0005) : [];
+  const parts = Object.keys(SHARES)
+    .map((name) => [name, whole ? account.usd[name] / whole : 0])
+    .filter(([, share]) => share > LEAST_SHARE);
   const words = parts.map(([name, share]) => `${SHARES[name]} ${percent(share)}`);
-  byId("money-chart").replaceChildren(...(parts.length ? [shares(parts, `where the money went: ${words.join(", ")}`)] : []));
+  const label = `where the money went: ${words.join(", ")}`;
+  byId("money-chart").replaceChildren(...(parts.length ? [shares(parts, label)] : []));
   byId("money-legend").replaceChildren(
     ...parts.map(([name], index) => element("li", {}, element("i", { class: `share-${name}` }), words[index])),
   );
@@ -125,30 +130,30 @@ function showMoney({ total, account }) {
 function showAcceptance({ total }) {
   const drafted = total.num_draft_tokens;
   say(byId("acceptance"), decimals(total.acceptance_length, 2));
-  const share = drafted ? `${percent(total.num_accepted_tokens / drafted)} of ${amount(drafted)} drafted tokens accepted` : "";
-  say(byId("acceptance-sub"), share || "nothing drafted in the window");
+  const accepted = percent(total.num_accepted_tokens / drafted);
+  const share = drafted ? `${accepted} of ${count(drafted)} drafted tokens accepted` : "nothing drafted in the window";
+  say(byId("acceptance-sub"), share);
   byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
 }
 
 function showFirstToken({ total, series }) {
   say(byId("ttft"), seconds(total.ttft_p50_s));
-  say(byId("ttft-sub"), total.ttft_p95_s === null ? "no first token in the window" : `p95 ${seconds(total.ttft_p95_s)}; in the engine`);
+  const isKnown = total.ttft_p95_s !== null;
+  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}; in the engine` : "no first token in the window");
   byId("ttft-chart").replaceChildren(bars(series.ttft_p50_s, `time to first token, p50 ${seconds(total.ttft_p50_s)}`));
 }
 
 function showEngines(load) {
-  const [running, starting, stopping] = ["running", "starting", "stopping"].map((name) => sum(load, `num_${name}_replicas`));
+  const numbers = STATES.map((name) => sum(load, `num_${name}_replicas`) ?? 0);
+  const [running, starting, stopping] = numbers;
   const most = sum(load, "max_replicas");
   say(byId("engines"), load ? `${count(running)} of ${count(most)}` : "–");
   const moving = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
   say(byId("engines-sub"), load ? moving || room(running, most) : FOR_OPERATORS);
-  const kinds = ["running", "starting", "stopping"].flatMap((name, index) =>
-    new Array([running, starting, stopping][index] ?? 0).fill(name),
-  );
-  const pips = load && Math.max(most, kinds.length) <= MOST_PIPS ? Math.max(most, kinds.length) : 0;
-  byId("engines-pips").replaceChildren(
-    ...Array.from({ length: pips }, (_, index) => element("li", { class: kinds[index] ?? "off" })),
-  );
+  const kinds = STATES.flatMap((name, index) => new Array(numbers[index]).fill(name));
+  const length = Math.max(most ?? 0, kinds.length);
+  const pips = Array.from({ length: length <= MOST_PIPS ? length : 0 }, (_, index) => kinds[index] ?? "off");
+  byId("engines-pips").replaceChildren(...pips.map((kind) => element("li", { class: kind })));
 }
 
 function showModels({ by_model, load }, cards) {
