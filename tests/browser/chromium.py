@@ -120,7 +120,7 @@ class Page:
         """And all that it stored."""
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
-    def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: int = 1) -> None:
+    def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
         """The size of the screen and the colours that the system prefers."""
         mobile = width < 640
         self.call(

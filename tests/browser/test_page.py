@@ -270,7 +270,7 @@ def test_a_lost_connection_is_told_and_found_again(page, serve):
     ],
 )
 def test_pictures(page, serve, name, width, scheme, selector):
-    page.show(width=width, height=820, scheme=scheme, scale=2 if width < 640 else 1)
+    page.show(width=width, height=820, scheme=scheme, scale=1.5 if width < 640 else 1)
     opened(page, serve(num_requests=25).url)
     send(page, "Write a Fibonacci function.")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")

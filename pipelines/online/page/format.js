@@ -28,11 +28,12 @@ export function seconds(value) {
   return `${fixed(value, value < 10 ? 2 : 1)}${SPACE}s`;
 }
 
-/** $12.30, $0.0000384: three digits that count. */
+/** $12.30, $0.851, $0.000038: below a tenth of a cent two digits count. */
 export function dollars(value) {
   if (!isKnown(value)) return UNKNOWN;
   if (value === 0) return "$0";
-  const digits = value >= 1 ? 2 : Math.min(12, 2 - Math.floor(Math.log10(value)));
+  const magnitude = Math.floor(Math.log10(value));
+  const digits = value >= 1 ? 2 : Math.min(12, (value < 0.001 ? 1 : 2) - magnitude);
   return `$${fixed(value, digits)}`;
 }
 
