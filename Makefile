@@ -4,6 +4,7 @@
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make setup  only the environment, in .venv
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
+# make docs-images  take the pictures of the endpoint's page again, in headless Chromium
 # make lock   resolve requirements/*.txt again
 #
 # LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos setup check docs-bad-inputs lock clean
+.PHONY: demo test soak chaos setup check docs-bad-inputs docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -54,6 +55,9 @@ check:
 
 docs-bad-inputs: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/bad_inputs
+
+docs-images: setup
+	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/browser
 
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded --extra dev \
 	--universal --python-version 3.11 --no-header --no-emit-find-links --no-emit-index-url --quiet --upgrade

@@ -102,7 +102,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
     settings, price = gate_settings(config, hardware, served), resolve_price(config, hardware)
     app_id = uuid.uuid4().hex[:12]
-    deployments = {}
+    deployments, cards = {}, {}
     for one in served:
         job = replica_job(config, hardware, one, price, app_id)
         deployments[one.keys.served_name] = build_llm_deployment(
@@ -116,6 +116,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
+        cards[one.keys.served_name] = model_card(one, job.sizes.counts.admitted)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # it counts the limits of keys
@@ -125,7 +126,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     )
     return ingress.bind(
         llm_deployments=deployments,
-        model_cards={one.keys.served_name: _model_card(one.keys.served_name) for one in served},
+        model_cards=cards,
         settings=settings,
         price=price,
         batches=batch_settings(
@@ -218,8 +219,26 @@ def _served_model(one: Served, hardware: Hardware) -> ServedModel:
     )
 
 
-def _model_card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "peagle"}
+def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
+    """What `/v1/models` says of a model: OpenAI's fields, and under `peagle` what its engines are."""
+    spec, keys = one.engine.spec, one.keys
+    ours = {
+        "target": one.engine.model.name,
+        "precision": one.engine.precision.describe(),
+        "drafter": one.engine.drafter.name,
+        "method": spec.drafter.method if spec.drafter else None,
+        "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
+        "max_model_len": spec.max_model_len,
+        "max_replicas": keys.max_replicas,
+        "max_requests_per_replica": max_requests_per_replica,
+    }
+    return {
+        "id": keys.served_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "peagle",
+        "peagle": ours,
+    }
 
 
 def _state(config: ServeConfig) -> Path:

@@ -34,8 +34,8 @@ class _Cell:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Requests of one cell together."""
+class Sums:
+    """Requests of one engine process together."""
 
     usage: UnitUsage
     num_requests: int = 0
@@ -43,6 +43,7 @@ class _Sums:
     usd: float = 0.0
 
     def add(self, request: RequestUsage) -> None:
+        """One more; the first only counts, since `usage` began with it."""
         self.usage = self.usage + request.usage if self.num_requests else request.usage
         self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # one, but of a batch
         self.num_cut += request.outcome == "cut"
@@ -57,8 +58,13 @@ class CostView:
         self._price = price
         self._now = now
         self._reader = RequestReader(folder)
-        self._cells: dict[_Cell, _Sums] = {}
+        self._cells: dict[_Cell, Sums] = {}
+        self._listeners: list[Callable[[RequestUsage], None]] = []
         self._lock = threading.Lock()
+
+    def listen(self, hear: Callable[[RequestUsage], None]) -> None:
+        """Be told of each request when it is read, so that the ledger is read once."""
+        self._listeners.append(hear)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
         """Figures ready for JSON.
@@ -107,7 +113,9 @@ class CostView:
     def _add(self, request: RequestUsage) -> None:
         minute = int(request.usage.finished_at // _MINUTE_S)
         cell = _Cell(minute, request.usage.session_id, request.key, request.model)
-        self._cells.setdefault(cell, _Sums(request.usage)).add(request)
+        self._cells.setdefault(cell, Sums(request.usage)).add(request)
+        for hear in self._listeners:
+            hear(request)
 
     def _account(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
         """With the minute that the window begins in, as the requests have it."""
@@ -117,7 +125,7 @@ class CostView:
         return account((unit for unit in units if unit.session_id in known), sessions, self._price).to_dict()
 
 
-def totals(cells: Iterable[_Sums]) -> dict[str, Any]:
+def totals(cells: Iterable[Sums]) -> dict[str, Any]:
     """Sums over requests. Tokens per dollar are of busy time: no request pays for an idle engine."""
     cells = list(cells)
     units = [sums.usage for sums in cells]
@@ -133,14 +141,15 @@ def totals(cells: Iterable[_Sums]) -> dict[str, Any]:
         "num_draft_tokens": drafts.num_draft_tokens,
         "num_accepted_tokens": drafts.num_accepted_tokens,
         "acceptance_length": drafts.acceptance_length,
+        "acceptance_rates": list(drafts.acceptance_rates),
         "usd": usd,
         "tokens_per_busy_usd": tokens / usd if usd and tokens else None,
         "busy_usd_per_million_tokens": 1e6 * usd / tokens if usd and tokens else None,
     }
 
 
-def _grouped(cells: dict[_Cell, _Sums], name_of: Callable[[_Cell], str]) -> dict[str, Any]:
-    groups: defaultdict[str, list[_Sums]] = defaultdict(list)
+def _grouped(cells: dict[_Cell, Sums], name_of: Callable[[_Cell], str]) -> dict[str, Any]:
+    groups: defaultdict[str, list[Sums]] = defaultdict(list)
     for cell, sums in cells.items():
         groups[name_of(cell)].append(sums)
     return {name: totals(group) for name, group in sorted(groups.items())}

@@ -21,9 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
 from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
+from pipelines.online.load import Load
 from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES, Intake, ServedModel, check
 from pipelines.online.settlements import Settlements
 from pipelines.online.uploads import Upload, too_large
+from pipelines.online.web_page import is_page
 
 KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
@@ -60,9 +62,10 @@ class GateSettings:
 class Gate:
     """The middleware."""
 
-    def __init__(self, app: ASGIApp, settings: GateSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: GateSettings, load: Load | None = None) -> None:
         self._app = app
         self._settings = settings
+        self._load = load or Load()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._settlements = Settlements(settings.ledger)
@@ -84,7 +87,7 @@ class Gate:
             await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer", request_id: str) -> None:
-        if scope["path"] in _OPEN_PATHS:
+        if self._is_open(scope):
             await self._app(scope, receive, answer.send)
             return
         key = self._authenticate(scope)
@@ -107,7 +110,8 @@ class Gate:
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
-                await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+                with self._load.request(intake.model.name):
+                    await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -130,6 +134,11 @@ class Gate:
             _require_length(scope, settings.max_upload_bytes)
             receive = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
         await self._app(scope, receive, answer.send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether anybody gets it; the page only where keys guard what it shows."""
+        is_open_page = self._settings.requires_key and is_page(scope["method"], scope["path"])
+        return is_open_page or scope["path"] in _OPEN_PATHS
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:

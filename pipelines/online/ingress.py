@@ -1,4 +1,5 @@
-"""The HTTP side: Ray's `OpenAiIngress` on our own FastAPI application, behind the gate, with `/health` and `/v1/cost`.
+"""The HTTP side: Ray's `OpenAiIngress` on our own FastAPI application, behind the gate, with `/health`, `/v1/cost`,
+`/v1/live` and the page at `/`.
 
 Ray's own application answers wrong types with 400, repeats internal exceptions to clients and lets every web page in
 with credentials; so only Ray's handlers are taken, by `make_fastapi_ingress(app=)`. Embeddings, scores and
@@ -9,7 +10,7 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
 from peagle.economics.prices import Price
@@ -22,7 +23,11 @@ from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError
 from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.live import MAX_WINDOW_S, LiveView
+from pipelines.online.load import Load, describe_load
+from pipelines.online.replicas import replica_counts
 from pipelines.online.requests import CHAT, COMPLETIONS
+from pipelines.online.web_page import FOLDER, page_response
 
 _ROUTES = {
     "models": lambda app: app.get("/v1/models"),
@@ -30,6 +35,9 @@ _ROUTES = {
     "completions": lambda app: app.post(COMPLETIONS),
     "chat": lambda app: app.post(CHAT),
     "cost": lambda app: app.get("/v1/cost"),
+    "live": lambda app: app.get("/v1/live"),
+    "page": lambda app: app.get("/", include_in_schema=False),
+    "page_file": lambda app: app.get(FOLDER + "{name}", include_in_schema=False),
     "health": lambda app: app.get("/health"),
     **BATCH_ROUTES,
 }
@@ -51,6 +59,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self.batches = Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd) if batches else None
+        self._live = LiveView(self._cost)
+        self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
+        self._requires_key = settings.requires_key
 
     async def models(self) -> JSONResponse:
         """The models, as OpenAI lists them."""
@@ -67,9 +78,32 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
         return JSONResponse(await asyncio.to_thread(self._cost.report, own, window_s))
 
+    async def live(
+        self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
+    ) -> JSONResponse:
+        """The figures of the last minutes: everybody's and the engines for an operator, else one's own."""
+        if OPERATOR_HEADER not in request.headers:
+            return JSONResponse(await asyncio.to_thread(self._live.report, request.headers[KEY_HEADER], window_s))
+        report = await asyncio.to_thread(self._live.report, None, window_s)
+        return JSONResponse(report | {"load": await asyncio.to_thread(self._loads, request.app.state.load)})
+
+    def _loads(self, load: Load) -> dict[str, dict[str, int]]:
+        return {
+            model: describe_load(self._cards[model]["peagle"], counts, load.under_way(model))
+            for model, counts in replica_counts(self._deployments).items()
+        }
+
+    async def page(self) -> Response:
+        """The page."""
+        return page_response()
+
+    async def page_file(self, name: str) -> Response:
+        """One of its files."""
+        return page_response(name)
+
     async def health(self) -> JSONResponse:
         """The ingress answers. Whether engines do is in Serve's status."""
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "requires_key": self._requires_key})
 
 
 def make_ingress(settings: GateSettings) -> Any:
@@ -81,5 +115,6 @@ def make_app(settings: GateSettings) -> FastAPI:
     """An application without routes that answers errors as OpenAI does, behind the gate."""
     app = FastAPI(title="peagle", docs_url=None, redoc_url=None)
     answer_errors(app)
-    app.add_middleware(Gate, settings=settings)
+    app.state.load = Load()
+    app.add_middleware(Gate, settings=settings, load=app.state.load)
     return app

@@ -42,6 +42,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
         check_errors(client, url)
         check_batch(client)
         check_cost(client)
+        check_page(client, url)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     check_ledger(tmp_path / "state" / "ledger")
@@ -125,6 +126,21 @@ def check_cost(client):
     report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
     assert report["by_key"]["alice"]["num_output_tokens"] > 0
     assert report["account"]["usd"]["idle"] > 0
+
+
+def check_page(client, url):
+    page = httpx.get(url.removesuffix("v1"))
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    assert httpx.get(url.removesuffix("v1") + "page/app.js").headers["content-type"].startswith("text/javascript")
+    assert httpx.get(url.removesuffix("v1") + "health").json()["requires_key"]
+    assert client.models.retrieve(MODEL).peagle["num_speculative_tokens"] == 3
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    live = httpx.get(f"{client.base_url}live?window_s=300", headers=headers).raise_for_status().json()
+    assert live["load"][MODEL]["num_running_replicas"] == live["load"][MODEL]["max_replicas"] == 1
+    assert live["load"][MODEL]["num_requests_under_way"] == 0
+    assert live["total"]["output_tokens_per_s"] > 0
+    assert live["total"]["ttft_p95_s"] >= live["total"]["ttft_p50_s"] > 0
+    assert live["account"]["tokens_per_usd"] > 0
 
 
 def check_ledger(folder):

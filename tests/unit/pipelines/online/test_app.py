@@ -9,7 +9,7 @@ from peagle.errors import CapacityError, ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement
 from pipelines.online import app
-from pipelines.online.app import Served, gate_settings
+from pipelines.online.app import Served, gate_settings, model_card
 from pipelines.online.config import ServeConfig
 from pipelines.online.keys import new_key, write_keys
 
@@ -73,3 +73,19 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert (folder / "runs").is_dir()
     with pytest.raises(CapacityError, match="3 engines need a CPU core each"):
         placement(batches=folder, batches_at_once=2)
+
+
+def test_a_models_card_says_what_its_engines_are(tmp_path):
+    config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
+    card = model_card(served(config)[0], 9)
+    assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
+    assert card["peagle"] == {
+        "target": "m",
+        "precision": "bf16",
+        "drafter": "head",
+        "method": "peagle",
+        "num_speculative_tokens": 3,
+        "max_model_len": 512,
+        "max_replicas": 3,
+        "max_requests_per_replica": 9,
+    }

@@ -6,6 +6,7 @@ import pytest
 
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
+from pipelines.online.load import Load
 from pipelines.online.requests import ServedModel
 
 CHAT = "/v1/chat/completions"
@@ -81,9 +82,9 @@ def settings(tmp_path):
 def ask(settings, keys):
     """Send requests, one after the other, through one gate."""
 
-    def send(*requests, app=None, client=("127.0.0.1", 1), **changes):
+    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, **changes):
         async def run():
-            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}))
+            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), load)
             transport = httpx.ASGITransport(app=gate, client=client)
             async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
@@ -130,6 +131,15 @@ def test_a_wrong_key_is_401_and_health_needs_none(ask):
     assert error_of(wrong) == (401, "invalid_api_key")
     assert wrong.json()["error"]["type"] == "authentication_error"
     assert health.status_code == 200
+
+
+def test_the_page_needs_no_key_where_there_are_keys_and_this_machine_where_there_are_none(ask):
+    for path in ("/", "/page/app.js"):
+        assert ask(get(path))[0].status_code == 200
+        open_to_us = {"requires_key": False, "key_file": None}
+        assert ask(get(path), **open_to_us)[0].status_code == 200
+        assert error_of(ask(get(path), client=("10.0.0.7", 1), **open_to_us)[0]) == (403, "not_local")
+    assert error_of(ask((("POST", "/"), {}))[0]) == (401, "missing_api_key")
 
 
 def test_without_keys_only_this_machine_is_answered(ask):
@@ -266,6 +276,23 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask
     (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
     assert error_of(answer) == (504, "timeout")
     assert cancelled == [True]
+
+
+def test_requests_under_way_are_counted_while_they_are(ask, keys):
+    load, seen = Load(), []
+
+    class Watched(Engine):
+        async def __call__(self, scope, receive, send):
+            seen.append((load.under_way("a"), load.under_way("b")))
+            await super().__call__(scope, receive, send)
+
+    def watched(**kwargs):
+        return ask(*kwargs.pop("requests"), app=Watched(**kwargs), load=load)
+
+    watched(requests=[post(keys["alice"]), post(keys["alice"], model="b")])
+    watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
+    assert seen == [(1, 0), (0, 1), (1, 0)]
+    assert load.under_way("a") == load.under_way("b") == 0
 
 
 @pytest.mark.parametrize(

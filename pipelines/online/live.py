@@ -1,0 +1,161 @@
+"""The figures of the last minutes, for the page at `/` and whoever else looks often: `/v1/live`.
+
+Requests come from the ledger as `CostView` reads it, are added up as it adds them, and the account of the whole is its
+own; new here are only speeds, percentiles and how they went over the window. It knows records, no HTTP.
+
+A request is seen when it has ended. Its tokens then count for the seconds in which they were made, from its first token
+to its end; everything else of it counts at its end. Time passes in steps, and only whole ones are shown.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.bench.summary import percentile
+from peagle.economics.usage import RequestUsage
+from pipelines.online.cost import CostView, Sums, totals
+
+STEP_S = 2
+NUM_POINTS = 30  # of a series, whatever its window
+MAX_WINDOW_S = 900
+_FRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Requests that are never told apart."""
+
+    key: str
+    model: str
+
+
+@dataclass(slots=True)
+class _Cell:
+    """What ended in one step, and the tokens that were made in it."""
+
+    by_session: dict[str, Sums] = field(default_factory=dict)
+    ttft_s: list[float] = field(default_factory=list)
+    num_tokens_made: float = 0.0
+
+
+class LiveView:
+    """The last minutes of the ledger that a `CostView` reads."""
+
+    def __init__(self, cost: CostView, *, now: Callable[[], float] = time.time) -> None:
+        self._cost = cost
+        self._now = now
+        self._steps: dict[int, defaultdict[Whose, _Cell]] = {}
+        self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+        cost.listen(self._hear)
+
+    def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
+        """Figures ready for JSON; made anew once a second at most, however many pages look.
+
+        Args:
+            key: only this one's requests, and nothing of the whole; None is everybody's.
+            window_s: a multiple of 60, `MAX_WINDOW_S` at most.
+
+        Raises:
+            PeagleError: the ledger cannot be read.
+        """
+        made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
+        if not 0 <= self._now() - made_at < _FRESH_S:
+            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `_hear`
+            with self._lock:
+                report = self._report(key, window_s)
+            report |= {} if account is None else {"account": account}
+            self._reports[key, window_s] = self._now(), report
+        return report
+
+    def _report(self, key: str | None, window_s: int) -> dict[str, Any]:
+        last = int(self._now() // STEP_S)
+        self._forget(last)
+        steps = range(last - window_s // STEP_S, last)
+        seen = {whose for step in steps for whose in self._steps.get(step, ())}
+        models = sorted({whose.model for whose in seen if key in (None, whose.key)})
+        return {
+            "ends_at_s": last * STEP_S,
+            "window_s": window_s,
+            "total": self._figures(steps, key, None),
+            "by_model": {model: self._figures(steps, key, model) for model in models},
+            "series": self._series(steps, key),
+        }
+
+    def _hear(self, request: RequestUsage) -> None:
+        with self._lock:
+            self._add(request)
+
+    def _add(self, request: RequestUsage) -> None:
+        usage, whose = request.usage, Whose(request.key, request.model)
+        last = int(usage.finished_at // STEP_S)
+        if last < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
+            return
+        cell = self._cell(last, whose)
+        cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
+        if request.ttft_s is not None:
+            cell.ttft_s.append(request.ttft_s)
+        begins_at = min(usage.started_at + (request.ttft_s or 0.0), usage.finished_at)
+        for step, share in spread_over_steps(begins_at, usage.finished_at):
+            self._cell(step, whose).num_tokens_made += share * usage.num_output_tokens
+
+    def _cell(self, step: int, whose: Whose) -> _Cell:
+        return self._steps.setdefault(step, defaultdict(_Cell))[whose]
+
+    def _forget(self, last: int) -> None:
+        for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
+            del self._steps[step]
+
+    def _cells(self, steps: Collection[int], key: str | None, model: str | None) -> list[_Cell]:
+        return [
+            cell
+            for step in steps
+            for whose, cell in self._steps.get(step, {}).items()
+            if key in (None, whose.key) and model in (None, whose.model)
+        ]
+
+    def _figures(self, steps: Collection[int], key: str | None, model: str | None) -> dict[str, Any]:
+        cells = self._cells(steps, key, model)
+        return {
+            "output_tokens_per_s": _rate(cells, len(steps)),
+            "ttft_p50_s": _ttft(cells, 50),
+            "ttft_p95_s": _ttft(cells, 95),
+            **totals(sums for cell in cells for sums in cell.by_session.values()),
+        }
+
+    def _series(self, steps: range, key: str | None) -> dict[str, Any]:
+        size = len(steps) // NUM_POINTS
+        points = [steps[start : start + size] for start in range(0, len(steps), size)]
+        cells = [self._cells(point, key, None) for point in points]
+        return {
+            "step_s": size * STEP_S,
+            "output_tokens_per_s": [_rate(one, size) for one in cells],
+            "ttft_p50_s": [_ttft(one, 50) for one in cells],
+        }
+
+
+def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, float]]:
+    """The steps that an interval touches, each with its share of it; the shares sum to 1.
+
+    >>> list(spread_over_steps(3.0, 7.0)), list(spread_over_steps(5.0, 5.0))
+    ([(1, 0.25), (2, 0.5), (3, 0.25)], [(2, 1.0)])
+    """
+    first, last = int(begins_at // STEP_S), int(ends_at // STEP_S)
+    if first == last:
+        yield first, 1.0
+        return
+    for step in range(first, last + 1):
+        inside_s = min(ends_at, (step + 1) * STEP_S) - max(begins_at, step * STEP_S)
+        yield step, inside_s / (ends_at - begins_at)
+
+
+def _rate(cells: Collection[_Cell], num_steps: int) -> float:
+    return sum(cell.num_tokens_made for cell in cells) / (num_steps * STEP_S)
+
+
+def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
+    values = [value for cell in cells for value in cell.ttft_s]
+    return percentile(values, percent) if values else None

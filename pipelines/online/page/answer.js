@@ -1,0 +1,48 @@
+// One answer as it arrives: its text, and its figures as seen from here. It draws nothing.
+
+import { streamChat } from "./api.js";
+
+/**
+ * Send a chat; `onChange(answer)` is called for each event, and the answer is returned when it is whole.
+ *
+ * `total_s` and `ttft_s` are measured in this browser, from sending to the last and to the first token; tokens/s are
+ * output tokens over `total_s`, the wait for the first included. Tokens, acceptance and cost are the endpoint's own.
+ */
+export async function receive(body, signal, onChange) {
+  const began = performance.now();
+  const answer = {
+    text: "",
+    thought: "",
+    ttft_s: null,
+    total_s: 0,
+    numTokens: 0,
+    tokens_per_s: null,
+    acceptanceLength: null,
+    usd: null,
+    finishReason: null,
+  };
+  for await (const event of streamChat(body, signal)) {
+    read(event, answer, (performance.now() - began) / 1000);
+    onChange(answer);
+  }
+  return answer;
+}
+
+function read(event, answer, passed_s) {
+  const choice = event.choices?.[0];
+  const text = choice?.delta?.content ?? "";
+  const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+  answer.text += text;
+  answer.thought += thought;
+  answer.finishReason = choice?.finish_reason ?? answer.finishReason;
+  answer.numTokens = event.usage?.completion_tokens ?? answer.numTokens;
+  if (text || thought) {
+    answer.ttft_s ??= passed_s;
+    answer.total_s = passed_s;
+  }
+  answer.tokens_per_s = answer.total_s ? answer.numTokens / answer.total_s : null;
+  if (event.peagle) {
+    answer.usd = event.peagle.usd;
+    answer.acceptanceLength = event.peagle.acceptance_length;
+  }
+}

@@ -1,0 +1,86 @@
+// The endpoint's API: the key, answers as JSON, streams of events, and what went wrong in words.
+//
+// The key is kept in sessionStorage, so it goes with the tab, and is sent to this endpoint alone.
+
+const KEY = "peagle-api-key";
+
+export const keyStore = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (key) => sessionStorage.setItem(KEY, key),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** An answer other than 200, or none: then `status` is 0. */
+export class ApiError extends Error {
+  constructor(status, message, retryAfter_s = null) {
+    super(message);
+    this.status = status;
+    this.retryAfter_s = retryAfter_s;
+  }
+}
+
+const LOST = "The connection to the endpoint was lost.";
+
+/** GET a path, such as "v1/models", as JSON. */
+export async function getJson(path) {
+  const response = await ask(path, { signal: AbortSignal.timeout(15_000) });
+  return response.json().catch(() => {
+    throw new ApiError(0, LOST);
+  });
+}
+
+/**
+ * Send a chat and give its events as they come: objects as the endpoint sent them.
+ *
+ * A stream that ends without its last word, or with an error of its own, is an ApiError.
+ */
+export async function* streamChat(body, signal) {
+  const options = { include_usage: true, continuous_usage_stats: true };
+  const response = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: options }),
+    signal,
+  });
+  for await (const data of serverEvents(response.body, signal)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.code === "overloaded" ? 503 : 500, event.error.message);
+    yield event;
+  }
+  throw new ApiError(0, "The answer broke off: the connection to the endpoint was lost.");
+}
+
+async function ask(path, options) {
+  const headers = { ...options.headers };
+  if (keyStore.get()) headers.authorization = `Bearer ${keyStore.get()}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  } catch (error) {
+    throw options.signal?.aborted && error.name === "AbortError" ? error : new ApiError(0, LOST);
+  }
+  if (response.ok) return response;
+  const said = await response.json().catch(() => ({}));
+  const wait_s = Number.parseFloat(response.headers.get("retry-after"));
+  const message = said?.error?.message ?? `the endpoint answered ${response.status}`;
+  throw new ApiError(response.status, message, Number.isFinite(wait_s) ? wait_s : null);
+}
+
+async function* serverEvents(body, signal) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const events = (pending + value).split("\n\n");
+      pending = events.pop();
+      for (const event of events) if (event.startsWith("data: ")) yield event.slice("data: ".length);
+    }
+  } catch (error) {
+    throw signal?.aborted ? error : new ApiError(0, "The answer broke off: the connection to the endpoint was lost.");
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

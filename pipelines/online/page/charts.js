@@ -1,0 +1,62 @@
+// Small charts, drawn as SVG. Each says in words what it shows; colours are the style sheet's.
+
+import { element, svg } from "./dom.js";
+import { percent } from "./format.js";
+
+const HEIGHT = 40;
+const LEAST = 1.5; // of a bar that is not nothing
+
+/** Bars of equal width over time; null leaves a gap. */
+export function bars(values, label) {
+  const most = Math.max(...values.map((value) => value ?? 0), Number.MIN_VALUE);
+  const rects = values.map((value, index) => {
+    const height = value ? Math.max(LEAST, (HEIGHT * value) / most) : 0;
+    return svg("rect", { x: index + 0.14, y: HEIGHT - height, width: 0.72, height, class: "bar" });
+  });
+  return chart(values.length, label, rects);
+}
+
+/** One bar cut into shares: [[name, share], ...]. */
+export function shares(parts, label) {
+  let x = 0;
+  const rects = parts.map(([name, share]) => {
+    const rect = svg("rect", { x, y: 0, width: share, height: HEIGHT, class: `share-${name}` });
+    x += share;
+    return rect;
+  });
+  return chart(1, label, rects);
+}
+
+/** A column for each rate, with its number above and its position below. */
+export function columns(rates) {
+  const list = element("ol", { class: "columns" });
+  for (const [index, rate] of rates.entries()) {
+    const height = Math.max(LEAST, HEIGHT * rate);
+    const bar = svg("rect", { x: 0, y: HEIGHT - height, width: 1, height, class: "bar" });
+    const track = svg("rect", { x: 0, y: 0, width: 1, height: HEIGHT, class: "track" });
+    const column = chart(1, `token ${index + 1}: accepted in ${percent(rate)} of drafts`, [track, bar]);
+    list.append(
+      element(
+        "li",
+        {},
+        element("span", { "aria-hidden": "true" }, percent(rate)),
+        column,
+        element("span", { class: "position", "aria-hidden": "true" }, String(index + 1)),
+      ),
+    );
+  }
+  return list;
+}
+
+/** A bar as long as its share of the longest. */
+export function meter(share, label) {
+  return chart(1, label, [
+    svg("rect", { x: 0, y: 0, width: 1, height: HEIGHT, class: "track" }),
+    svg("rect", { x: 0, y: 0, width: Math.min(1, Math.max(0, share)), height: HEIGHT, class: "bar" }),
+  ]);
+}
+
+function chart(width, label, children) {
+  const box = { viewBox: `0 0 ${width} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label };
+  return svg("svg", box, ...children);
+}

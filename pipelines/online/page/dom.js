@@ -1,0 +1,27 @@
+// Elements from text. Nothing here or elsewhere reads HTML: what a model writes stays text.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** The element with this id. */
+export const byId = (id) => document.getElementById(id);
+
+/** A new element; its children are elements and texts. */
+export function element(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+/** A new SVG element. */
+export function svg(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** Set a text, and touch the page only if it differs. */
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}

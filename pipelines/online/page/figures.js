@@ -1,0 +1,27 @@
+// The figures of one answer, as a list that is there before they are.
+
+import { element, say } from "./dom.js";
+import { amount, count, decimals, dollars, seconds } from "./format.js";
+
+const ROWS = [
+  ["tokens/s", (answer) => amount(answer.tokens_per_s)],
+  ["first token", (answer) => seconds(answer.ttft_s)],
+  ["latency", (answer) => seconds(answer.total_s || null)],
+  ["tokens", (answer) => count(answer.numTokens || null)],
+  ["acceptance", (answer) => decimals(answer.acceptanceLength, 2)],
+  ["cost", (answer) => dollars(answer.usd)],
+];
+
+export class Figures {
+  /** `without`: names that are shown elsewhere. */
+  constructor(without = []) {
+    this.rows = ROWS.filter(([name]) => !without.includes(name));
+    this.values = this.rows.map(() => element("dd", {}, "–"));
+    const rows = this.rows.map(([name], index) => element("div", {}, element("dt", {}, name), this.values[index]));
+    this.node = element("dl", { class: "stats" }, ...rows);
+  }
+
+  show(answer) {
+    this.rows.forEach(([, format], index) => say(this.values[index], format(answer)));
+  }
+}

@@ -1,0 +1,39 @@
+// Asks for the API key where the endpoint has keys, and keeps it for this tab.
+
+import { keyStore } from "./api.js";
+import { byId } from "./dom.js";
+import { Notice } from "./notice.js";
+
+export class Keys {
+  /** `onKey()` is called when there is a new key, or none any more. */
+  constructor(onKey) {
+    this.dialog = byId("key-dialog");
+    this.notice = new Notice(byId("key-notice"));
+    byId("key-button").addEventListener("click", () => this.ask());
+    byId("key-close").addEventListener("click", () => this.dialog.close());
+    byId("key-forget").addEventListener("click", () => {
+      keyStore.forget();
+      this.dialog.close();
+      onKey();
+    });
+    byId("key-form").addEventListener("submit", () => {
+      keyStore.set(byId("key-input").value.trim());
+      byId("key-input").value = "";
+      onKey();
+    });
+  }
+
+  /** The endpoint has keys: they can be changed at any time. */
+  offer() {
+    byId("key-button").hidden = false;
+  }
+
+  /** Open the dialog, with what was wrong with the last key. */
+  ask(message = "") {
+    this.offer();
+    this.notice.info(message);
+    byId("key-forget").hidden = !keyStore.get();
+    if (!this.dialog.open) this.dialog.showModal();
+    byId("key-input").focus();
+  }
+}

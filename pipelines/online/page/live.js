@@ -1,0 +1,199 @@
+// The live figures: asks /v1/live every two seconds while the page is seen, and writes them into their tiles.
+
+import { getJson } from "./api.js";
+import { bars, columns, shares } from "./charts.js";
+import { byId, element, say } from "./dom.js";
+import { amount, clock, count, counted, decimals, dollars, percent, seconds, span } from "./format.js";
+
+const EVERY_S = 2;
+const LONGEST_WAIT_S = 30;
+const NUM_SEEN = 30;
+const MOST_PIPS = 24;
+const STATES = ["running", "starting", "stopping"];
+const LEAST_SHARE = 0.0005; // of the money that is shown
+const FOR_OPERATORS = "shown to operators";
+const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compiling", lost: "under way or lost" };
+
+export class Live {
+  #timer = 0;
+  #wait_s = EVERY_S;
+  #seen = [];
+  #window_s = 60;
+  #round = 0;
+
+  /** `onError(error)` sees each ApiError first; it gives true if a key is what is missing. */
+  constructor(onError) {
+    this.onError = onError;
+    this.cards = new Map();
+    byId("window").addEventListener("change", (event) => {
+      this.#window_s = Number(event.target.value);
+      this.start();
+    });
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
+    addEventListener("online", () => this.start());
+  }
+
+  /** The models of the endpoint, by name. */
+  offer(cards) {
+    this.cards = cards;
+    showModels({}, cards);
+  }
+
+  start() {
+    this.stop();
+    this.#wait_s = EVERY_S;
+    this.#look(this.#round);
+  }
+
+  stop() {
+    this.#round++;
+    clearTimeout(this.#timer);
+  }
+
+  /** Nothing is asked until there is a key. */
+  needsKey() {
+    this.stop();
+    byId("tiles").classList.add("stale");
+    state("waiting for an API key", true);
+  }
+
+  async #look(round) {
+    try {
+      const report = await getJson(`v1/live?window_s=${this.#window_s}`);
+      if (round !== this.#round) return;
+      this.#show(report);
+      this.#wait_s = EVERY_S;
+    } catch (error) {
+      if (round !== this.#round) return;
+      byId("tiles").classList.add("stale");
+      if (this.onError(error)) return;
+      this.#wait_s = Math.min(LONGEST_WAIT_S, Math.max(this.#wait_s * 2, error.retryAfter_s ?? 0));
+      state(`${error.status ? error.message : "no connection"}; next try in ${this.#wait_s} s`, true);
+    }
+    this.#timer = setTimeout(() => this.#look(round), this.#wait_s * 1000);
+  }
+
+  #show(report) {
+    byId("tiles").classList.remove("stale");
+    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", requests of this key alone"}`);
+    for (const node of document.querySelectorAll(".ago")) say(node, `${span(report.window_s)} ago`);
+    showSpeed(report);
+    showMoney(report);
+    showAcceptance(report);
+    showFirstToken(report);
+    showEngines(report.load);
+    this.#showRequests(report.load);
+    showModels(report, this.cards);
+  }
+
+  #showRequests(load) {
+    const underWay = sum(load, "num_requests_under_way");
+    say(byId("requests"), count(underWay));
+    say(byId("requests-sub"), waitingOf(load));
+    this.#seen = [...this.#seen, underWay].slice(-NUM_SEEN);
+    const values = [...new Array(NUM_SEEN - this.#seen.length).fill(null), ...this.#seen];
+    byId("requests-chart").replaceChildren(bars(values, `requests under way, now ${count(underWay)}`));
+  }
+}
+
+function state(text, isBad = false) {
+  byId("live-state").classList.toggle("bad", isBad);
+  say(byId("live-state"), text);
+}
+
+function showSpeed({ total, series, window_s }) {
+  const peak = Math.max(...series.output_tokens_per_s);
+  say(byId("speed"), amount(total.output_tokens_per_s));
+  const ended = `${counted(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
+  say(byId("speed-sub"), total.num_requests ? ended : `no request ended in ${span(window_s)}`);
+  byId("speed-chart").replaceChildren(bars(series.output_tokens_per_s, `output tokens/s, peak ${amount(peak)}`));
+}
+
+function showMoney({ total, account }) {
+  const ofWhole = account ? account.tokens_per_usd : total.tokens_per_busy_usd;
+  say(byId("money"), amount(ofWhole));
+  const perMillion = dollars(account ? account.usd_per_million_tokens : total.busy_usd_per_million_tokens);
+  const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
+  say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens, so no price of one");
+  const whole = account?.usd.total;
+  const parts = Object.keys(SHARES)
+    .map((name) => [name, whole ? account.usd[name] / whole : 0])
+    .filter(([, share]) => share > LEAST_SHARE);
+  const words = parts.map(([name, share]) => `${SHARES[name]} ${percent(share)}`);
+  const label = `where the money went: ${words.join(", ")}`;
+  byId("money-chart").replaceChildren(...(parts.length ? [shares(parts, label)] : []));
+  byId("money-legend").replaceChildren(
+    ...parts.map(([name], index) => element("li", {}, element("i", { class: `share-${name}` }), words[index])),
+  );
+}
+
+function showAcceptance({ total }) {
+  const drafted = total.num_draft_tokens;
+  say(byId("acceptance"), decimals(total.acceptance_length, 2));
+  const accepted = percent(total.num_accepted_tokens / drafted);
+  const share = drafted ? `${accepted} of ${count(drafted)} drafted tokens accepted` : "nothing drafted in the window";
+  say(byId("acceptance-sub"), share);
+  byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
+}
+
+function showFirstToken({ total, series }) {
+  say(byId("ttft"), seconds(total.ttft_p50_s));
+  const isKnown = total.ttft_p95_s !== null;
+  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}; in the engine` : "no first token in the window");
+  byId("ttft-chart").replaceChildren(bars(series.ttft_p50_s, `time to first token, p50 ${seconds(total.ttft_p50_s)}`));
+}
+
+function showEngines(load) {
+  const numbers = STATES.map((name) => sum(load, `num_${name}_replicas`) ?? 0);
+  const [running, starting, stopping] = numbers;
+  const most = sum(load, "max_replicas");
+  say(byId("engines"), load ? `${count(running)} of ${count(most)}` : "–");
+  const moving = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
+  say(byId("engines-sub"), load ? moving || room(running, most) : FOR_OPERATORS);
+  const kinds = STATES.flatMap((name, index) => new Array(numbers[index]).fill(name));
+  const length = Math.max(most ?? 0, kinds.length);
+  const pips = Array.from({ length: length <= MOST_PIPS ? length : 0 }, (_, index) => kinds[index] ?? "off");
+  byId("engines-pips").replaceChildren(...pips.map((kind) => element("li", { class: kind })));
+}
+
+function showModels({ by_model, load }, cards) {
+  byId("models-rows").replaceChildren(
+    ...[...cards].map(([name, card]) => {
+      const figures = by_model ? (by_model[name] ?? { output_tokens_per_s: 0 }) : {};
+      const cells = [
+        load ? `${count(load[name]?.num_running_replicas)} of ${count(load[name]?.max_replicas)}` : "–",
+        count(load?.[name]?.num_requests_under_way),
+        amount(figures.output_tokens_per_s),
+        decimals(figures.acceptance_length, 2),
+        seconds(figures.ttft_p50_s),
+        amount(figures.tokens_per_busy_usd),
+      ];
+      return element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, name),
+        element("td", {}, drafterOf(card)),
+        ...cells.map((cell) => element("td", { class: "number" }, cell)),
+      );
+    }),
+  );
+}
+
+/** What drafts for a model, in words. */
+export function drafterOf(card) {
+  const { drafter, num_speculative_tokens: k } = card.peagle ?? {};
+  return k ? `${drafter}, K=${k}` : "none";
+}
+
+function waitingOf(load) {
+  if (!load) return FOR_OPERATORS;
+  const waiting = sum(load, "num_requests_waiting");
+  return waiting ? `${count(waiting)} of them wait for an engine` : "none waits for an engine";
+}
+
+function room(running, most) {
+  if (!running) return "all asleep; a request starts one";
+  return running < most ? `${count(most - running)} more under load` : "as many as there may be";
+}
+
+const sum = (load, name) => (load ? Object.values(load).reduce((total, one) => total + one[name], 0) : null);

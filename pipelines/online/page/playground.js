@@ -1,0 +1,123 @@
+// The playground: a conversation with one model, each answer with its figures.
+
+import { receive } from "./answer.js";
+import { byId, element, say } from "./dom.js";
+import { Figures } from "./figures.js";
+import { Notice } from "./notice.js";
+
+export class Playground {
+  #turns = [];
+  #stop = null;
+
+  /** `onError(error)` sees each ApiError first, and asks for a key if that is what is missing. */
+  constructor(onError) {
+    this.onError = onError;
+    this.notice = new Notice(byId("playground-notice"));
+    this.log = byId("playground-log");
+    this.empty = byId("playground-empty");
+    byId("playground-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!this.#stop) this.#send();
+    });
+    byId("playground-send").addEventListener("click", (event) => {
+      if (!this.#stop) return;
+      event.preventDefault();
+      this.#stop.abort();
+    });
+    byId("playground-form").addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.#stop?.abort();
+    });
+    byId("playground-new").addEventListener("click", () => this.#clear());
+  }
+
+  #clear() {
+    this.#stop?.abort();
+    this.#turns = [];
+    this.notice.clear();
+    this.log.replaceChildren(this.empty);
+    byId("playground-message").focus();
+  }
+
+  async #send() {
+    const field = byId("playground-message");
+    const message = { role: "user", content: field.value };
+    const [asked, turn] = [userTurn(field.value), new AnswerTurn()];
+    this.notice.clear();
+    this.empty.remove();
+    this.log.append(asked, turn.node);
+    this.log.scrollTop = this.log.scrollHeight;
+    field.value = "";
+    try {
+      const answer = await this.#receive([...this.#turns, message], turn);
+      this.#turns.push(message, { role: "assistant", content: answer.text });
+    } catch (error) {
+      if (error.name === "AbortError") return turn.end("stopped");
+      if (turn.isEmpty) this.#takeBack(asked, turn, message.content);
+      else turn.end("broken off");
+      if (!this.onError(error)) this.notice.error(error);
+    }
+  }
+
+  async #receive(messages, turn) {
+    const system = byId("playground-system").value.trim();
+    const body = {
+      model: byId("playground-model").value,
+      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+      max_tokens: Number(byId("playground-tokens").value),
+      temperature: Number(byId("playground-temperature").value),
+    };
+    this.#stop = new AbortController();
+    say(byId("playground-send"), "Stop");
+    this.log.setAttribute("aria-busy", "true");
+    try {
+      const answer = await receive(body, this.#stop.signal, (so) => this.#follow(() => turn.show(so)));
+      if (answer.finishReason === "length") this.#follow(() => turn.end("ended at max tokens"));
+      return answer;
+    } finally {
+      this.#stop = null;
+      say(byId("playground-send"), "Send");
+      this.log.setAttribute("aria-busy", "false");
+    }
+  }
+
+  /** Change the log, and keep its end in sight if it was. */
+  #follow(change) {
+    const { log } = this;
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 24;
+    change();
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  #takeBack(asked, turn, text) {
+    asked.remove();
+    turn.node.remove();
+    if (!this.log.children.length) this.log.append(this.empty);
+    const field = byId("playground-message");
+    if (!field.value) field.value = text;
+  }
+}
+
+const userTurn = (text) => element("div", { class: "turn user text" }, text);
+
+class AnswerTurn {
+  constructor() {
+    this.thought = element("p", { class: "thought text" });
+    this.text = element("p", { class: "text" });
+    this.figures = new Figures();
+    this.node = element("div", { class: "turn" }, this.thought, this.text, this.figures.node);
+  }
+
+  get isEmpty() {
+    return !this.text.textContent && !this.thought.textContent;
+  }
+
+  show(answer) {
+    say(this.thought, answer.thought);
+    say(this.text, answer.text);
+    this.figures.show(answer);
+  }
+
+  end(how) {
+    this.node.append(element("p", { class: "failed" }, how));
+  }
+}

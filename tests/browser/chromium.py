@@ -1,0 +1,189 @@
+"""A headless Chromium, driven by its own DevTools protocol over one WebSocket: no driver to install.
+
+It knows pages, keys and what a page asked the network and said to the console; it knows nothing of ours.
+"""
+
+import base64
+import json
+import shutil
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import connect
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_FLAGS = (
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--mute-audio",
+    ),
+    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--remote-debugging-port=0", "about:blank"),
+)
+_START_S = 60
+_WAIT_S = 20
+_KEYS = {"Enter": ("\r", 13), "Tab": ("\t", 9), "Escape": ("", 27), " ": (" ", 32), "ArrowRight": ("", 39)}
+_MODIFIERS = {"Control": 2, "Shift": 8}
+
+
+def executable() -> str | None:
+    """The browser of this machine."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Chromium:
+    """One browser process."""
+
+    def __init__(self, profile: Path) -> None:
+        path = executable()
+        assert path is not None, "the caller looks first"
+        self._process = subprocess.Popen(
+            [path, f"--user-data-dir={profile}", *_FLAGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._open = ExitStack()
+        self._socket = self._open.enter_context(connect(self._address(profile / "DevToolsActivePort"), max_size=None))
+        self._number = 0
+        self._pages: dict[str, Page] = {}
+
+    def _address(self, file: Path) -> str:
+        until = time.monotonic() + _START_S
+        while not (file.exists() and file.read_text().count("\n")):
+            assert time.monotonic() < until, "the browser did not start"
+            time.sleep(0.05)
+        port, path = file.read_text().split("\n")[:2]
+        return f"ws://127.0.0.1:{port}{path}"
+
+    def page(self) -> "Page":
+        """A tab that shares nothing with others."""
+        context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._pages[session] = Page(self, session, context)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable", session)
+        return self._pages[session]
+
+    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        """One command; events that come meanwhile go to their pages."""
+        self._number += 1
+        number = self._number
+        message = {"id": number, "method": method, "params": params}
+        self._socket.send(json.dumps(message | ({"sessionId": session} if session else {})))
+        while True:
+            answer = json.loads(self._socket.recv(timeout=_WAIT_S))
+            if answer.get("id") == number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return dict(answer["result"])
+            if page := self._pages.get(answer.get("sessionId", "")):
+                page.hear(answer["method"], answer["params"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._open.close()
+        self._process.terminate()
+        self._process.wait(_WAIT_S)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, browser: Chromium, session: str, context: str) -> None:
+        self._browser = browser
+        self._session = session
+        self._context = context
+        self.console: list[str] = []
+        self.urls: list[str] = []
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """A command to this tab."""
+        return self._browser.call(method, self._session, **params)
+
+    def hear(self, method: str, params: dict[str, Any]) -> None:
+        """An event of this tab."""
+        if method == "Network.requestWillBeSent":
+            self.urls.append(params["request"]["url"])
+        elif method == "Log.entryAdded":
+            self.console.append(f"{params['entry']['level']}: {params['entry']['text']}")
+        elif method == "Runtime.consoleAPICalled":
+            self.console.append(f"{params['type']}: {[one.get('value') for one in params['args']]}")
+        elif method == "Runtime.exceptionThrown":
+            self.console.append(f"exception: {params['exceptionDetails']}")
+
+    def close(self) -> None:
+        """And all that it stored."""
+        self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
+
+    def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
+        """The size of the screen and the colours that the system prefers."""
+        mobile = width < 640
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
+        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def go(self, url: str) -> None:
+        """Open an address; back when it is loaded."""
+        self.call("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def run(self, expression: str) -> Any:
+        """The value of JavaScript; a promise's when it is there."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, condition: str, within_s: float = _WAIT_S) -> Any:
+        """The first true value of JavaScript."""
+        until = time.monotonic() + within_s
+        while not (value := self.run(condition)):
+            assert time.monotonic() < until, f"never true: {condition}\n{self.run('document.body.innerText')}"
+            time.sleep(0.05)
+        return value
+
+    def text(self, element_id: str) -> str:
+        """What an element says."""
+        return str(self.run(f"document.getElementById({json.dumps(element_id)}).textContent"))
+
+    def says(self, element_id: str, text: str) -> None:
+        """Wait until an element says this, among other things."""
+        self.wait(f"document.getElementById({json.dumps(element_id)}).textContent.includes({json.dumps(text)})")
+
+    def press(self, *keys: str) -> None:
+        """Keys on the keyboard, held together: `press("Control", "Enter")`."""
+        *held, key = keys
+        text, code = _KEYS[key]
+        modifiers = sum(_MODIFIERS[name] for name in held)
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def type(self, text: str) -> None:
+        """Text into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def click(self, selector: str) -> None:
+        """The mouse on an element."""
+        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2, "button": "left", "clickCount": 1}
+        self.call("Input.dispatchMouseEvent", type="mousePressed", **at)
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", **at)
+
+    def go_offline(self, offline: bool) -> None:
+        """Take the network away, or give it back."""
+        self.call(
+            "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+
+    def picture(self, path: Path, *, is_whole: bool = False) -> None:
+        """A PNG of what is seen, or of the whole page."""
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
+        path.write_bytes(base64.b64decode(data))

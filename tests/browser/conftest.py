@@ -1,0 +1,37 @@
+"""One browser for all tests of a worker; a tab and a server for each."""
+
+import pytest
+
+from tests.browser.chromium import NAMES, Chromium, executable
+from tests.browser.standin import StandIn
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    if executable() is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the PATH")
+    browser = Chromium(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    tab = chromium.page()
+    tab.show()
+    yield tab
+    tab.close()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start a stand-in; its arguments are those of `StandIn`."""
+    started = []
+
+    def start(**kwargs):
+        started.append(StandIn(tmp_path / f"endpoint-{len(started)}", **kwargs))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

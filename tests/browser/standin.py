@@ -1,0 +1,239 @@
+"""An endpoint without Ray and engines for the page: the real gate, page, ledger and figures; only answers are canned.
+
+What a prompt says decides its answer: "busy", "break", "slow", "html", "differ", else the same text from each model.
+"""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from peagle.economics.ledger import append_request, write_session
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.speculation import SpeculationStats
+from pipelines.online.cost import CostView
+from pipelines.online.errors import ApiError, from_exception, overloaded
+from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.live import LiveView
+from pipelines.online.load import Load, describe_load
+from pipelines.online.requests import CHAT, ServedModel
+from pipelines.online.web_page import page_response
+
+HEAD, PLAIN = "smollm2-135m", "plain"
+_DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
+_WORDS_PER_S = {HEAD: 150, PLAIN: 110}
+_PRICE = Price.fixed(usd_per_hour=0.1026, device="vcpu", num_devices=2)
+_TEXT = """Here is a function that returns the n-th Fibonacci number:
+
+def fibonacci(n):
+    a, b = 0, 1
+    for _ in range(n):
+        a, b = b, a + b
+    return a
+
+It keeps two neighbours of the sequence and moves one step on in each round, so it takes n steps and no more memory \
+for a larger n. With n = 10 it returns 55."""
+HTML = '<img src="https://example.org/x.png" onerror="alert(1)"> <script>alert(2)</script> & <b>done</b>'
+
+
+def text_of(prompt: str, model: str) -> str:
+    """What a model answers."""
+    if prompt.startswith("html"):
+        return HTML
+    if prompt.startswith("slow"):
+        return "and so on " * 1000
+    if prompt.startswith("differ") and model == PLAIN:
+        return _TEXT.replace("neighbours of", "numbers of").replace("no more memory", "hardly any memory")
+    return _TEXT
+
+
+class StandIn:
+    """The server, in a thread.
+
+    Args:
+        folder: for its ledger.
+        num_requests: of each engine in the ledger, ended in the last minutes.
+        models: as clients call them.
+        access: of `GateSettings`: keys, or none.
+    """
+
+    def __init__(
+        self, folder: Path, *, num_requests: int = 0, models: tuple[str, ...] = (HEAD, PLAIN), **access: Any
+    ) -> None:
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir(parents=True)
+        self._sessions = {model: f"session-{model}" for model in models}
+        self._write_history(num_requests)
+        self._settings = GateSettings(
+            models=tuple(ServedModel(name=model, max_model_len=2048, drafter=_DRAFTERS[model]) for model in models),
+            ledger=self.ledger,
+            **({"requires_key": False} | access),
+        )
+        self._load = Load()
+        self._live = LiveView(CostView(self.ledger, _PRICE))
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app(), host="127.0.0.1", port=0, log_level="error", ws="none", lifespan="off")
+        )
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
+
+    def close(self) -> None:
+        """Stop it, with what it is still sending."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    def _app(self) -> Starlette:
+        routes = [
+            Route("/", lambda request: page_response()),
+            Route("/page/{name}", lambda request: page_response(request.path_params["name"])),
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/live", self._figures),
+            Route(CHAT, self._chat, methods=["POST"]),
+        ]
+        return Starlette(
+            routes=routes,
+            exception_handlers={ApiError: _answer},
+            middleware=[Middleware(Gate, settings=self._settings, load=self._load)],
+        )
+
+    async def _health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "requires_key": self._settings.requires_key})
+
+    async def _models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [_card(model) for model in self._sessions]})
+
+    async def _figures(self, request: Request) -> JSONResponse:
+        own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
+        report = await asyncio.to_thread(self._live.report, own, int(request.query_params["window_s"]))
+        replicas = {"num_running_replicas": 1, "num_starting_replicas": 0, "num_stopping_replicas": 0}
+        load = {
+            model: describe_load(_card(model)["peagle"], replicas, self._load.under_way(model))
+            for model in self._sessions
+        }
+        return JSONResponse(report if own else report | {"load": load})
+
+    async def _chat(self, request: Request) -> StreamingResponse:
+        body = await request.json()
+        prompt, model = body["messages"][-1]["content"], body["model"]
+        if prompt.startswith("busy"):
+            raise overloaded("every engine is busy or about to start; try again")
+        events = self._events(text_of(prompt, model), model, request.headers, breaks_off=prompt.startswith("break"))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _events(self, text: str, model: str, headers: Any, *, breaks_off: bool) -> Any:
+        began, words = time.time(), text.split(" ")
+        for number, word in enumerate(words, 1):
+            await asyncio.sleep(1 / _WORDS_PER_S[model])
+            if breaks_off and number > 9:
+                raise RuntimeError("an engine died")
+            piece = word if number == len(words) else word + " "
+            yield _event([{"delta": {"content": piece}, "finish_reason": None}], _usage(number))
+        record = _record(
+            self._sessions[model], model, len(words), began, time.time(), key=headers[KEY_HEADER], ttft_s=0.02
+        )
+        append_request(self.ledger, record)
+        ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
+        yield _event([{"delta": {}, "finish_reason": "stop"}], _usage(len(words)))
+        yield _event([], _usage(len(words)), peagle=ours)
+        yield "data: [DONE]\n\n"
+
+    def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
+        """Each engine's requests one after the other until now, and its heartbeat."""
+        chance, now = random.Random(5), time.time()
+        for index, (model, session_id) in enumerate(self._sessions.items()):
+            ends, busy_s = now - 1.0, 0.0
+            for _ in range(num_requests):
+                tokens = chance.randint(20, 120)
+                lasts_s = tokens / chance.gauss(_WORDS_PER_S[model] / 4, 3)
+                ttft_s = chance.lognormvariate(-2.3, 0.5)
+                record = _record(session_id, model, tokens, ends - lasts_s, ends, ttft_s=ttft_s)
+                append_request(self.ledger, record)
+                busy_s += record.usage.busy_s
+                ends -= lasts_s + chance.expovariate(1 / 3)
+            write_session(self.ledger, _session(session_id, index, now - lived_s, now, busy_s))
+
+
+def _answer(request: Request, error: Exception) -> JSONResponse:
+    refusal = from_exception(error)
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers())
+
+
+def _card(model: str) -> dict[str, Any]:
+    ours = {"target": "smollm2-135m", "drafter": _DRAFTERS[model], "max_replicas": 2, "max_requests_per_replica": 9}
+    ours |= {"num_speculative_tokens": 3 if _DRAFTERS[model] else None}
+    return {"id": model, "object": "model", "created": 0, "owned_by": "peagle", "peagle": ours}
+
+
+def _session(session_id: str, index: int, began: float, now: float, busy_s: float) -> EngineSession:
+    load_s = (now - began) / 10
+    return EngineSession(
+        session_id=session_id,
+        engine_index=index,
+        hostname="here",
+        num_devices=1,
+        device="vcpu",
+        started_at=began,
+        last_seen_at=now,
+        load_s=load_s,
+        compile_s=0.0,
+        busy_s=busy_s,
+        idle_s=now - began - load_s - busy_s,
+        num_output_tokens=0,
+        ended=False,
+    )
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 20, "completion_tokens": num_tokens, "total_tokens": 20 + num_tokens}
+
+
+def _event(choices: list[Any], usage: dict[str, int], **more: Any) -> str:
+    return f"data: {json.dumps({'choices': choices, 'usage': usage, **more})}\n\n"
+
+
+def _record(
+    session_id: str, model: str, num_tokens: int, began: float, ended: float, *, ttft_s: float, key: str = "local"
+) -> RequestUsage:
+    drafts = round(num_tokens / 1.6)
+    stats = SpeculationStats(
+        num_drafts=drafts,
+        num_draft_tokens=3 * drafts,
+        accepted_per_position=(round(drafts * 0.42), round(drafts * 0.14), round(drafts * 0.05)),
+    )
+    busy_s = ended - began
+    return RequestUsage(
+        request_id=f"{model}-{began}",
+        key=key,
+        model=model,
+        drafter=_DRAFTERS[model],
+        outcome="ok",
+        ttft_s=ttft_s,
+        usd=busy_s * _PRICE.usd_per_device_s,
+        usage=UnitUsage(
+            session_id=session_id,
+            num_rows=1,
+            num_failed_rows=0,
+            num_prompt_tokens=20,
+            num_cached_tokens=0,
+            num_output_tokens=num_tokens,
+            busy_s=busy_s,
+            speculation=stats if _DRAFTERS[model] else SpeculationStats.empty(),
+            started_at=began,
+            finished_at=ended,
+        ),
+    )

@@ -1,0 +1,280 @@
+"""The page in a real browser: what a person sees, does and is told."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipelines.online.keys import new_key
+from tests.browser.standin import HEAD, HTML, PLAIN
+
+IMAGES = Path(__file__).parents[2] / "docs/images"
+WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="pictures are made with WRITE_DOCS=1")
+NBSP, UNKNOWN = "\u00a0", "\u2013"
+TURNS = (
+    "[...document.querySelectorAll('.turn')]"
+    ".map((turn) => (turn.querySelector('.text:not(.thought)') ?? turn).textContent)"
+)
+IS_IDLE = "['playground-send', 'compare-send'].every((id) => document.getElementById(id).textContent !== 'Stop')"
+
+
+def opened(page, url):
+    page.go(url)
+    page.says("live-state", "as of")
+    return page
+
+
+def send(page, prompt):
+    page.run("document.getElementById('playground-message').focus()")
+    page.type(prompt)
+    page.press("Control", "Enter")
+
+
+def compare(page, prompt):
+    page.run("document.getElementById('compare-message').focus(); document.getElementById('compare-message').select()")
+    page.type(prompt)
+    page.press("Control", "Enter")
+
+
+def test_it_asks_no_other_host_says_nothing_to_the_console_and_moves_nothing(page, serve):
+    server = serve(num_requests=20)
+    page.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source="window.moved = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries()) "
+        "if (!entry.hadRecentInput) window.moved += entry.value }).observe({type: 'layout-shift', buffered: true})",
+    )
+    opened(page, server.url)
+    send(page, "hello")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    compare(page, "hello")
+    page.says("compare-verdict", "equal")
+    assert page.urls
+    assert all(url.startswith(server.url) for url in page.urls)
+    assert page.console == []
+    assert page.run("window.moved") < 0.02  # cumulative layout shift; web.dev calls 0.1 good
+
+
+def test_the_policy_refuses_other_hosts_and_html_from_text(page, serve):
+    opened(page, serve().url)
+    refused = (
+        "new Promise((done) => { addEventListener('securitypolicyviolation',"
+        " (event) => done(`${event.disposition} ${event.effectiveDirective}`)); %s })"
+    )
+    image = "document.body.append(Object.assign(new Image(), {src: 'https://example.org/x.png'}))"
+    assert page.run(refused % "fetch('https://example.org/').catch(() => {})") == "enforce connect-src"
+    assert page.run(refused % image) == "enforce img-src"
+    assert page.run("try { document.body.innerHTML = 'x' } catch (error) { error.name }") == "TypeError"
+
+
+def test_the_figures_are_those_of_the_endpoint(page, serve):
+    opened(page, serve(num_requests=20).url)
+    live = page.run("fetch('v1/live?window_s=300').then((answer) => answer.json())")
+    page.click("#window input[value='300']")
+    page.says("speed-sub", f"5{NBSP}min")
+    total = live["total"]
+    assert page.text("acceptance") == f"{total['acceptance_length']:.2f}"
+    assert page.text("speed") == f"{total['output_tokens_per_s']:.{1 if total['output_tokens_per_s'] >= 10 else 2}f}"
+    assert page.text("engines") == "2 of 4"
+    p50_s = total["ttft_p50_s"]
+    assert page.text("ttft") == (f"{1000 * p50_s:.0f}{NBSP}ms" if p50_s < 0.1 else f"{p50_s:.2f}{NBSP}s")
+    rates = page.run("[...document.querySelectorAll('.columns li span:first-child')].map((one) => one.textContent)")
+    assert rates == [f"{100 * rate:.0f}{NBSP}%" for rate in total["acceptance_rates"]]
+    assert page.run("document.querySelectorAll('#speed-chart rect').length") == len(
+        live["series"]["output_tokens_per_s"]
+    )
+    assert page.run("document.querySelectorAll('#models-rows tr').length") == 2
+    assert "busy" in page.text("money-legend")
+
+
+def test_without_requests_it_says_so(page, serve):
+    opened(page, serve(models=(HEAD,)).url)
+    assert page.text("speed-sub") == f"no request ended in 1{NBSP}min"
+    assert page.text("acceptance") == page.text("ttft") == page.text("money") == UNKNOWN
+    assert page.run("getComputedStyle(document.getElementById('compare-form')).display") == "none"
+    assert "drafter: none" in page.text("compare-empty")
+
+
+def test_an_answer_comes_with_its_figures_and_stays_text(page, serve):
+    opened(page, serve().url)
+    send(page, "html please")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    assert page.run(TURNS) == ["html please", HTML]
+    assert page.run("document.querySelectorAll('#playground-log img, #playground-log script').length") == 0
+    names = page.run("[...document.querySelectorAll('#playground-log dt')].map((one) => one.textContent)")
+    values = page.run("[...document.querySelectorAll('#playground-log dd')].map((one) => one.textContent)")
+    figures = dict(zip(names, values, strict=True))
+    assert set(figures) == {"tokens/s", "first token", "latency", "tokens", "acceptance", "cost"}
+    assert figures["tokens"] == str(len(HTML.split(" ")))
+    assert figures["cost"].startswith("$0.00")
+    assert UNKNOWN not in values
+    page.click("#playground-new")
+    assert page.run(TURNS) == []
+
+
+def test_texts_are_compared_and_what_differs_is_marked(page, serve):
+    opened(page, serve().url)
+    assert page.run("document.getElementById('compare-left').value") == HEAD
+    assert page.run("document.getElementById('compare-right').value") == PLAIN
+    compare(page, "the same")
+    page.says("compare-verdict", "The texts are equal")
+    assert "tokens/s of" in page.text("compare-verdict")
+    assert page.run("document.querySelectorAll('mark').length") == 0
+    page.click("#compare-order input[value='in turn']")
+    compare(page, "differ")
+    page.says("compare-verdict", "3 words left and 3 right are marked")
+    sides = [
+        page.run(f"[...document.querySelectorAll('#compare-{name}-side mark')].map((one) => one.textContent)")
+        for name in ("left", "right")
+    ]
+    assert sides == [["neighbours", "no more"], ["numbers", "hardly any"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system_until_they_are_chosen(page, serve, scheme):
+    page.show(scheme=scheme)
+    opened(page, serve().url)
+    brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((sum, one) => sum + +one, 0)"
+    assert (page.run(brightness) > 380) == (scheme == "light")
+    page.click("#theme-button")
+    assert (page.run(brightness) > 380) == (scheme == "dark")
+    page.call("Page.reload")
+    page.wait("document.getElementById('live-state')?.textContent.includes('as of')")
+    assert (page.run(brightness) > 380) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_what_is_behind_it(page, serve, scheme):
+    page.show(scheme=scheme)
+    opened(page, serve(num_requests=5).url)
+    send(page, "hello")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    contrasts = page.run(Path(__file__).with_name("contrast.js").read_text(encoding="utf-8"))
+    assert len(contrasts) > 50
+    assert [one for one in contrasts if one["contrast"] < 4.5] == []  # WCAG 2.2, AA
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(page, serve):
+    page.show(width=360, height=740)
+    opened(page, serve(num_requests=10).url)
+    send(page, "hello")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    compare(page, "differ")
+    page.says("compare-verdict", "differ")
+    assert page.run("document.documentElement.scrollWidth") == 360
+    outside = (
+        "[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, .unseen, .segments')"
+        " && one.getBoundingClientRect().right > 360).map((one) => one.outerHTML.slice(0, 80))"
+    )
+    assert page.run(outside) == []
+    heights = "[...document.querySelectorAll('main button, main select')].map((one) => one.offsetHeight)"
+    assert min(page.run(heights)) >= 40
+
+
+def test_the_keyboard_is_enough(page, serve):
+    opened(page, serve().url)
+    page.press("Tab")
+    assert page.run("document.activeElement.className") == "skip"
+    page.press("Enter")
+    assert page.run("document.activeElement.id") == "playground-message"
+    page.type("slow")
+    page.press("Control", "Enter")
+    page.says("playground-send", "Stop")
+    page.wait(f"document.querySelector('dd') && document.querySelector('dd').textContent !== '{UNKNOWN}'")
+    page.press("Escape")
+    page.says("playground-send", "Send")
+    assert "stopped" in page.text("playground-log")
+    page.press("Tab")
+    assert page.run("document.activeElement.id") == "playground-send"
+    unlabelled = (
+        "[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>"
+        " !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).map((one) => one.id)"
+    )
+    assert page.run(unlabelled) == []
+    active = "document.activeElement"
+    shown = f"{active}.matches('.segments input') ? {active}.nextElementSibling : {active}"
+    for _ in range(40):
+        page.press("Tab")
+        if page.run("document.activeElement === document.body"):
+            break
+        outline = page.run(f"getComputedStyle({shown}).outlineStyle")
+        assert outline != "none", page.run("document.activeElement.outerHTML.slice(0, 120)")
+    else:
+        raise AssertionError("the focus never leaves the page")
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(page, serve):
+    key, record = new_key("alice")
+    server = serve(requires_key=True, fixed_keys=(record,), num_requests=3)
+    page.go(server.url)
+    page.wait("document.getElementById('key-dialog').open")
+    assert page.console == []  # nothing was tried without
+    page.type("pk-wrong")
+    page.press("Enter")
+    page.says("key-notice", "does not hold")
+    page.type(key)
+    page.press("Enter")
+    page.says("live-state", "requests of this key alone")
+    assert page.text("engines") == UNKNOWN
+    assert page.run("Object.values(sessionStorage)") == [key]
+    assert not page.run("Object.values(localStorage).concat(document.cookie).join('')")
+    send(page, "hello")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    page.click("#key-button")
+    page.click("#key-forget")
+    page.says("live-state", "waiting for an API key")
+    assert page.run("sessionStorage.length") == 0
+
+
+def test_what_goes_wrong_is_said_where_it_happened(page, serve):
+    key, record = new_key("slow", requests_per_min=2)
+    server = serve(requires_key=True, fixed_keys=(record,))
+    page.go(server.url)
+    page.wait("document.getElementById('key-dialog').open")
+    page.type(key)
+    page.press("Enter")
+    page.says("live-state", "as of")
+    send(page, "busy")
+    page.says("playground-notice", "Every engine is busy")
+    page.says("playground-notice", "Try again in 5 s")
+    assert page.run("document.getElementById('playground-message').value") == "busy"  # nothing is to be typed again
+    page.run("document.getElementById('playground-message').value = ''")
+    send(page, "break")
+    page.says("playground-log", "broken off")
+    page.says("playground-notice", "The request failed")
+    send(page, "one too many")
+    page.says("playground-notice", "Limit reached: this key may make 2 requests a minute.")
+    assert "Try again in" in page.text("playground-notice")
+    assert page.run("document.querySelector('#playground-notice').getAttribute('role')") == "alert"
+
+
+def test_a_lost_connection_is_told_and_found_again(page, serve):
+    opened(page, serve().url)
+    page.go_offline(True)
+    page.says("live-state", "no connection; next try in 4 s")
+    assert page.run("document.getElementById('tiles').classList.contains('stale')")
+    send(page, "hello")
+    page.says("playground-notice", "No connection")
+    page.go_offline(False)
+    page.says("live-state", "as of")
+    assert not page.run("document.getElementById('tiles').classList.contains('stale')")
+
+
+@WRITES_IMAGES
+@pytest.mark.parametrize(
+    ("name", "width", "scheme", "selector"),
+    [
+        ("page-live", 1120, "light", "#live"),
+        ("page-playground", 1120, "dark", "#playground"),
+        ("page-compare", 1120, "light", "#compare"),
+        ("page-phone", 360, "dark", "#live"),
+    ],
+)
+def test_pictures(page, serve, name, width, scheme, selector):
+    page.show(width=width, height=820, scheme=scheme, scale=1.5 if width < 640 else 1)
+    opened(page, serve(num_requests=25).url)
+    send(page, "Write a Fibonacci function.")
+    page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
+    compare(page, "differ, and write a Fibonacci function")
+    page.says("compare-verdict", "marked")
+    page.run(f"document.querySelector('{selector}').scrollIntoView()")
+    page.picture(IMAGES / f"{name}.png")

@@ -1,0 +1,94 @@
+"""The ingress on real Ray Serve, in front of a deployment that only waits: the page, and what is under way now."""
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from ray import serve
+
+from peagle.economics.prices import Price
+from pipelines.online.gate import GateSettings
+from pipelines.online.ingress import make_ingress
+from pipelines.online.requests import CHAT, ServedModel
+
+CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_requests_per_replica": 1}}
+
+
+@serve.deployment(max_ongoing_requests=1)
+class Waits:
+    """Answers when a file is there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    async def chat(self, request, raw_request_info=None):
+        while not self._path.exists():
+            await asyncio.sleep(0.05)
+        yield ['data: {"choices": []}\n\n', "data: [DONE]\n\n"]
+
+
+@pytest.fixture
+def url(ray_cluster, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "ledger").mkdir()
+    settings = GateSettings(
+        models=(ServedModel(name="m", max_model_len=100),), ledger=tmp_path / "ledger", requires_key=False
+    )
+    ingress = serve.deployment(make_ingress(settings)).bind(
+        llm_deployments={"m": Waits.bind(str(tmp_path / "go"))},
+        model_cards={"m": CARD},
+        settings=settings,
+        price=Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2),
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(ingress, name="peagle")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, tmp_path):
+    with httpx.Client(base_url=url, timeout=60) as http:
+        page = http.get("/")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+        assert http.get("/page/app.js").headers["content-type"].startswith("text/javascript")
+        assert http.get("/page/nothing.js").status_code == http.get("/page/..%2fgate.py").status_code == 404
+        assert http.get("/health").json() == {"status": "ok", "requires_key": False}
+        assert http.get("/v1/models").json()["data"] == [CARD]
+        for window in (0, 61, 960, "x"):
+            assert http.get("/v1/live", params={"window_s": window}).status_code == 422
+        senders = [threading.Thread(target=ask, args=(url,)) for _ in range(3)]
+        for sender in senders:
+            sender.start()
+        assert wait_for(http, num_requests_under_way=3) == {
+            "num_running_replicas": 1,
+            "num_starting_replicas": 0,
+            "num_stopping_replicas": 0,
+            "max_replicas": 3,
+            "num_requests_under_way": 3,
+            "num_requests_waiting": 2,
+        }
+        (tmp_path / "go").touch()
+        for sender in senders:
+            sender.join()
+        assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
+
+
+def ask(url):
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
+    httpx.post(url + CHAT, json=body, timeout=60).raise_for_status()
+
+
+def wait_for(http, *, num_requests_under_way):
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        load = http.get("/v1/live").raise_for_status().json()["load"]["m"]
+        if load["num_requests_under_way"] == num_requests_under_way:
+            return load
+        time.sleep(0.1)
+    raise AssertionError(load)

@@ -1,0 +1,122 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from peagle.economics.prices import Price
+from peagle.speculation import SpeculationStats
+from pipelines.online.answers import Tally
+from pipelines.online.cost import CostView
+from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps
+
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
+NOW = 1_000_000.0  # at the beginning of a step
+
+
+@pytest.fixture
+def ledger(engine_account, clock, tmp_path):
+    """Write a request that ended so many seconds before NOW."""
+    engine_account.ready()
+
+    def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
+        request = engine_account.begin(request_id, key)
+        stats = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1))
+        request.tally = Tally(num_prompt_tokens=5, num_output_tokens=tokens, speculation=stats)
+        clock.now += lasted_s
+        record = replace(request.finish("ok"), ttft_s=ttft_s, model=model)
+        ends = NOW - ended_s_ago
+        usage = replace(record.usage, started_at=ends - lasted_s, finished_at=ends)
+        append_request(tmp_path / "ledger", replace(record, usage=usage))
+
+    return write
+
+
+@pytest.fixture
+def now():
+    class Now:
+        at = NOW
+
+        def __call__(self):
+            return self.at
+
+    return Now()
+
+
+@pytest.fixture
+def view(tmp_path, engine_account, now):
+    return LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now)
+
+
+def test_tokens_count_for_the_seconds_in_which_they_were_made(ledger, view):
+    ledger("1", ended_s_ago=10, lasted_s=8.5, ttft_s=0.5, tokens=80)  # 8 s of 10 tokens/s, from 18 to 10 s ago
+    report = view.report()
+    assert report["total"]["output_tokens_per_s"] == pytest.approx(80 / 60)
+    series = report["series"]["output_tokens_per_s"]
+    assert series[NUM_POINTS - 9 : NUM_POINTS - 5] == pytest.approx([10, 10, 10, 10])
+    assert sum(series) * report["series"]["step_s"] == pytest.approx(80)
+
+
+def test_what_was_made_before_the_window_is_not_in_its_speed(ledger, view):
+    ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
+    report = view.report()
+    assert report["total"]["output_tokens_per_s"] == pytest.approx(50 / 60)
+    assert report["total"]["num_output_tokens"] == 100  # it ended within
+
+
+def test_percentiles_are_of_the_requests_that_ended_in_the_window(ledger, view):
+    for number in range(1, 6):
+        ledger(str(number), ended_s_ago=10 * number, ttft_s=number / 10)
+    ledger("old", ended_s_ago=100, ttft_s=9.0)
+    report = view.report()
+    assert report["total"]["ttft_p50_s"] == pytest.approx(0.3)
+    assert report["total"]["ttft_p95_s"] == pytest.approx(0.48)
+    assert view.report(window_s=300)["total"]["num_requests"] == 6
+    assert [value for value in report["series"]["ttft_p50_s"] if value] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_costs_and_acceptance_are_those_of_the_cost_report(ledger, view, tmp_path, now):
+    ledger("1", ended_s_ago=10)
+    ledger("2", ended_s_ago=20, key="bob", model="other")
+    report, cost = view.report(), CostView(tmp_path / "ledger", PRICE, now=now).report(window_s=60)
+    assert report["account"] == cost["account"]
+    for name, value in cost["total"].items():
+        assert report["total"][name] == value
+    assert report["total"]["acceptance_rates"] == pytest.approx([0.6, 0.3, 0.1])
+    assert report["by_model"]["other"]["usd"] == pytest.approx(cost["by_model"]["other"]["usd"])
+
+
+def test_a_key_sees_its_own_requests_alone(ledger, view):
+    ledger("1", ended_s_ago=10, tokens=10)
+    ledger("2", ended_s_ago=10, tokens=99, key="bob", model="other")
+    report = view.report("alice")
+    assert report["total"]["num_output_tokens"] == 10
+    assert sum(report["series"]["output_tokens_per_s"]) * STEP_S == pytest.approx(10)
+    assert set(report["by_model"]) == {"m"}
+    assert "account" not in report
+
+
+def test_an_empty_window_has_figures_that_say_so(view):
+    report = view.report(window_s=900)
+    assert report["total"]["output_tokens_per_s"] == 0
+    assert report["total"]["ttft_p50_s"] is report["total"]["acceptance_length"] is None
+    assert report["series"]["output_tokens_per_s"] == [0.0] * NUM_POINTS
+    assert report["series"]["step_s"] == 30
+
+
+def test_figures_are_made_once_a_second_and_what_is_old_is_forgotten(ledger, view, now):
+    ledger("1", ended_s_ago=5)
+    assert view.report()["total"]["num_requests"] == 1
+    ledger("2", ended_s_ago=4)
+    assert view.report()["total"]["num_requests"] == 1
+    now.at += 1
+    assert view.report()["total"]["num_requests"] == 2
+    now.at += 1000
+    assert view.report(window_s=900)["total"]["num_requests"] == 0
+    assert not view._steps
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10.0, 10.0), (10.0, 12.0), (11.9, 12.1), (3.3, 17.7)])
+def test_shares_of_steps_sum_to_one(begin, end):
+    shares = dict(spread_over_steps(begin, end))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(step * STEP_S <= end and (step + 1) * STEP_S >= begin for step in shares)
