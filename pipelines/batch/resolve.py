@@ -21,6 +21,7 @@ from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.cluster import Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.preparing import load_tokenizer
+from pipelines.tuned import TunedWatch
 
 # Rows and reports must never name a model that did not answer.
 _FAKE_MODEL = ResolvedModel(
@@ -37,6 +38,7 @@ class ResolvedRun:
         precision: what the engine computes in on this hardware.
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
+        tuned: watches the range of the run's profile; None without one.
     """
 
     config: GenerateConfig
@@ -50,6 +52,7 @@ class ResolvedRun:
     sampling: SamplingSpec
     price: Price
     placement: Placement
+    tuned: TunedWatch | None = None
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """What must be equal for another attempt to continue this run."""
@@ -120,6 +123,7 @@ def resolve(
         sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
         price=price,
         placement=placement,
+        tuned=TunedWatch.of(engine, hardware),
     )
 
 
