@@ -66,3 +66,21 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * 330)  # since the last kept heartbeat before it
     assert view.report()["account"]["device_s"]["total"] == pytest.approx(2 * 470)
+
+
+def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, clock, tmp_path):
+    engine_account.ready()
+    first = engine_account.begin("1", "alice")
+    clock.now += 2
+    second = engine_account.begin("2", "alice")
+    clock.now += 2
+    ended = [request.finish("ok") for request in (first, second)]
+    # The clock is the engine's; records carry the wall's.
+    for record, life_s in zip(ended, (4, 2), strict=True):
+        usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
+        append_request(tmp_path / "ledger", replace(record, usage=usage))
+    engine_account.end()
+    found = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
+    (model,) = found.values()
+    assert model["requests_at_once"] == pytest.approx(1.5)
+    assert model["num_drafts"] == 0
