@@ -84,7 +84,7 @@ def test_the_fastest_is_found_and_written_as_keys_of_a_run(run: Any, tmp_path: P
     assert profile.engine["max_num_batched_tokens"] == 2048 + 3 * 2 * 2
     assert profile.decision.startswith("P-EAGLE K=2: ")
     assert "times the best without speculation" in profile.decision
-    assert [(c.k, c.concurrency) for c in profile.measurements][0] == (2, 3)
+    assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
     assert len(profile.measurements) == 6
     assert profile.tuned.concurrency_low == 1
     assert profile.target.name == str(tmp_path / "target") or profile.target.revision
