@@ -14,6 +14,7 @@ after it, 300 s to replace one, 120 s of notice, rates of failure and interrupti
 
 import argparse
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def main() -> None:
     print(page)  # noqa: T201
     if args.output:
         args.output.with_suffix(".md").write_text(
-            f"# 1 to 1,000 engines, SIMULATED\n\n`python benchmarks/plan/scale.py --seeds {args.seeds} --output "
+            f"# 1 to 1,000 engines, SIMULATED\n\nDate: {time.strftime('%Y-%m-%d')}. `python benchmarks/plan/scale.py --seeds {args.seeds} --output "
             f"{args.output}`; its head says what is simulated and what is assumed.\n\n{page}"
         )
         legend = [(label, series) for series, (label, _) in enumerate(curves)]

@@ -1,4 +1,4 @@
-"""A plan, from its configuration to its report: the cheapest fleet, the others beside it, and how far it can be trusted.
+"""A plan, from its configuration to its report: the cheapest fleet, others beside it, and how sure that is.
 
     config -> sweeps, price table -> options -> the cheapest -> sensitivity to acceptance, simulated runs
 

@@ -49,9 +49,9 @@ def test_machines_that_come_late_work_less() -> None:
 
 def test_a_slow_driver_is_a_ceiling_however_many_engines_there_are() -> None:
     slow = replace(QUIET, num_units=400, driver_s=10.0)
-    few, many = (simulate(replace(slow, num_machines=num), 0) for num in (10, 40))
+    few, many = (simulate(replace(slow, num_machines=num), 0) for num in (10, 20))
     assert many.wall_s > 0.9 * few.wall_s > 0.9 * 390 * 10
-    assert many.useful_share < few.useful_share / 3
+    assert many.useful_share < few.useful_share / 1.5
 
 
 @pytest.mark.parametrize("changes", [{"num_units": 0}, {"num_machines": 0}, {"unit_s": 0.0}])
