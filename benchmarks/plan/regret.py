@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.measurement.cells import Cell
 from peagle.tables import markdown
 from peagle.tuning.profile import Profile, read_profile
 
 _VALUES = {"tokens-per-dollar": "tokens_per_usd", "throughput": "output_tokens_per_s"}
-_LIMITS = {"max_tpot_ms": "tpot_s", "max_ttft_ms": "ttft_s"}
 
 
 def main() -> None:
@@ -45,12 +45,12 @@ def main() -> None:
 
 def _cells(path: Path, profile: Profile) -> list[Mapping[str, Any]]:
     """The cells within the limits."""
-    limits = {key: profile.objective[name] for name, key in _LIMITS.items() if profile.objective[name] is not None}
+    limits = {name: profile.objective[name] for name in ("max_tpot_ms", "max_ttft_ms")}
     report = json.loads(path.read_bytes())
     return [
         cell | {"precision": report["configuration"]["precision"]}
         for cell in report["cells"]
-        if all(cell[key] and cell[key]["p95"] * 1000 <= limit for key, limit in limits.items())
+        if Cell(**cell).is_within(**limits)
     ]
 
 

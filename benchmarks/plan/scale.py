@@ -103,7 +103,8 @@ def main() -> None:
     print(page)  # noqa: T201
     if args.output:
         args.output.with_suffix(".md").write_text(
-            f"# 1 to 1,000 engines, SIMULATED\n\nDate: {time.strftime('%Y-%m-%d')}. `python benchmarks/plan/scale.py --seeds {args.seeds} --output "
+            f"# 1 to 1,000 engines, SIMULATED\n\nDate: {time.strftime('%Y-%m-%d')}. "
+            f"`python benchmarks/plan/scale.py --seeds {args.seeds} --output "
             f"{args.output}`; its head says what is simulated and what is assumed.\n\n{page}"
         )
         legend = [(label, series) for series, (label, _) in enumerate(curves)]

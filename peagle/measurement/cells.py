@@ -55,6 +55,14 @@ class Cell(BaseModel):
         """Whether it speculates."""
         return self.method != NONE
 
+    def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
+        """Whether its p95 latencies keep these limits; without latencies it keeps none."""
+        limits = ((max_tpot_ms, self.tpot_s), (max_ttft_ms, self.ttft_s))
+        return all(
+            limit is None or (found is not None and "p95" in found and found["p95"] * 1000 <= limit)
+            for limit, found in limits
+        )
+
     @property
     def response_tokens(self) -> float | None:
         """Mean length of a response; None where it was not kept."""

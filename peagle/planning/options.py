@@ -90,12 +90,8 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
 
 
 def within_limits(config: PlanConfig, cell: Cell) -> bool:
-    """Whether a cell keeps the latency limits; one that has no latencies keeps none."""
-    limits = ((config.max_tpot_ms, cell.tpot_s), (config.max_ttft_ms, cell.ttft_s))
-    return all(
-        limit is None or (found is not None and "p95" in found and found["p95"] * 1000 <= limit)
-        for limit, found in limits
-    )
+    """Whether a cell keeps the latency limits."""
+    return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
 def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterable[Option]:

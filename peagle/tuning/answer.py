@@ -42,14 +42,14 @@ def answer(
     ranked = search.ranked(space.arms)
     ordered = [best, *(arm for arm in ranked if arm != best)]
     cells = [_cell(space.candidates[arm.engine], summaries[arm]) for arm in ordered]
-    same = [cell for cell in cells if cell.precision == cells[0].precision]
+    rivals = [cell for cell in cells if cell.precision == cells[0].precision and _is_within(cell, config)]
     plan, candidate = space.plan, space.candidates[best.engine]
     return Profile(
         peagle_profile=1,
         decision=_decision(config, cells),
         objective=config.goal(),
         engine=_engine_keys(config, candidate, cells[0]),
-        tuned=Tuned.of(cells[0], same),
+        tuned=Tuned.of(cells[0], rivals),
         target=Target(name=plan.model.name, revision=_revision(plan.model)),
         hardware=plan.hardware.describe(),
         versions=versions(),
@@ -117,7 +117,7 @@ def _cell(candidate: Candidate, summary: Mapping[str, Any]) -> MeasuredCell:
 
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
-    others = [cell for cell in cells[1:] if cell.drafts != chosen.drafts and not _is_over(cell, config)]
+    others = [cell for cell in cells[1:] if cell.drafts != chosen.drafts and _is_within(cell, config)]
     limits = _limits_in_words(config)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{limits}"
     if not chosen.drafts:
@@ -140,8 +140,8 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     return f"{label(chosen)}: {speed}{against}."
 
 
-def _is_over(cell: MeasuredCell, config: TuneConfig) -> bool:
-    return any(excess > 0 for excess in excesses(cell.model_dump(), config).values())
+def _is_within(cell: MeasuredCell, config: TuneConfig) -> bool:
+    return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
 def _limits_in_words(config: TuneConfig) -> str:

@@ -133,6 +133,12 @@ class Profile(_Strict):
         """The measurement of the choice."""
         return next(cell for cell in self.measurements if self._is_chosen(cell))
 
+    @property
+    def alternatives(self) -> list[MeasuredCell]:
+        """The measurements that keep the objective's limits, the choice among them."""
+        limits = {name: self.objective.get(name) for name in ("max_tpot_ms", "max_ttft_ms")}
+        return [cell for cell in self.measurements if cell == self.chosen or cell.is_within(**limits)]
+
     def _is_chosen(self, cell: MeasuredCell) -> bool:
         engine = self.engine
         wanted = (engine["drafter"], engine.get("num_speculative_tokens") or 0, engine.get("precision", "auto"))

@@ -29,7 +29,7 @@ def acceptance_advice(profile: Profile, length: float | None) -> str | None:
         return None
     if tuned.acceptance_low <= length <= tuned.acceptance_high:
         return None
-    better, ratio = best_with_acceptance(profile.chosen, profile.measurements, length)
+    better, ratio = best_with_acceptance(profile.chosen, profile.alternatives, length)
     assert isinstance(better, MeasuredCell)
     return (
         f"The acceptance length is {length:.2f}, and the profile holds from {tuned.acceptance_low:.2f} to "
@@ -47,7 +47,7 @@ def concurrency_advice(profile: Profile, concurrency: float | None) -> str | Non
         f"{concurrency:.3g} requests are in an engine at once, and the profile holds from {tuned.concurrency_low} to "
         f"{tuned.concurrency_high}"
     )
-    better = best_at(profile.measurements, concurrency)
+    better = best_at(profile.alternatives, concurrency)
     if (better.method, better.k) == (chosen.method, chosen.k):
         return f"{where}. The nearest measurement is at {better.concurrency}: tune with --max-num-seqs nearer to it."
     assert isinstance(better, MeasuredCell)

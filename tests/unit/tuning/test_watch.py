@@ -49,3 +49,11 @@ def test_few_drafts_are_not_believed() -> None:
     assert reliable_length(199, 1.2) is None
     assert reliable_length(200, 1.2) == 1.2
     assert reliable_length(0, None) is None
+
+
+def test_what_breaks_a_limit_of_the_profile_is_not_advised(profile: Profile) -> None:
+    limited = profile.model_copy(update={"objective": {"max_tpot_ms": 40}})
+    assert limited.alternatives == [profile.chosen], "no other has latencies"
+    said = concurrency_advice(limited, 12)
+    assert said is not None
+    assert "no speculation" not in said
