@@ -123,9 +123,11 @@ class _Run:
             if not failure.processed:
                 drain.succeed()
                 yield env.all_of(engines) | env.timeout(fleet.notice_s)
-            for engine in engines:
+            for place, engine in zip(places, engines, strict=True):
                 if engine.is_alive:
                     engine.interrupt()
+                else:
+                    self._close(place)
             self._num_gone += 1
             self._machine_s += env.now - self._present.pop(number)
             yield env.timeout(fleet.replace_s)
@@ -145,6 +147,7 @@ class _Run:
                 if not self._num_left:
                     self.done.succeed()
                 yield from self._report(place)
+            self._open[place] = ("idle", self.env.now)  # drained, and paid for until its machine goes
         except simpy.Interrupt:
             doing, since = self._open.pop(place)
             self._spent["lost" if doing == "busy" else doing] += self.env.now - since
