@@ -36,6 +36,8 @@ COMMANDS = {
     "train": "train a drafter head for a target",
     "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
     "bench": "measure methods of speculation, K and concurrency against each other",
+    "tune": "find method, K, concurrency and precision for a target, prompts and hardware: a profile for runs",
+    "plan": "machines, hours and dollars for tokens wanted, from what was measured",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }

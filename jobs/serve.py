@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             stopped = threading.Event()
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
                 print(f"http://{config.host}:{config.port}/v1", flush=True)
-                stopped.wait()
+                _wait(config, here, served, stopped)
                 print("stopping", flush=True)
                 _shutdown(is_remote=is_remote)
     return 0, {"models": [one.keys.served_name for one in served]}
@@ -122,6 +122,23 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path) 
         text = "\n".join(log.read_text(errors="replace") for log in new)
         serve.shutdown()
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
+
+
+def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
+    """Until the endpoint is to stop; profiles are watched meanwhile."""
+    from pipelines.online.cost import CostView
+    from pipelines.online.watching import watch_profiles
+    from pipelines.tuned import TunedWatch
+
+    found = {one.keys.served_name: TunedWatch.of(one.engine, here) for one in served}
+    watches = {name: watch for name, watch in found.items() if watch is not None}
+    for name, watch in watches.items():
+        for note in watch.at_start():
+            print(f"{name}: {note}", flush=True)
+    if watches:
+        view = CostView(config.state.expanduser() / "ledger", resolve_price(config, here))
+        watch_profiles(watches, view, stopped, print)
+    stopped.wait()
 
 
 def _shutdown(*, is_remote: bool) -> None:

@@ -8,12 +8,13 @@ from pydantic import Field, field_validator, model_validator
 from peagle.bench.synthetic import parse_synthetic
 from peagle.economics.price_keys import PriceKeys
 from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
+from peagle.measurement import cells
 from peagle.measurement.keys import MeasurementKeys, whole_numbers
 
-NONE = "none"
+NONE = cells.NONE
 METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
 MAX_K = 32
-_MAX_CONCURRENCY = 4096
+MAX_CONCURRENCY = 4096
 
 
 class BenchConfig(PriceKeys, MeasurementKeys):
@@ -74,18 +75,12 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     @field_validator("concurrency", mode="before")
     @classmethod
     def _split_concurrencies(cls, value: Any) -> list[int]:
-        return whole_numbers(value, "concurrencies", _MAX_CONCURRENCY)
+        return whole_numbers(value, "concurrencies", MAX_CONCURRENCY)
 
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, value: list[str]) -> list[str]:
-        for one in value:
-            method, _, head = one.partition("=")
-            if method not in DRAFT_METHODS or not head:
-                raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
-        if len({one.partition("=")[0] for one in value}) < len(value):
-            raise ValueError("a method has one head")
-        return value
+        return heads_of_methods(value)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -111,3 +106,18 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters. Where the text means nothing, so does its end: every response has full length."""
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
+
+
+def heads_of_methods(entries: list[str]) -> list[str]:
+    """The same, if each is METHOD=HEAD and no method is there twice.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for one in entries:
+        method, _, head = one.partition("=")
+        if method not in DRAFT_METHODS or not head:
+            raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
+    if len({one.partition("=")[0] for one in entries}) < len(entries):
+        raise ValueError("a method has one head")
+    return entries

@@ -6,19 +6,23 @@ many engines there are or where they are placed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter, resolve_model
+from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from peagle.measurement.cells import NONE
+from peagle.tuning.profile import Profile, read_profile, with_profile
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
-MODEL_KEYS = ("model", "drafter", "num_speculative_tokens", "precision")
+MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision")
 SIZE_KEYS = (
     "max_num_seqs",
     "max_model_len",
@@ -27,6 +31,7 @@ SIZE_KEYS = (
     "enforce_eager",
     "kv_cache_gib",
     "gpu_memory_utilization",
+    "max_num_batched_tokens",
 )
 
 
@@ -35,6 +40,9 @@ class EngineKeys(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    profile: Path | None = Field(
+        None, description="YAML of `peagle tune`: engine keys where flags, environment and --config say nothing"
+    )
     model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
     drafter: str = Field(
         "auto",
@@ -60,6 +68,14 @@ class EngineKeys(BaseModel):
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="token slots of one step; default: from K and max_num_seqs"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_the_profile(cls, values: Any) -> Any:
+        return with_profile(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _k_needs_a_drafter(self) -> Self:
@@ -75,12 +91,21 @@ class ResolvedEngine:
     Attributes:
         spec: its models by names that any node can resolve.
         precision: what it computes in on this hardware.
+        profile: where it comes from, None where it was not tuned.
     """
 
     spec: EngineSpec
     precision: Precision
     model: ResolvedModel
     drafter: ResolvedDrafter
+    profile: Profile | None = None
+
+    @property
+    def follows_profile(self) -> bool:
+        """Whether it drafts as its profile says; else the profile's acceptance says nothing of it."""
+        drafter = self.spec.drafter
+        own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
+        return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
 
 
 def resolve_engine(
@@ -115,7 +140,8 @@ def compose_engine(
 
     Raises:
         PrecisionError: the hardware cannot run it.
-        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU.
+        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU; token slots that leave
+            prompts none.
     """
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
         # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
@@ -142,9 +168,12 @@ def compose_engine(
         enforce_eager=keys.enforce_eager,
         kv_cache_gib=keys.kv_cache_gib,
         gpu_memory_utilization=keys.gpu_memory_utilization,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
     )
+    check_slots(spec)
     precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
-    return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter)
+    profile = read_profile(keys.profile) if keys.profile else None
+    return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 
 def _reference(name: str, model: ResolvedModel) -> str:

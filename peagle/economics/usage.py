@@ -124,6 +124,11 @@ class RequestUsage:
     usd: float
     usage: UnitUsage
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether it stands for a whole batch, which is a session of its own."""
+        return self.request_id == self.usage.session_id
+
     def to_json(self) -> bytes:
         """The record as versioned JSON without a line break."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}

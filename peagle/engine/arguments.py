@@ -159,6 +159,22 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
     return _PREFILL_TOKENS[hardware.platform] + spec.max_num_seqs * slots_per_request(spec.drafter)
 
 
+def check_slots(spec: EngineSpec) -> None:
+    """Refuse token slots that leave prompts none: decoding requests are served first, so no prompt would ever begin.
+
+    Raises:
+        ConfigError: with the number that is needed.
+    """
+    needed = spec.max_num_seqs * slots_per_request(spec.drafter)
+    if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
+        drafts = f", each with {spec.drafter.num_speculative_tokens} drafts" if spec.drafter else ""
+        raise ConfigError(
+            f"max_num_batched_tokens {spec.max_num_batched_tokens} leaves no room for prompts: {spec.max_num_seqs} "
+            f"requests at once{drafts}, take {needed} token slots of a step",
+            hint=f"give more than {needed}, or none, or fewer requests at once with --max-num-seqs",
+        )
+
+
 def slots_per_request(drafter: DrafterSpec | None) -> int:
     """Token slots of a step that one decoding request takes; `max_num_batched_tokens` says why."""
     if drafter is None:

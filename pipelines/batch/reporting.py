@@ -15,6 +15,7 @@ from peagle.economics.usage import EngineSession
 from peagle.storage import write_atomic, write_json
 from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
+from pipelines.tuned import tuned_notes
 
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
         "complete": total.num_units == len(plan.units),
     }
     report = report_dict(total, information)
+    report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
     write_json(run.root / "report.json", report)
     write_atomic(run.root / "report.html", render_html(report).encode())
     return report

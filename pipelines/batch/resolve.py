@@ -21,6 +21,7 @@ from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.cluster import Neighbours, Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.preparing import load_tokenizer
+from pipelines.tuned import TunedWatch
 
 # Rows and reports must never name a model that did not answer.
 _FAKE_MODEL = ResolvedModel(
@@ -38,6 +39,7 @@ class ResolvedRun:
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
         places: under which name its engines number their places on a node; None is the run's own.
+        tuned: watches the range of the run's profile; None without one.
     """
 
     config: GenerateConfig
@@ -52,6 +54,7 @@ class ResolvedRun:
     price: Price
     placement: Placement
     places: str | None = None
+    tuned: TunedWatch | None = None
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """What must be equal for another attempt to continue this run."""
@@ -119,6 +122,7 @@ def resolve(
         price=price,
         placement=placement,
         places=neighbours.places if neighbours else None,
+        tuned=TunedWatch.of(engine, hardware),
     )
 
 

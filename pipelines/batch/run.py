@@ -6,6 +6,7 @@ It decides and reports; `streaming.py` moves the units, and what happens to rows
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -92,6 +93,9 @@ def generate(
             announce=progress.say,
         )
         progress.say(_announcement(resolved, plan))
+        if resolved.tuned:
+            for note in resolved.tuned.at_start(_concurrency(resolved, plan)):
+                progress.say(note)
         run.require_own()
         if config.retry_failed and not run.exists:
             raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
@@ -139,6 +143,12 @@ def _announcement(resolved: ResolvedRun, plan: Plan) -> str:
     )
 
 
+def _concurrency(resolved: ResolvedRun, plan: Plan) -> int:
+    """Requests in an engine at once: as many as it takes, where there are rows for them."""
+    rows_per_engine = math.ceil(plan.num_rows / resolved.config.engine_range.smallest)
+    return min(resolved.spec.max_num_seqs, rows_per_engine)
+
+
 def _drafter(resolved: ResolvedRun) -> str:
     drafter = resolved.spec.drafter
     return f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
@@ -176,6 +186,7 @@ def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict
         "fingerprint": resolved.fingerprint(plan.corpus_fingerprint),
         "engine": resolved.spec.to_dict(),
         "price": resolved.price.to_dict(),
+        "tuned": resolved.tuned.to_dict(_concurrency(resolved, plan)) if resolved.tuned else None,
         "git_revision": manifest.git_revision(),
         "run": {
             "model": resolved.model.name,

@@ -53,7 +53,7 @@ def stream(
     """
     receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
-        _watch(run, receipts, supervisor, progress, lost)
+        _watch(run, receipts, resolved, supervisor, progress, lost)
         progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
@@ -65,6 +65,7 @@ def stream(
 def _watch(
     run: RunDirectory,
     receipts: "_Receipts",
+    resolved: ResolvedRun,
     supervisor: Supervisor,
     progress: Progress,
     lost: threading.Event,
@@ -82,6 +83,10 @@ def _watch(
         looked_at, before = time.monotonic(), supervisor.ending
         supervisor.observe()
         progress.show(supervisor.tally)
+        if resolved.tuned:
+            drafted = supervisor.tally.speculation
+            for note in resolved.tuned.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
+                progress.say(note)
         if supervisor.ending is not None and before is None:
             progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
         if supervisor.ending is not None and supervisor.gives_up:

@@ -41,9 +41,14 @@ class Sums:
     num_requests: int = 0
     num_cut: int = 0
     usd: float = 0.0
+    request_s: float = 0.0
+    shares_s: float = 0.0
 
     def add(self, request: RequestUsage) -> None:
         """One more; the first only counts, since `usage` began with it."""
+        if not request.is_batch:
+            self.request_s += request.usage.finished_at - request.usage.started_at
+            self.shares_s += request.usage.busy_s
         self.usage = self.usage + request.usage if self.num_requests else request.usage
         self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # one, but of a batch
         self.num_cut += request.outcome == "cut"
@@ -126,10 +131,15 @@ class CostView:
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:
-    """Sums over requests. Tokens per dollar are of busy time: no request pays for an idle engine."""
+    """Sums over requests. Tokens per dollar are of busy time: no request pays for an idle engine.
+
+    A request's share of the busy time is its own time over those that were in the engine with it, so all their time
+    over all their shares is how many there were at once. A batch has engines of its own and is left out there.
+    """
     cells = list(cells)
     units = [sums.usage for sums in cells]
     tokens, usd = sum(unit.num_output_tokens for unit in units), sum(sums.usd for sums in cells)
+    shares_s = sum(sums.shares_s for sums in cells)
     drafts = sum((unit.speculation for unit in units), SpeculationStats.empty())
     return {
         "num_requests": sum(sums.num_requests for sums in cells),
@@ -138,6 +148,8 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
         "num_prompt_tokens": sum(unit.num_prompt_tokens for unit in units),
         "num_cached_tokens": sum(unit.num_cached_tokens for unit in units),
         "num_output_tokens": tokens,
+        "requests_at_once": sum(sums.request_s for sums in cells) / shares_s if shares_s else None,
+        "num_drafts": drafts.num_drafts,
         "num_draft_tokens": drafts.num_draft_tokens,
         "num_accepted_tokens": drafts.num_accepted_tokens,
         "acceptance_length": drafts.acceptance_length,

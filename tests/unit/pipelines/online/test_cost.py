@@ -79,3 +79,22 @@ def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_th
     assert report["total"]["num_requests"] == 2 + 9
     assert view.spent_usd("carol") == 3.0
     assert report["account"] == before
+    assert report["by_key"]["carol"]["requests_at_once"] is None
+
+
+def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, clock, tmp_path):
+    engine_account.ready()
+    first = engine_account.begin("1", "alice")
+    clock.now += 2
+    second = engine_account.begin("2", "alice")
+    clock.now += 2
+    ended = [request.finish("ok") for request in (first, second)]
+    # The clock is the engine's; records carry the wall's.
+    for record, life_s in zip(ended, (4, 2), strict=True):
+        usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
+        append_request(tmp_path / "ledger", replace(record, usage=usage))
+    engine_account.end()
+    found = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
+    (model,) = found.values()
+    assert model["requests_at_once"] == pytest.approx(1.5)
+    assert model["num_drafts"] == 0

@@ -1,0 +1,48 @@
+"""`peagle plan`: machines, hours and dollars for tokens wanted, from what was measured."""
+
+import argparse
+from typing import Any
+
+from jobs import flags
+from peagle.planning.config import PlanConfig
+
+HELP = """\
+Say what it takes: which machines, how many, which drafter and K, how long and for how much, on demand and spot, from
+measured speeds and a price table; how that changes with the acceptance length, and what a simulation makes of it.
+
+  peagle plan --measured runs/bench/first/report.json --tokens 2B --within 24h
+  peagle plan --measured report.json --tokens 500M --within 8h --market spot --spot-interruptions-per-h 0.1
+  peagle plan --measured report.json --tokens-per-s 20000 --max-tpot-ms 40
+
+Nothing is started. docs/planning.md has the arithmetic, its error against runs that were made, and the form for
+measurements of others.
+"""
+_GROUPS = {
+    "what is wanted": ["tokens", "within", "tokens_per_s", "max_tpot_ms", "max_ttft_ms", "max_machines"],
+    "what is known": ["measured", "start_s", "lost_s"],
+    "money": ["instance_types", "market", "provider", "region", "prices"],
+    "what is assumed": [
+        "spot_interruptions_per_h",
+        "failures_per_h",
+        "provision_s",
+        "replace_s",
+        "notice_s",
+        "seeds",
+    ],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle plan`."""
+    flags.add_flags(parser, PlanConfig, _GROUPS)
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Plan, and print the tables."""
+    config = flags.load(PlanConfig, args)
+    from peagle.planning.plan import make_plan
+    from peagle.planning.text import text_plan
+
+    plan = make_plan(config)
+    print(text_plan(plan))
+    return 0, plan

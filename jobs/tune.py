@@ -1,0 +1,61 @@
+"""`peagle tune`: the best method, K, concurrency, batch and precision for a target, its prompts and this hardware."""
+
+import argparse
+from typing import Any
+
+from jobs import flags
+from jobs.throttle import Throttle
+from peagle.economics.price_keys import PRICE_KEYS
+from peagle.prompting import PromptKeys
+from peagle.tuning.config import TuneConfig
+
+HELP = """\
+Find the configuration with the most tokens per dollar, or the most throughput within a limit of latency, within a
+budget of engine time. Successive halving in vLLM; one engine at a time, which serves several configurations. Ray is
+not needed.
+
+  peagle tune --dataset mine.jsonl --budget-min 30
+  peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
+  peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
+  peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
+
+The answer is a profile that `peagle generate` and `peagle serve` take; it may be no speculation. A finished pass is
+kept in OUTPUT: the same command goes on where it was stopped, also with a larger budget, other limits or more methods.
+"""
+_GROUPS = {
+    "what is wanted": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile"],
+    "what is tried": [
+        "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
+    ],
+    "target": ["model"],
+    "data and results": ["dataset", "limit", "waves", "output"],
+    "prompts": list(PromptKeys.model_fields),
+    "sampling": ["temperature", "max_tokens"],
+    "engine": ["max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization"],
+    "price": list(PRICE_KEYS),
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle tune`."""
+    flags.add_flags(parser, TuneConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Tune, and print what was measured and what was chosen."""
+    config = flags.load(TuneConfig, args)
+    from peagle.measurement.engine_up import Listener
+    from peagle.tuning.answer import text_table
+    from peagle.tuning.run import tune
+
+    profile, path = tune(config, Listener(say=_say, progress=Throttle(_progress)))
+    _say(f"\n{text_table(profile)}\n\nprofile: {path}")
+    return 0, profile.model_dump(mode="json")
+
+
+def _progress(done: int, total: int) -> None:
+    _say(f"  {done} of {total} responses")
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

@@ -1,0 +1,109 @@
+"""What a user can ask of a plan: one flat set of keys, the same in YAML and on the command line."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", re.IGNORECASE)
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+class PlanConfig(BaseModel):
+    """One plan. A description is the help text of its flag; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    measured: list[Path] = Field(
+        default_factory=list, description="report.json of `peagle bench`, or a sweep of others (docs/planning.md)"
+    )
+    tokens: float | None = Field(None, gt=0, description="output tokens wanted: 2e9, 500M, 1.5B")
+    within: float | None = Field(None, gt=0, description="time for them: 24h, 2d12h; default: one machine's")
+    tokens_per_s: float | None = Field(None, gt=0, description="instead: output tokens/s to be sustained")
+    max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
+    max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
+    max_machines: int | None = Field(None, ge=1, description="machines that can be had at most")
+
+    instance_types: list[str] = Field(
+        default_factory=list, description="price these instead of the ones measured on; they need the same accelerator"
+    )
+    market: Literal["both", "on_demand", "spot"] = Field("both", description="which prices are compared")
+    provider: str | None = Field(None, description="whose price, where several sell that instance type")
+    region: str | None = Field(None, description="where, if the price depends on it")
+    prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
+
+    spot_interruptions_per_h: float = Field(
+        0.05, ge=0, description="assumed: how often an hour a spot machine is taken away"
+    )
+    failures_per_h: float = Field(0.0, ge=0, description="assumed: how often an hour any machine fails")
+    provision_s: float = Field(180, ge=0, description="assumed: from asking for machines to having them")
+    replace_s: float = Field(300, ge=0, description="assumed: from losing a machine to having another")
+    notice_s: float = Field(120, ge=0, description="assumed: warning before a spot machine is taken away")
+    start_s: float | None = Field(None, ge=0, description="time for an engine to start; default: as measured")
+    lost_s: float | None = Field(
+        None, ge=0, description="engine time that an interruption loses; default: half the open rows' work"
+    )
+    seeds: int = Field(20, ge=0, le=1000, description="simulated runs of the plan; 0 for none")
+
+    @field_validator("measured", mode="before")
+    @classmethod
+    def _files(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
+
+    @field_validator("instance_types", mode="before")
+    @classmethod
+    def _split_types(cls, value: Any) -> list[str]:
+        parts = value if isinstance(value, list) else [value]
+        return [word.strip() for part in parts for word in str(part).split(",") if word.strip()]
+
+    @field_validator("tokens", "tokens_per_s", mode="before")
+    @classmethod
+    def _amount(cls, value: Any) -> Any:
+        return parse_amount(value) if isinstance(value, str) else value
+
+    @field_validator("within", mode="before")
+    @classmethod
+    def _duration(cls, value: Any) -> Any:
+        return parse_duration_s(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if not self.measured:
+            raise ValueError("measured: a plan needs at least one file of measurements")
+        if (self.tokens is None) == (self.tokens_per_s is None):
+            raise ValueError("give either tokens (a job) or tokens_per_s (a service)")
+        if self.within is not None and self.tokens is None:
+            raise ValueError("within goes with tokens: a service has no end")
+        return self
+
+
+def parse_amount(text: str) -> float:
+    """A number of tokens.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> parse_amount("1.5B"), parse_amount("2e9"), parse_amount("500 M")
+    (1500000000.0, 2000000000.0, 500000000.0)
+    """
+    match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if match is None:
+        raise ValueError("a number of tokens is like 2e9, 500M or 1.5B")
+    return float(match.group(1)) * _SCALES[match.group(2).lower()]
+
+
+def parse_duration_s(text: str) -> float:
+    """A duration in seconds.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> parse_duration_s("2d12h"), parse_duration_s("90m"), parse_duration_s("1.5h")
+    (216000.0, 5400.0, 5400.0)
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if not text.strip() or match is None:
+        raise ValueError("a duration is like 24h, 2d12h or 90m")
+    return sum(float(part or 0) * s for part, s in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

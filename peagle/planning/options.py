@@ -1,0 +1,229 @@
+"""Every fleet that could do it: each machine and market with each measured cell within the limits.
+
+A cell was measured on one kind of machine; another instance type can be priced in its place where it has the same
+accelerator. Machines are rented whole, and hold as many engines as their devices allow.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from peagle.economics.prices import Price, PriceTable
+from peagle.errors import ConfigError, PriceError
+from peagle.measurement.cells import Cell
+from peagle.planning.config import PlanConfig
+from peagle.planning.estimate import Estimate, Machine, estimate, machines_for
+from peagle.planning.sweeps import Sweep
+
+Market = Literal["on_demand", "spot"]
+# Rows in open units for each request at once (pipelines/batch/cutting.py); half of that work is lost on average.
+_OPEN_ROWS_PER_REQUEST = 3
+_UNKNOWN_LOST_S = 60.0  # where response lengths were not kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One fleet.
+
+    Attributes:
+        estimate: of a job; None for a service.
+    """
+
+    sweep: Sweep
+    cell: Cell
+    machine: Machine
+    num_machines: int
+    estimate: Estimate | None
+
+    @property
+    def market(self) -> str:
+        """On-demand, spot, or a stated price."""
+        return self.machine.price.market
+
+    @property
+    def num_engines(self) -> int:
+        """Replicas in all."""
+        return self.num_machines * self.machine.num_engines
+
+    @property
+    def usd_per_h(self) -> float:
+        """Of the whole fleet while it is up."""
+        return self.num_machines * self.machine.usd_per_sustained_h
+
+    @property
+    def usd(self) -> float:
+        """What options are compared by: of the job, or of an hour of the service."""
+        return self.estimate.usd if self.estimate else self.usd_per_h
+
+    def usd_per_million_tokens(self, tokens_per_s: float | None) -> float:
+        """Everything included; of a service at the rate that is wanted."""
+        if self.estimate:
+            return self.estimate.usd_per_million_tokens
+        assert tokens_per_s is not None, "a service has a rate"
+        return self.usd_per_h / 3600 / tokens_per_s * 1e6
+
+
+def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
+    """All fleets that do it, the cheapest first; and why others do not.
+
+    Raises:
+        PriceError: no price at all is known for a machine.
+        ConfigError: an instance type has other accelerators than were measured.
+    """
+    found: list[Option] = []
+    reasons: list[str] = []
+    for sweep in sweeps:
+        for price in _prices(config, sweep, table, reasons):
+            if price.num_devices < sweep.devices_per_engine:
+                reasons.append(
+                    f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
+                    f"{sweep.devices_per_engine}"
+                )
+                continue
+            found += _of_price(config, sweep, price, reasons)
+    return sorted(found, key=lambda option: (option.usd, option.num_machines)), list(dict.fromkeys(reasons))
+
+
+def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
+    """The same machine and market with another cell; None where no number of them does it."""
+    return _option(config, option.sweep, cell, option.machine.price)
+
+
+def within_limits(config: PlanConfig, cell: Cell) -> bool:
+    """Whether a cell keeps the latency limits."""
+    return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
+
+
+def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterable[Option]:
+    fitting = [cell for cell in sweep.cells if within_limits(config, cell)]
+    if not fitting:
+        reasons.append(f"{sweep.name}: no measurement is within the latency limits")
+    for cell in fitting:
+        option = _option(config, sweep, cell, price)
+        if option is None:
+            reasons.append(
+                f"{price.instance_type} {price.market}: starting and replacing machines leaves no time for work"
+            )
+        elif config.max_machines is not None and option.num_machines > config.max_machines:
+            reasons.append(f"{price.instance_type} {price.market}: more than {config.max_machines} machines are needed")
+        else:
+            yield option
+
+
+def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
+    machine = machine_of(config, sweep, cell, price)
+    if config.tokens_per_s is not None:
+        sustained = machine.sustained_tokens_per_s
+        if sustained <= 0:
+            return None
+        num = max(1, -int(-config.tokens_per_s // sustained))
+        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=None)
+    assert config.tokens is not None, "a plan is of a job or of a service"
+    wanted = (
+        1
+        if config.within is None
+        else machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
+    )
+    found = estimate(machine, wanted, config.tokens, provision_s=config.provision_s) if wanted else None
+    if wanted is None or found is None:
+        return None
+    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=wanted, estimate=found)
+
+
+def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
+    """A machine with as many of these engines as it has devices for.
+
+    Raises:
+        ConfigError: nobody knows how long an engine takes to start.
+    """
+    start_s = cell.start_s if config.start_s is None else config.start_s
+    if start_s is None:
+        raise ConfigError(
+            f"{sweep.name} does not say how long an engine takes to start", hint="give start_s in it, or --start-s"
+        )
+    spot = config.spot_interruptions_per_h if price.market == "spot" else 0.0
+    return Machine(
+        price=price,
+        num_engines=price.num_devices // sweep.devices_per_engine,
+        devices_per_engine=sweep.devices_per_engine,
+        tokens_per_s=cell.output_tokens_per_s,
+        start_s=start_s,
+        lost_s=_lost_s(cell) if config.lost_s is None else config.lost_s,
+        interruptions_per_h=spot + config.failures_per_h,
+        replace_s=config.replace_s,
+    )
+
+
+def scaled(cell: Cell, factor: float) -> Cell:
+    """The same cell at another acceptance length: a step takes as long, and yields that much more or less."""
+    assert cell.acceptance_length is not None, "it drafts"
+    return cell.model_copy(
+        update={
+            "acceptance_length": cell.acceptance_length * factor,
+            "output_tokens_per_s": cell.output_tokens_per_s * factor,
+        }
+    )
+
+
+def _lost_s(cell: Cell) -> float:
+    if cell.response_tokens is None:
+        return _UNKNOWN_LOST_S
+    return _OPEN_ROWS_PER_REQUEST / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s
+
+
+def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
+    """The prices of the machines that a sweep holds for, in each place and market that is compared.
+
+    Raises:
+        PriceError: not one is known.
+    """
+    if sweep.stated is not None and not config.instance_types:
+        return [sweep.stated]
+    names = config.instance_types or ([sweep.instance_type] if sweep.instance_type else [])
+    if not names:
+        raise PriceError(f"{sweep.name} was measured without a price", hint="name the machine with --instance-types")
+    found: list[Price] = []
+    errors: list[PriceError] = []
+    for name in names:
+        for market in _markets(config):
+            for provider, region in _places(config, name, table):
+                try:
+                    price = table.price(name, market=market, provider=provider, region=region)
+                except PriceError as error:
+                    errors.append(error)
+                    continue
+                _check_same(sweep, price, table)
+                found.append(price)
+    if not found:
+        raise errors[0]
+    reasons += [error.message for error in errors]
+    return found
+
+
+def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[tuple[str | None, str | None]]:
+    """Where it is sold, of what the user allows; what the user named where it is not."""
+    places = [
+        (offer.provider, offer.region)
+        for offer in table.offers
+        if offer.instance_type == instance_type
+        and config.provider in (None, offer.provider)
+        and config.region in (None, offer.region)
+    ]
+    return [(provider, region) for provider, region in places] or [(config.provider, config.region)]
+
+
+def _markets(config: PlanConfig) -> tuple[Market, ...]:
+    return ("on_demand", "spot") if config.market == "both" else (config.market,)
+
+
+def _check_same(sweep: Sweep, price: Price, table: PriceTable) -> None:
+    if sweep.instance_type is None or sweep.instance_type == price.instance_type:
+        return
+    measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
+    on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
+    if price.accelerator is None or (measured and price.accelerator not in measured):
+        raise ConfigError(
+            f"{sweep.name} was measured on {sweep.instance_type} ({on or 'not in the price table'}), and "
+            f"{price.instance_type} has {price.accelerator or 'no accelerator'}: its speed is not known",
+            hint="measure there: peagle bench; or name instance types with the same accelerator",
+        )

@@ -1,0 +1,181 @@
+"""A fleet event by event: machines that come late, fail, or are taken away, and engines that work off units.
+
+SimPy's clock, seeded random numbers, nothing measured: what comes out is simulated, and is labelled so wherever it is
+shown. A unit is committed whole or lost; one that is lost goes back to the queue. Engines idle until the last unit is
+committed, as a fixed number of them does in a run.
+
+    machine   waits until it is there, starts its engines, and is there until it fails, is taken away, or all is done
+    engine    loads, then takes one unit after the other; a notice lets it finish the unit that it has, if there is time
+    driver    hands a unit out and takes its receipt, one at a time
+"""
+
+import random
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from peagle.economics.cost import Shares
+
+Events = Generator[Any, Any, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What is simulated.
+
+    Attributes:
+        unit_s: mean engine time of a unit; `unit_spread` is its standard deviation over the mean.
+        provision_s: until the first machine is there; afterwards `machines_per_min` join, None for all at once.
+        failures_per_h, interruptions_per_h: of a machine; the second come with `notice_s` of warning.
+        driver_s: the driver's time for a unit, in which it can do nothing else.
+    """
+
+    num_machines: int
+    engines_per_machine: int
+    num_units: int
+    unit_s: float
+    start_s: float
+    unit_spread: float = 0.2
+    provision_s: float = 0.0
+    machines_per_min: float | None = None
+    replace_s: float = 0.0
+    failures_per_h: float = 0.0
+    interruptions_per_h: float = 0.0
+    notice_s: float = 0.0
+    driver_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.num_machines, self.engines_per_machine, self.num_units) < 1 or self.unit_s <= 0:
+            raise ValueError("a fleet has machines, engines and units of some length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came of it. Seconds of engines by share; paid seconds are those of machines that are there.
+
+    Attributes:
+        wall_s: from asking for machines to the last commit.
+        machine_s: paid.
+        num_gone: machines that failed or were taken away.
+    """
+
+    wall_s: float
+    machine_s: float
+    engine_s: Shares
+    num_gone: int
+
+    @property
+    def useful_share(self) -> float:
+        """Of the paid engine time, what became committed units."""
+        return self.engine_s.busy / self.engine_s.total
+
+
+def simulate(fleet: Fleet, seed: int) -> Simulated:
+    """One run of a fleet."""
+    run = _Run(fleet, random.Random(seed))
+    for number in range(fleet.num_machines):
+        run.env.process(run.machine(number))
+    run.env.run(until=run.done)
+    return run.result()
+
+
+class _Run:
+    def __init__(self, fleet: Fleet, draw: random.Random) -> None:
+        self.env = simpy.Environment()
+        self.done = self.env.event()
+        self._fleet, self._draw = fleet, draw
+        self._waiting = deque(self._unit_s() for _ in range(fleet.num_units))
+        self._more = self.env.event()  # replaced whenever a unit comes back
+        self._num_left = fleet.num_units
+        self._driver = simpy.Resource(self.env)
+        self._spent = {"load": 0.0, "busy": 0.0, "idle": 0.0, "lost": 0.0}
+        self._open: dict[int, tuple[str, float]] = {}  # what each engine is doing, and since when
+        self._machine_s, self._num_gone = 0.0, 0
+        self._present: dict[int, float] = {}
+
+    def result(self) -> Simulated:
+        """The account at the end: what is open then is over."""
+        for engine in list(self._open):
+            self._close(engine)
+        self._machine_s += sum(self.env.now - since for since in self._present.values())
+        return Simulated(
+            wall_s=self.env.now, machine_s=self._machine_s, engine_s=Shares(**self._spent), num_gone=self._num_gone
+        )
+
+    def machine(self, number: int) -> Events:
+        """One place of the fleet, and the machines that take it one after the other."""
+        fleet, env = self._fleet, self.env
+        lag_s = number / fleet.machines_per_min * 60 if fleet.machines_per_min else 0.0
+        yield env.timeout(fleet.provision_s + lag_s)
+        while self._num_left:
+            self._present[number] = env.now
+            places = range(number * fleet.engines_per_machine, (number + 1) * fleet.engines_per_machine)
+            drain = env.event()
+            engines = [env.process(self._engine(place, drain)) for place in places]
+            failure, notice = (
+                env.timeout(self._life(fleet.failures_per_h)),
+                env.timeout(self._life(fleet.interruptions_per_h)),
+            )
+            yield failure | notice
+            if not failure.processed:
+                drain.succeed()
+                yield env.all_of(engines) | env.timeout(fleet.notice_s)
+            for place, engine in zip(places, engines, strict=True):
+                if engine.is_alive:
+                    engine.interrupt()
+                else:
+                    self._close(place)
+            self._num_gone += 1
+            self._machine_s += env.now - self._present.pop(number)
+            yield env.timeout(fleet.replace_s)
+
+    def _engine(self, place: int, drain: simpy.Event) -> Events:
+        unit: float | None = None
+        try:
+            yield from self._spend(place, "load", self.env.timeout(self._fleet.start_s))
+            while not drain.triggered:
+                if not self._waiting:
+                    yield from self._spend(place, "idle", self._more | drain)
+                    continue
+                unit = self._waiting.popleft()
+                yield from self._spend(place, "busy", self.env.timeout(unit))
+                unit = None
+                self._num_left -= 1
+                if not self._num_left:
+                    self.done.succeed()
+                yield from self._report(place)
+            self._open[place] = ("idle", self.env.now)  # drained, and paid for until its machine goes
+        except simpy.Interrupt:
+            doing, since = self._open.pop(place)
+            self._spent["lost" if doing == "busy" else doing] += self.env.now - since
+            if unit is not None:
+                self._waiting.append(unit)
+                self._more.succeed()
+                self._more = self.env.event()
+
+    def _report(self, place: int) -> Events:
+        """The driver takes the receipt and hands out the next unit; engines wait in line for it."""
+        if not self._fleet.driver_s:
+            return
+        with self._driver.request() as turn:
+            yield from self._spend(place, "idle", turn)
+            yield from self._spend(place, "idle", self.env.timeout(self._fleet.driver_s))
+
+    def _spend(self, place: int, doing: str, until: Any) -> Events:
+        self._open[place] = (doing, self.env.now)
+        yield until
+        self._close(place)
+
+    def _close(self, place: int) -> None:
+        doing, since = self._open.pop(place)
+        self._spent[doing] += self.env.now - since
+
+    def _unit_s(self) -> float:
+        fleet = self._fleet
+        return max(0.1 * fleet.unit_s, self._draw.gauss(fleet.unit_s, fleet.unit_spread * fleet.unit_s))
+
+    def _life(self, per_h: float) -> float:
+        return self._draw.expovariate(per_h / 3600) if per_h else float("inf")

@@ -1,0 +1,99 @@
+"""Measurements that a plan is made from: a benchmark's report.json, or a file of somebody else's (docs/planning.md).
+
+It knows files; it knows neither prices nor plans.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.economics.prices import Price
+from peagle.errors import ConfigError, PriceError
+from peagle.measurement.cells import Cell, read_cells
+
+SWEEP_KEYS = ("peagle_sweep", "model", "instance_type", "devices_per_engine", "source", "start_s", "cells")
+_HINT = "give the report.json of `peagle bench`, or a file as docs/planning.md shows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The cells of one kind of machine.
+
+    Attributes:
+        name: of the file.
+        instance_type: what it was measured on, by the price table's name; None where a price was stated instead.
+        devices_per_engine: accelerators that an engine holds, or vCPUs.
+        stated: the price that was stated outright; None where the table has it.
+        labels: what must be said with every figure of it.
+    """
+
+    name: str
+    model: str
+    instance_type: str | None
+    devices_per_engine: int
+    cells: list[Cell]
+    stated: Price | None = None
+    labels: tuple[str, ...] = ()
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep of a file.
+
+    Raises:
+        ConfigError: it cannot be read, is neither kind, or something in it is wrong.
+    """
+    try:
+        data = json.loads(path.expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"measured {path}: {error.strerror}", hint=_HINT) from error
+    except ValueError as error:
+        raise ConfigError(f"measured {path}: not JSON: {error}", hint=_HINT) from error
+    if isinstance(data, Mapping) and "peagle_sweep" in data:
+        return _others(path, data)
+    if isinstance(data, Mapping) and {"cells", "hardware", "engine"} <= set(data):
+        return _ours(path, data)
+    raise ConfigError(f"measured {path}: neither a benchmark's report nor a sweep", hint=_HINT)
+
+
+def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
+    try:
+        price = Price.from_dict(data["price"]) if data["price"] else None
+        on_gpu = data["hardware"]["platform"] == "cuda"
+        devices = data["engine"]["tensor_parallel_size"] if on_gpu else data["hardware"]["num_cpus"]
+        model, labels = str(data["model"]), tuple(map(str, data["labels"]))
+    except (KeyError, TypeError, PriceError) as error:
+        raise ConfigError(f"measured {path}: not a whole report of a benchmark: {error}", hint=_HINT) from error
+    is_stated = price is not None and price.market == "fixed"
+    return Sweep(
+        name=path.name,
+        model=model,
+        instance_type=None if price is None or is_stated else price.instance_type,
+        devices_per_engine=devices,
+        cells=read_cells(data["cells"], f"measured {path}"),
+        stated=price if is_stated else None,
+        labels=labels,
+    )
+
+
+def _others(path: Path, data: Mapping[str, Any]) -> Sweep:
+    if data["peagle_sweep"] != 1:
+        raise ConfigError(f"measured {path}: peagle_sweep must be 1, not {data['peagle_sweep']!r}", hint=_HINT)
+    if unknown := [key for key in data if key not in SWEEP_KEYS]:
+        raise ConfigError(f"measured {path}: unknown key {unknown[0]!r}", hint=f"known are {', '.join(SWEEP_KEYS)}")
+    for key, kind in (("model", str), ("instance_type", str), ("source", str), ("devices_per_engine", int)):
+        if not isinstance(data.get(key), kind) or not data[key]:
+            raise ConfigError(f"measured {path}: {key} must be given", hint=_HINT)
+    common = {"start_s": data["start_s"]} if "start_s" in data else {}
+    cells = data.get("cells")
+    if isinstance(cells, list):
+        cells = [common | cell if isinstance(cell, dict) else cell for cell in cells]
+    return Sweep(
+        name=path.name,
+        model=data["model"],
+        instance_type=data["instance_type"],
+        devices_per_engine=data["devices_per_engine"],
+        cells=read_cells(cells, f"measured {path}"),
+        labels=(f"{path.name}: measured by others ({data['source']})",),
+    )

@@ -1,0 +1,105 @@
+"""A plan's tables for the terminal: made from its report alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle.economics.report.figures import in_words_s, in_words_share, in_words_usd
+from peagle.tables import aligned
+
+Rows = list[list[str]]
+
+
+def text_plan(plan: Mapping[str, Any]) -> str:
+    """The choice in a sentence, the others, sensitivity, and what was simulated and assumed."""
+    lines = [f"! {label}" for label in plan["labels"]]
+    lines += [_sentence(plan), "", *aligned(_option_rows(plan["options"]))]
+    if plan["sensitivity"]:
+        lines += ["", *aligned(_sensitivity_rows(plan))]
+        if (length := plan["break_even_acceptance_length"]) is not None:
+            lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
+    lines += ["", *_simulated(plan["simulated"]), _assumed(plan["wanted"])]
+    return "\n".join([*lines, *plan["notes"]])
+
+
+def _sentence(plan: Mapping[str, Any]) -> str:
+    one = plan["chosen"]
+    fleet = f"{one['num_machines']} x {one['instance_type']} {one['market'].replace('_', '-')}"
+    how = f"{one['num_engines']} engines, {one['label']}, {one['concurrency']} requests at once on each"
+    price = f"{in_words_usd(one['usd_per_million_tokens'])} per million tokens"
+    if one["usd"] is None:
+        return f"{fleet}: {how}; {in_words_usd(one['usd_per_h'])} an hour, {price}."
+    return f"{fleet}: {how}; {in_words_s(one['hours'] * 3600)}, {in_words_usd(one['usd'])}, {price}."
+
+
+def _option_rows(options: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = [
+        [
+            "machine",
+            "place",
+            "market",
+            "machines",
+            "replicas",
+            "method",
+            "at once",
+            "hours",
+            "dollars",
+            "$/M tokens",
+            "lost",
+        ]
+    ]
+    return rows + [
+        [
+            one["instance_type"],
+            one["place"] or "-",
+            one["market"].replace("_", "-"),
+            f"{one['num_machines']:,}",
+            f"{one['num_engines']:,}",
+            one["label"],
+            str(one["concurrency"]),
+            *_cost(one),
+            in_words_share(one["lost_share"]),
+        ]
+        for one in options
+    ]
+
+
+def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
+    rows = [["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]]
+    for one in plan["sensitivity"]:
+        measured = " (measured)" if one["factor"] == 1 else f" ({one['factor'] - 1:+.0%})"
+        rows.append(
+            [
+                f"{one['acceptance_length']:.2f}{measured}",
+                f"{one['output_tokens_per_s']:,.1f}",
+                f"{one['num_machines']:,}",
+                *_cost(one),
+            ]
+        )
+    return rows
+
+
+def _cost(one: Mapping[str, Any]) -> list[str]:
+    """Hours, dollars (of the job, or an hour of the service), and dollars a million tokens."""
+    if one["usd"] is None:
+        return ["-", f"{in_words_usd(one['usd_per_h'])}/h", in_words_usd(one["usd_per_million_tokens"])]
+    return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]
+
+
+def _simulated(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
+    hours = f"{found['hours']['p50']:,.2f} hours (p95 {found['hours']['p95']:,.2f})"
+    return [
+        f"{found['label']}, {found['seeds']} seeds: {hours}, "
+        f"{in_words_usd(found['usd']['p50'])} (p95 {in_words_usd(found['usd']['p95'])}), "
+        f"{found['machines_gone']:.1f} machines lost on average{in_time}."
+    ]
+
+
+def _assumed(wanted: Mapping[str, Any]) -> str:
+    return (
+        f"Assumed, not measured: {wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine, "
+        f"{wanted['failures_per_h']:g} failures, {wanted['provision_s']:g} s until machines are there, "
+        f"{wanted['replace_s']:g} s to replace one."
+    )

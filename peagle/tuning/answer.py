@@ -1,0 +1,188 @@
+"""The end of a tuning: the choice in words, its profile, and a table of what was measured. Starts nothing.
+
+Everything comes from passes; it knows no files and no engines.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle.bench.record import PassRecord
+from peagle.bench.summary import summarise
+from peagle.catalog.resolve import ResolvedModel
+from peagle.economics.report.figures import in_words_count
+from peagle.errors import ConfigError
+from peagle.manifest import versions
+from peagle.measurement.dataset import Dataset
+from peagle.tables import aligned
+from peagle.tuning.config import TuneConfig
+from peagle.tuning.costs import Arm
+from peagle.tuning.halving import WORTH, Search
+from peagle.tuning.objective import P95, excesses
+from peagle.tuning.profile import MeasuredCell, Profile, Target, Tuned
+from peagle.tuning.space import Candidate, Space
+from peagle.tuning.watch import label
+
+_LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
+
+
+def answer(
+    config: TuneConfig, space: Space, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
+) -> Profile:
+    """The profile of the best configuration.
+
+    Raises:
+        ConfigError: none is within the limits; the nearest is named with what it misses.
+    """
+    usd_per_s = space.plan.usd_per_s
+    summaries = {arm: summarise(found, usd_per_s=usd_per_s) for arm, found in records.items()}
+    best = search.best()
+    if best is None:
+        raise _nothing_fits(config, space, search, summaries)
+    ranked = search.ranked(space.arms)
+    ordered = [best, *(arm for arm in ranked if arm != best)]
+    cells = [_cell(space.candidates[arm.engine], summaries[arm]) for arm in ordered]
+    rivals = [cell for cell in cells if cell.precision == cells[0].precision and _is_within(cell, config)]
+    plan, candidate = space.plan, space.candidates[best.engine]
+    return Profile(
+        peagle_profile=1,
+        decision=_decision(config, cells),
+        objective=config.goal(),
+        engine=_engine_keys(config, candidate, cells[0]),
+        tuned=Tuned.of(cells[0], rivals),
+        target=Target(name=plan.model.name, revision=_revision(plan.model)),
+        hardware=plan.hardware.describe(),
+        versions=versions(),
+        dataset={"name": dataset.name, "content": dataset.fingerprint, "num_prompts": len(dataset.prompts)}
+        | config.sampling(),
+        price=plan.price.to_dict() if plan.price else None,
+        made_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        engine_minutes=round(search.spent_s / 60, 2),
+        notes=_notes(space, search),
+        measurements=cells,
+    )
+
+
+def text_table(profile: Profile) -> str:
+    """What was measured, the choice first."""
+    rows = [
+        ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
+    ]
+    for cell in profile.measurements:
+        rows.append(
+            [
+                label(cell).partition(" K=")[0] + ("" if cell.precision == "auto" else f" {cell.precision}"),
+                str(cell.k or "-"),
+                str(cell.concurrency),
+                f"{cell.output_tokens_per_s:,.1f}",
+                "-" if cell.tokens_per_usd is None else in_words_count(cell.tokens_per_usd),
+                *("-" if found is None else f"{found[P95] * 1000:,.1f}" for found in (cell.tpot_s, cell.ttft_s)),
+                "-" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
+                str(cell.repeats),
+            ]
+        )
+    tuned = profile.tuned
+    lines = [*aligned(rows), "", profile.decision]
+    holds = f"It holds for {tuned.concurrency_low} to {tuned.concurrency_high} requests at once"
+    if tuned.acceptance_low is not None:
+        holds += f", and acceptance lengths from {tuned.acceptance_low:.2f} to {tuned.acceptance_high:.2f}"
+    return "\n".join([*lines, f"{holds}.", *profile.notes])
+
+
+def _engine_keys(config: TuneConfig, candidate: Candidate, cell: MeasuredCell) -> dict[str, Any]:
+    keys = {
+        "model": config.model,
+        "drafter": candidate.drafter,
+        "num_speculative_tokens": candidate.setup.k or None,
+        "precision": candidate.precision,
+        "max_num_seqs": cell.concurrency,
+        "max_num_batched_tokens": candidate.spec.max_num_batched_tokens,
+        "max_model_len": config.max_model_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "kv_cache_gib": config.kv_cache_gib,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _cell(candidate: Candidate, summary: Mapping[str, Any]) -> MeasuredCell:
+    return MeasuredCell(
+        **summary,
+        precision=candidate.precision,
+        max_num_batched_tokens=candidate.spec.max_num_batched_tokens,
+        drafter=candidate.drafter,
+    )
+
+
+def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
+    chosen = cells[0]
+    others = [cell for cell in cells[1:] if cell.drafts != chosen.drafts and _is_within(cell, config)]
+    limits = _limits_in_words(config)
+    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{limits}"
+    if not chosen.drafts:
+        against = (
+            f"; the best with a drafter, {label(others[0])} at {others[0].concurrency}, has "
+            f"{others[0].output_tokens_per_s / chosen.output_tokens_per_s:.2f} times that (a drafter has to win by "
+            f"{WORTH:.0%})"
+            if others
+            else "; no drafter is within the limits"
+            if limits and len(cells) > 1
+            else ""
+        )
+        return f"No speculation: {speed}{against}."
+    against = (
+        f"; {chosen.output_tokens_per_s / others[0].output_tokens_per_s:.2f} times the best without speculation, at "
+        f"{others[0].concurrency}"
+        if others
+        else ""
+    )
+    return f"{label(chosen)}: {speed}{against}."
+
+
+def _is_within(cell: MeasuredCell, config: TuneConfig) -> bool:
+    return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
+
+
+def _limits_in_words(config: TuneConfig) -> str:
+    limits = {
+        f"p95 {words} within {limit:g} ms"
+        for words, name in _LIMITS.values()
+        if (limit := getattr(config, name)) is not None
+    }
+    return f", {' and '.join(sorted(limits))}" if limits else ""
+
+
+def _nothing_fits(
+    config: TuneConfig, space: Space, search: Search, summaries: Mapping[Arm, Mapping[str, Any]]
+) -> ConfigError:
+    ranked = search.ranked(space.arms)
+    if not ranked:
+        return ConfigError(
+            f"a budget of {config.budget_min:g} engine minutes was spent before a single pass was done",
+            hint="give more with --budget-min; the same command goes on",
+        )
+    nearest, candidate = summaries[ranked[0]], space.candidates[ranked[0].engine]
+    found = [
+        f"p95 {_LIMITS[name][0]} {nearest[name][P95] * 1000:.1f} ms" if nearest[name] else f"no {_LIMITS[name][0]}"
+        for name, excess in excesses(nearest, config).items()
+        if excess > 0
+    ]
+    return ConfigError(
+        f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {candidate.label} with "
+        f"{ranked[0].concurrency} at once: {' and '.join(found)}",
+        hint="allow more, try fewer requests at once with --max-num-seqs, or other hardware; what was measured stays",
+    )
+
+
+def _notes(space: Space, search: Search) -> list[str]:
+    notes = [f"{space.candidates[name].label} could not be measured: {why}" for name, why in search.failed.items()]
+    left = [turn.arm for turn in search.pending() if len(search.rounds) == 1]
+    engines = dict.fromkeys(space.candidates[arm.engine].label for arm in left)
+    if engines:
+        notes.append(f"Not measured within the budget: {'; '.join(engines)}. More --budget-min goes on with them.")
+    return notes
+
+
+def _revision(model: ResolvedModel) -> str:
+    return model.fingerprint or "unknown"

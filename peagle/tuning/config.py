@@ -1,0 +1,120 @@
+"""What a user can ask of a tuning: one flat set of keys, the same in YAML and on the command line."""
+
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from peagle.bench.config import MAX_CONCURRENCY, MAX_K, NONE, heads_of_methods
+from peagle.economics.price_keys import PriceKeys
+from peagle.engine.precision import PRECISIONS
+from peagle.engine.spec import DRAFT_METHODS
+from peagle.measurement.keys import MeasurementKeys, whole_numbers
+
+Objective = Literal["tokens-per-dollar", "throughput"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+METHODS = (NONE, *DRAFT_METHODS)
+AUTO = "auto"
+
+
+class TuneConfig(PriceKeys, MeasurementKeys):
+    """One tuning. A description is the help text of its flag; an unknown key is an error."""
+
+    objective: Objective = Field(
+        "tokens-per-dollar",
+        description="what is to be large: output tokens per dollar, or output tokens/s of an engine",
+    )
+    max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
+    max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
+    budget_min: float = Field(
+        30, gt=0, description="minutes that engines may be up in all, starting included, earlier commands too"
+    )
+
+    methods: list[str] = Field(
+        default_factory=lambda: [NONE, "peagle"],
+        min_length=1,
+        description=f"of {', '.join(METHODS)}; none is always among them; default: none,peagle",
+    )
+    drafter: list[str] = Field(
+        default_factory=list,
+        description="METHOD=HEAD, a folder or a Hugging Face id; default: the catalog's head of each method",
+    )
+    num_speculative_tokens: list[int] = Field(
+        default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
+    )
+    max_num_seqs: list[int] | None = Field(
+        None, description="requests at once, as 1,4,16; default: 1,4,16 on a CPU, 8,32,128 on a GPU"
+    )
+    max_num_batched_tokens: list[str] = Field(
+        default_factory=lambda: [AUTO],
+        description="token slots of a step, as auto,4096; auto is sized from K and requests at once; default: auto",
+    )
+    precision: list[str] = Field(  # type: ignore[assignment]  # several, where a measurement has one
+        default_factory=lambda: [AUTO], description="weights and KV cache of the target, as bf16,fp8; default: auto"
+    )
+    waves: int = Field(
+        3, ge=1, description="prompts of a pass, as a multiple of the requests at once; never fewer than 6"
+    )
+    output: Path | None = Field(
+        None, description="folder of results; a tuning there goes on; default: runs/tune/FINGERPRINT"
+    )
+    profile: Path | None = Field(None, description="where the profile goes; default: OUTPUT/profile.yaml")
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _split_methods(cls, value: Any) -> list[str]:
+        return list(dict.fromkeys([NONE, *_words(value, METHODS, "methods")]))
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _split_precisions(cls, value: Any) -> list[str]:
+        return _words(value, PRECISIONS, "precisions")
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [str(value)]
+
+    @field_validator("drafter")
+    @classmethod
+    def _heads_of_methods(cls, value: list[str]) -> list[str]:
+        return heads_of_methods(value)
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _split_ks(cls, value: Any) -> list[int]:
+        return whole_numbers(value, "K", MAX_K)
+
+    @field_validator("max_num_seqs", mode="before")
+    @classmethod
+    def _split_sizes(cls, value: Any) -> list[int] | None:
+        return None if value is None else whole_numbers(value, "max_num_seqs", MAX_CONCURRENCY)
+
+    @field_validator("max_num_batched_tokens", mode="before")
+    @classmethod
+    def _split_slots(cls, value: Any) -> list[str]:
+        words = [word.strip() for part in _parts(value) for word in str(part).split(",")]
+        if not all(word == AUTO or (word.isdecimal() and int(word) > 0) for word in words):
+            raise ValueError("max_num_batched_tokens is auto or whole numbers, separated by commas")
+        return list(dict.fromkeys(words))
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
+            raise ValueError(f"drafter {unused[0]} is of none of the methods")
+        return self
+
+    def goal(self) -> dict[str, Any]:
+        """What decides among measurements; another goal needs no new ones."""
+        return {"objective": self.objective, "max_tpot_ms": self.max_tpot_ms, "max_ttft_ms": self.max_ttft_ms}
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _words(value: Any, valid: tuple[str, ...], name: str) -> list[str]:
+    found = [word.strip() for part in _parts(value) for word in str(part).split(",")]
+    if wrong := [word for word in found if word not in valid]:
+        raise ValueError(f"{name} are {', '.join(valid)}, and {wrong[0]!r} is none of them")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,190 @@
+"""Which configuration is measured next: successive halving within a budget of engine time. Pure.
+
+In round 0 every configuration (an arm) is measured in one pass. Then the better half goes on, and has twice as many
+passes by the end of each round as by that of the one before. An arm names the engine that can serve it, and one engine
+serves several: what is still to be measured on the engine that is up comes first, and starting another is part of
+its price. Neither a pass nor an engine is begun that is known to end beyond the budget.
+
+The best arm that drafts and the best that does not stay together as long as they are close, so that a drafter that
+does not pay is found out by equal measurements.
+
+It knows scores and seconds; it knows nothing of engines, prompts or files.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from peagle.tuning.costs import Arm, Costs, Turn
+
+WORTH = 0.02
+"""A drafter has to win by this share over none: it is one more part that can fail."""
+_CLOSE = 0.2  # beyond this share behind, the better of the other kind is not measured again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How good an arm is.
+
+    Attributes:
+        value: of the objective; more is better.
+        excess: the share by which it is over a limit; 0 within all of them.
+    """
+
+    value: float
+    excess: float = 0.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts the best first: within the limits by value, those beyond after them by how far."""
+        return (True, self.excess) if self.excess > 0 else (False, -self.value)
+
+
+class Search:
+    """The rounds of one tuning.
+
+    Args:
+        arms: in the order in which their engines are to be started.
+        score: of an arm by what was measured of it so far; None before its first pass.
+        budget_s: engine time, starting included.
+        spent_s: of it, by earlier commands.
+        rounds: decided by earlier commands, after round 0.
+
+    Attributes:
+        rounds: the arms of every round so far.
+        spent_s: engine time so far.
+        failed: engines that did not start or died, and why.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        score: Callable[[Arm], Score | None],
+        budget_s: float,
+        spent_s: float = 0.0,
+        rounds: Iterable[Sequence[Arm]] = (),
+    ) -> None:
+        self.rounds: list[tuple[Arm, ...]] = [tuple(arms), *map(tuple, rounds)]
+        self.spent_s = spent_s
+        self.failed: dict[str, str] = {}
+        self._score, self._budget_s = score, budget_s
+        self._costs = Costs()
+        self._num_passes: dict[Arm, int] = {}
+
+    def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
+        """A pass is done; `spent_s` is counted by whoever runs it."""
+        self._num_passes[turn.arm] = self._num_passes.get(turn.arm, 0) + 1
+        self._costs.add(turn.arm, start_s=start_s, pass_s=pass_s)
+
+    def fail(self, engine: str, reason: str) -> None:
+        """An engine cannot be measured: its arms are out."""
+        self.failed[engine] = reason
+
+    def next(self, up: str | None = None) -> Turn | None:
+        """What is to be measured now; None when the best is found, or the budget does not hold more.
+
+        Args:
+            up: the engine that is up.
+        """
+        while True:
+            if pending := self.pending():
+                return self._affordable(pending, up)
+            following = self._following(up)
+            if self._is_settled(following):
+                return None
+            self.rounds.append(following)
+
+    def pending(self) -> list[Turn]:
+        """Passes of the present round that are still to be run."""
+        arms = [arm for arm in self.rounds[-1] if arm.engine not in self.failed]
+        return [
+            Turn(arm=arm, repeat=repeat)
+            for arm in arms
+            for repeat in range(self._num_passes.get(arm, 0), 2 ** (len(self.rounds) - 1))
+        ]
+
+    def pending_s(self, up: str | None = None) -> float:
+        """What the rest of the present round takes, as far as is known."""
+        return self._costs.of(self.pending(), up)
+
+    def ranked(self, arms: Iterable[Arm]) -> list[Arm]:
+        """Those that were measured, the best first."""
+        scores = [(arm, self._score(arm)) for arm in arms if arm.engine not in self.failed]
+        return [arm for arm, score in sorted(_known(scores), key=lambda one: one[1].rank)]
+
+    def best(self) -> Arm | None:
+        """The answer so far; None where no arm is within the limits.
+
+        It is the best of the last round with anything within them. A drafter that does not win by `WORTH` over no
+        speculation loses.
+        """
+        for arms in reversed(self.rounds):
+            for arm in self.ranked(arms):
+                if self._within(arm):
+                    return self._without_if_as_good(arm)
+        return None
+
+    # --- rounds
+
+    def _following(self, up: str | None) -> tuple[Arm, ...]:
+        """The arms of the next round: the better half, less what the budget does not hold. None of them is no round."""
+        ranked = self.ranked(self.rounds[-1])
+        num_wanted = math.ceil(len(ranked) / 2)
+        wanted = ranked[: num_wanted if len(self.rounds) > 1 else max(2, num_wanted)]
+        wanted += [arm for arm in self._best_of_other_kind(ranked) if arm not in wanted]
+        num_passes = 2 ** (len(self.rounds) - 1)
+        chosen: list[Arm] = []
+        for arm in sorted(wanted, key=ranked.index):
+            turns = [Turn(arm=one, repeat=0) for one in [*chosen, arm] for _ in range(num_passes)]
+            if self._fits(self._costs.of(turns, up)):
+                chosen.append(arm)
+        return tuple(chosen)
+
+    def _best_of_other_kind(self, ranked: Sequence[Arm]) -> list[Arm]:
+        others = [arm for arm in ranked if arm.drafts != ranked[0].drafts] if ranked else []
+        if not others or not self._within(others[0]) or not self._within(ranked[0]):
+            return []
+        is_close = self._value(others[0]) >= (1 - _CLOSE) * self._value(ranked[0])
+        return others[:1] if is_close else []
+
+    def _is_settled(self, following: Sequence[Arm]) -> bool:
+        """Nothing would be decided by another round, or what is left does not pay for a comparison."""
+        return len(following) < 2 or (len(self.rounds) > 1 and set(following) == set(self.rounds[-1]))
+
+    # --- budget
+
+    def _affordable(self, pending: Sequence[Turn], up: str | None) -> Turn | None:
+        """A pass on the engine that is up, else the first of an engine whose whole round the budget holds."""
+        for turn in pending:
+            if turn.arm.engine == up and self._fits(self._costs.of([turn], up)):
+                return turn
+        for engine in dict.fromkeys(turn.arm.engine for turn in pending if turn.arm.engine != up):
+            turns = [turn for turn in pending if turn.arm.engine == engine]
+            if self._fits(self._costs.of(turns, up)):
+                return turns[0]
+        return None
+
+    def _fits(self, seconds: float) -> bool:
+        return self.spent_s < self._budget_s and self.spent_s + seconds <= self._budget_s
+
+    # --- scores
+
+    def _value(self, arm: Arm) -> float:
+        score = self._score(arm)
+        assert score is not None, "a ranked arm was measured"
+        return score.value
+
+    def _within(self, arm: Arm) -> bool:
+        score = self._score(arm)
+        return score is not None and score.excess <= 0
+
+    def _without_if_as_good(self, arm: Arm) -> Arm:
+        plain = [one for one in self.ranked(self.rounds[0]) if not one.drafts and self._within(one)]
+        if arm.drafts and plain and self._value(arm) < (1 + WORTH) * self._value(plain[0]):
+            return plain[0]
+        return arm
+
+
+def _known(scores: Iterable[tuple[Arm, Score | None]]) -> list[tuple[Arm, Score]]:
+    return [(arm, score) for arm, score in scores if score is not None]

@@ -1,0 +1,236 @@
+"""A tuning, from its configuration to its profile: engines one after another, a finished pass kept at once.
+
+    config -> space and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
+
+    tune.json      what is measured, on what (written once)
+    cells/         a finished pass each; the rounds that were decided; engine time so far
+    profile.yaml   the answer: `peagle generate --profile`, `peagle serve --profile`
+    logs/          what the engines print
+
+It knows neither Ray nor HTTP. A pass has so many prompts for each request at once, other ones in each repeat, and the
+same ones for all engines.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.bench.memory import PeakMemory, memory_reader
+from peagle.bench.record import PassRecord, make_record
+from peagle.bench.schedule import Pass
+from peagle.bench.summary import summarise
+from peagle.catalog.targets import resolve_model
+from peagle.economics.report.figures import in_words_s
+from peagle.engine.generation import Engine
+from peagle.engine.start import start_engine
+from peagle.errors import EngineError
+from peagle.measurement.closed_loop import run_loop
+from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
+from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.folder import MeasurementFolder, default_folder, digest
+from peagle.prompting import Tokenizer
+from peagle.tuning.answer import answer
+from peagle.tuning.config import TuneConfig
+from peagle.tuning.costs import Arm, Turn
+from peagle.tuning.halving import Search
+from peagle.tuning.objective import score
+from peagle.tuning.profile import SCHEMA, Profile, write_profile
+from peagle.tuning.space import Candidate, Space, make_space
+
+DEFAULT_FOLDER = Path("runs/tune")
+_MIN_PROMPTS = 6  # of a pass: fewer are no sample of anything
+_SPENT = "engine-time"
+
+
+def tune(
+    config: TuneConfig,
+    listener: Listener,
+    *,
+    start: Start = start_engine,
+    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+) -> tuple[Profile, Path]:
+    """Search until the answer is found or the budget is spent; the profile, and its file.
+
+    Args:
+        start: starts an engine.
+        tokenizer_of: the tokenizer of a target's folder.
+
+    Raises:
+        ConfigError: bad usage; no engine was started. Or: nothing meets the limits, and the nearest is named.
+        EngineError: no engine started.
+    """
+    rows = read_dataset(config)
+    model = resolve_model(config.model, announce=listener.say)
+    space = make_space(config, hardware.detect(), model)
+    assert space.plan.spec.max_model_len is not None, "make_plan() sets it"
+    dataset = build_dataset(config, rows, tokenizer_of(model.path), space.plan.spec.max_model_len)
+    fingerprint = _fingerprint(config, space, dataset)
+    root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
+    folder = MeasurementFolder(root, name="tune", schema=SCHEMA, fingerprint=fingerprint)
+    run = _Run(config, space, dataset, folder, listener, start)
+    run.announce()
+    run.measure()
+    profile = answer(config, space, dataset, run.search, run.records)
+    path = config.profile or folder.root / "profile.yaml"
+    write_profile(path, profile)
+    return profile, path
+
+
+def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repeat: int) -> list[Prompt]:
+    """The prompts of a pass: each repeat goes on where the one before ended, and begins again at the end."""
+    num = max(concurrency * waves, _MIN_PROMPTS)
+    return [prompts[(repeat * num + place) % len(prompts)] for place in range(num)]
+
+
+class _Run:
+    """What one command measures, and what it finds measured already."""
+
+    def __init__(
+        self,
+        config: TuneConfig,
+        space: Space,
+        dataset: Dataset,
+        folder: MeasurementFolder,
+        listener: Listener,
+        start: Start,
+    ) -> None:
+        self._config, self._space, self._dataset, self._folder = config, space, dataset, folder
+        self._listener, self._start = listener, start
+        self._read_memory = memory_reader(space.plan.hardware)
+        self.records: dict[Arm, list[PassRecord]] = {}
+        self._rounds_name = f"rounds-{digest(str(config.goal()) + str(space.arms))}"
+        self.search = Search(
+            space.arms,
+            score=self._score,
+            budget_s=config.budget_min * 60,
+            spent_s=folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0,
+            rounds=folder.find(self._rounds_name, _rounds) or (),
+        )
+        for arm in space.arms:
+            self._find(arm)
+
+    def announce(self) -> None:
+        """What will be measured, and what is there already."""
+        plan, dataset, say = self._space.plan, self._dataset, self._listener.say
+        where = f"{plan.hardware.describe()}, {', '.join(p.precision.describe() for p in self._space.plans)}"
+        say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
+        for note in self._space.notes:
+            say(f"  {note}")
+        for reason, count in dataset.rejected.items():
+            say(f"  {count} rows give no prompt: {reason}")
+        num_done = sum(map(len, self.records.values()))
+        say(
+            f"  {len(self._space.arms)} configurations on {len(self._space.candidates)} engines; {num_done} passes are "
+            f"done already, with {in_words_s(self.search.spent_s)} of {in_words_s(self._config.budget_min * 60)}"
+        )
+
+    def measure(self) -> None:
+        """Start engines as the search wants them, and keep each up as long as it wants more of it.
+
+        Raises:
+            EngineError: not a single engine could be measured.
+        """
+        while (turn := self.search.next()) is not None:
+            candidate = self._space.candidates[turn.arm.engine]
+            try:
+                self._visit(candidate, turn)
+            except EngineError as error:
+                self._listener.say(f"  {candidate.label} is left out: {error.message}")
+                self.search.fail(candidate.name, error.message)
+                if len(self.search.failed) == len(self._space.candidates):
+                    raise
+
+    def _visit(self, candidate: Candidate, first: Turn) -> None:
+        """One engine, from its start until the search wants another."""
+        self._listener.say(f"{candidate.label}: starting the engine")
+        before, up_since = self.search.spent_s, time.monotonic()
+
+        def count() -> None:
+            self.search.spent_s = before + time.monotonic() - up_since
+            self._folder.keep(_SPENT, {"engine_s": self.search.spent_s})
+
+        async def use(engine: Engine, start_s: float) -> None:
+            turn: Turn | None = first
+            while turn is not None and turn.arm.engine == candidate.name:
+                record = await self._measure(engine, candidate, turn, start_s)
+                count()
+                self._tell(candidate, turn, record)
+                turn = self.search.next(candidate.name)
+                self._folder.keep(self._rounds_name, _rounds_to_dict(self.search.rounds[1:]))
+
+        try:
+            plan = self._space.plan
+            with_engine(candidate.spec, plan.hardware, self._start, self._folder.log(candidate.name), use)
+        finally:
+            count()
+
+    async def _measure(self, engine: Engine, candidate: Candidate, turn: Turn, start_s: float) -> PassRecord:
+        concurrency = turn.arm.concurrency
+        prompts = prompts_of(
+            self._dataset.prompts, concurrency=concurrency, waves=self._config.waves, repeat=turn.repeat
+        )
+        with PeakMemory(self._read_memory) as peak:
+            loop = await run_loop(
+                engine,
+                prompts,
+                sampling=self._config.sampling(),
+                concurrency=concurrency,
+                progress=self._listener.progress,
+                num_warm_up=concurrency,
+            )
+        one = Pass(setup=candidate.setup, concurrency=concurrency, repeat=turn.repeat)
+        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib)
+        self._folder.keep(_name(turn), record.to_dict())
+        self._add(turn, record)
+        return record
+
+    def _tell(self, candidate: Candidate, turn: Turn, record: PassRecord) -> None:
+        search, budget_s = self.search, self._config.budget_min * 60
+        rest_s = min(search.pending_s(candidate.name), max(budget_s - search.spent_s, 0.0))
+        left_s = max(budget_s - search.spent_s, 0.0)
+        speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
+        self._listener.say(
+            f"round {len(search.rounds)}, {in_words_s(search.spent_s)} of {in_words_s(budget_s)}: {candidate.label}, "
+            f"{turn.arm.concurrency} at once, pass {turn.repeat + 1}: {speed}; "
+            f"about {in_words_s(rest_s)} left of this round, at most {in_words_s(left_s)} in all"
+        )
+
+    def _find(self, arm: Arm) -> None:
+        repeat = 0
+        while (record := self._folder.find(_name(Turn(arm=arm, repeat=repeat)), PassRecord.from_dict)) is not None:
+            self._add(Turn(arm=arm, repeat=repeat), record)
+            repeat += 1
+
+    def _add(self, turn: Turn, record: PassRecord) -> None:
+        self.records.setdefault(turn.arm, []).append(record)
+        self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
+
+    def _score(self, arm: Arm) -> Any:
+        records = self.records.get(arm)
+        if not records:
+            return None
+        return score(summarise(records, usd_per_s=self._space.plan.usd_per_s), self._config)
+
+
+def _fingerprint(config: TuneConfig, space: Space, dataset: Dataset) -> dict[str, Any]:
+    """What all passes of a folder share; methods, K, precisions, the goal, and sizes up to the largest can change."""
+    found = space.plan.fingerprint(dataset)
+    del found["precision"]
+    return found | {"waves": config.waves}
+
+
+def _name(turn: Turn) -> str:
+    return f"{turn.arm.engine}-c{turn.arm.concurrency}-r{turn.repeat}"
+
+
+def _rounds_to_dict(rounds: Sequence[Sequence[Arm]]) -> dict[str, Any]:
+    return {"rounds": [[[arm.engine, arm.concurrency, arm.drafts] for arm in arms] for arms in rounds]}
+
+
+def _rounds(kept: Any) -> list[list[Arm]]:
+    return [
+        [Arm(engine=engine, concurrency=concurrency, drafts=drafts) for engine, concurrency, drafts in arms]
+        for arms in kept["rounds"]
+    ]

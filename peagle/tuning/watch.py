@@ -1,0 +1,67 @@
+"""What a run or an endpoint is told when it leaves the range that its profile was tuned for, with the better choice.
+
+It knows profiles and two live figures; it does not know where these come from.
+"""
+
+from peagle.bench.setups import setup_label
+from peagle.measurement.cells import Cell
+from peagle.tuning.profile import MeasuredCell, Profile
+from peagle.tuning.ranges import best_at, best_with_acceptance
+
+MIN_DRAFTS = 200
+"""Before so many drafts an acceptance length says little."""
+
+
+def label(cell: Cell) -> str:
+    """A method and its K for people."""
+    return setup_label(cell.method, cell.k)
+
+
+def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
+    """The acceptance length, None before there are drafts enough to believe it."""
+    return acceptance_length if num_drafts >= MIN_DRAFTS else None
+
+
+def acceptance_advice(profile: Profile, length: float | None) -> str | None:
+    """A sentence where the acceptance length is outside of the tuned range; None inside, or where it is not known."""
+    tuned = profile.tuned
+    if length is None or tuned.acceptance_low is None or tuned.acceptance_high is None:
+        return None
+    if tuned.acceptance_low <= length <= tuned.acceptance_high:
+        return None
+    better, ratio = best_with_acceptance(profile.chosen, profile.alternatives, length)
+    assert isinstance(better, MeasuredCell)
+    return (
+        f"The acceptance length is {length:.2f}, and the profile holds from {tuned.acceptance_low:.2f} to "
+        f"{tuned.acceptance_high:.2f}. {_speeds(better, profile.chosen)}; at this acceptance {label(better)} would be "
+        f"{ratio:.2f} times as fast: {better.flags}. Or tune with prompts like these."
+    )
+
+
+def concurrency_advice(profile: Profile, concurrency: float | None) -> str | None:
+    """A sentence where the requests in an engine at once are outside of the tuned range; None as above."""
+    tuned, chosen = profile.tuned, profile.chosen
+    if concurrency is None or tuned.concurrency_low * 0.9 <= concurrency <= tuned.concurrency_high * 1.1:
+        return None
+    where = (
+        f"{concurrency:.3g} requests are in an engine at once, and the profile holds from {tuned.concurrency_low} to "
+        f"{tuned.concurrency_high}"
+    )
+    better = best_at(profile.alternatives, concurrency)
+    if (better.method, better.k) == (chosen.method, chosen.k):
+        return f"{where}. The nearest measurement is at {better.concurrency}: tune with --max-num-seqs nearer to it."
+    assert isinstance(better, MeasuredCell)
+    own = [c for c in profile.measurements if c.concurrency == better.concurrency and _is_like(c, chosen)]
+    return f"{where}. {_speeds(better, own[0] if own else None)}: {better.flags} --max-num-seqs {better.concurrency}."
+
+
+def _speeds(better: Cell, ours: Cell | None) -> str:
+    against = f", {label(ours)} {ours.output_tokens_per_s:.1f}" if ours and ours != better else ""
+    return (
+        f"Measured at {better.concurrency} at once: {label(better)} {better.output_tokens_per_s:.1f} output "
+        f"tokens/s{against}"
+    )
+
+
+def _is_like(cell: MeasuredCell, chosen: MeasuredCell) -> bool:
+    return (cell.method, cell.k, cell.precision) == (chosen.method, chosen.k, chosen.precision)

@@ -1,0 +1,67 @@
+"""`peagle tune`: flags reach the runner, the table the terminal, and errors the user. Tuning: unit/tuning."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import run
+from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.tuning import run as runner
+
+CONFIG = {
+    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
+    "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def with_fakes(*args: Any) -> Any:
+        return tune(*args, start=lambda *_: FakeEngine(token_s=0.001), tokenizer_of=lambda _: ByteTokenizer())
+
+    tune = runner.tune
+    monkeypatch.setattr(runner, "tune", with_fakes)
+    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    data, profile = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "mine.yaml"
+    arguments = ["--model", str(tmp_path / "target"), "--dataset", str(data), "--methods", "none"]
+    sizes = ["--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
+    result = tmp_path / "result.json"
+    assert run(["tune", *arguments, *sizes, "--profile", str(profile), "--json", str(result)]) == 0
+    printed = capsys.readouterr().out
+    assert "no speculation: starting the engine" in printed
+    assert "No speculation: " in printed
+    assert f"profile: {profile}" in printed
+    assert json.loads(result.read_text())["engine"]["max_num_seqs"] == 2
+    assert "max_num_seqs: 2" in profile.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "medusa"], "'medusa' is none of them"),
+        (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--budget-min", "-3"], "budget_min: Input should be greater than 0"),
+    ],
+)
+def test_bad_usage_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tuning_loads_neither_ray_nor_torch_before_an_engine_is_wanted() -> None:
+    heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
+    code = f"import sys, peagle.tuning.run, peagle.tuning.answer; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

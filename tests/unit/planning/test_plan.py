@@ -1,0 +1,184 @@
+"""A plan from files and prices: the cheapest that does it, limits, sensitivity, and what is refused with a way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from jobs.cli import run as command
+from peagle.errors import ConfigError, PriceError
+from peagle.planning.config import PlanConfig
+from peagle.planning.plan import make_plan
+
+
+@pytest.fixture
+def plan(sweep: Any, prices: Path) -> Any:
+    def plan(**keys: Any) -> dict[str, Any]:
+        measured = keys.pop("measured", None) or [sweep()]
+        values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h", "seeds": 3} | keys
+        return make_plan(PlanConfig(**values))
+
+    return plan
+
+
+def test_the_cheapest_fleet_that_is_in_time(plan: Any) -> None:
+    chosen = plan()["chosen"]
+    # 400 tokens/s a machine, 8 h less 280 s: 11.4 M tokens each; spot is a quarter of the price, here.
+    assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
+    assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
+    assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
+    assert chosen["usd"] == pytest.approx(2 * 1.0 * (20e6 / 800 + 100) / 3600, rel=0.02)
+    assert 0 < chosen["lost_share"] < 0.02
+
+
+def test_on_demand_stands_beside_it_and_loses_nothing(plan: Any) -> None:
+    (on_demand,) = [one for one in plan()["options"] if one["market"] == "on_demand" and one["method"] == "none"]
+    assert on_demand["lost_share"] == 0
+    assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
+
+
+def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> None:
+    found = plan(max_tpot_ms=22)
+    assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
+    by_factor = {row["factor"]: row for row in found["sensitivity"]}
+    assert by_factor[1.0]["usd"] == found["chosen"]["usd"]
+    assert by_factor[0.8]["output_tokens_per_s"] == pytest.approx(40)
+    assert by_factor[0.8]["num_machines"] > by_factor[1.2]["num_machines"]
+    assert min(row["acceptance_length"] for row in found["sensitivity"]) >= 1
+
+
+def test_the_break_even_is_where_no_speculation_is_as_cheap(plan: Any) -> None:
+    # At 1.6 it makes 50 tokens/s, and the best without within 30 ms makes 40.
+    assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
+    assert plan()["break_even_acceptance_length"] is None
+
+
+def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> None:
+    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
+    assert found["chosen"]["num_machines"] == 3  # 400 a machine
+    assert found["chosen"]["usd_per_h"] == 12
+    assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
+    assert found["simulated"] is None
+
+
+def test_without_a_deadline_one_machine_is_the_cheapest(plan: Any) -> None:
+    assert plan(within=None)["chosen"]["num_machines"] == 1
+
+
+def test_what_is_simulated_and_what_is_of_others_says_so(plan: Any) -> None:
+    found = plan()
+    assert found["simulated"]["label"] == "SIMULATED, not measured"
+    assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.05)
+    assert found["labels"] == ["sweep.json: measured by others (a blog)"]
+
+
+def test_another_machine_with_the_same_accelerator_can_be_priced(plan: Any) -> None:
+    chosen = plan(instance_types="box-8")["chosen"]
+    assert (chosen["instance_type"], chosen["num_machines"], chosen["num_engines"]) == ("box-8", 1, 8)
+
+
+def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: Any, tmp_path: Path) -> None:
+    from peagle.economics.prices import Price
+
+    price = Price.fixed(usd_per_hour=0.1, device="vcpu", num_devices=2).to_dict()
+    cell = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0, "start_s": 60.0, "extra": 1}
+    report = {
+        "schema": 1, "model": "m", "labels": ["DUMMY WEIGHTS: x"], "cells": [cell], "price": price,
+        "hardware": {"platform": "cpu", "num_cpus": 2}, "engine": {"tensor_parallel_size": 1},
+    }  # fmt: skip
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
+    assert found["labels"] == ["DUMMY WEIGHTS: x"]
+    assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"within": "4m"}, "leaves no time for work"),
+        ({"max_tpot_ms": 5}, "no measurement is within the latency limits"),
+        ({"max_machines": 1}, "more than 1 machines are needed"),
+        ({"max_ttft_ms": 500}, "no measurement is within"),
+    ],
+)
+def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys: Any, message: str, plan: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        plan(**keys)
+    assert "allow more time" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message", "hint"),
+    [
+        ({"instance_types": "box-9"}, PriceError, "no price is known for the instance type 'box-9'", "box"),
+        ({"instance_types": "small-2"}, ConfigError, "small-2 has LITTLE: its speed is not known", "measure there"),
+        ({"instance_types": "cpu-2"}, ConfigError, "cpu-2 has no accelerator: its speed is not known", "measure there"),
+        ({"region": "nowhere"}, PriceError, "no price is known for box-2 at nowhere", "--usd-per-hour"),
+    ],
+)
+def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, message: str, hint: str, plan: Any) -> None:
+    with pytest.raises(kind, match=message) as refused:
+        plan(**keys)
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peagle_sweep": 2}, "peagle_sweep must be 1, not 2"),
+        ({"modle": "m"}, "unknown key 'modle'"),
+        ({"source": None}, "source must be given"),
+        ({"devices_per_engine": "1"}, "devices_per_engine must be given"),
+        ({"cells": []}, "cells must be a list with a measurement in it"),
+        ({"cells": [3]}, "cell 1: it must hold keys and values"),
+        ({"cells": [{"method": "none", "k": 0, "concurrency": 1}]}, "cell 1: output_tokens_per_s: Field required"),
+        ({"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]}, "k is 0 exactly"),
+        ({"start_s": None}, "does not say how long an engine takes to start"),
+    ],
+)
+def test_a_sweep_that_is_wrong_is_named_with_what_is(changes: Any, message: str, sweep: Any, plan: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        plan(measured=[sweep(**changes)])
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("{}", "neither a benchmark's report nor a sweep")])
+def test_a_file_of_another_kind_is_refused(text: str, message: str, plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        plan(measured=[tmp_path / "x.json"])
+
+
+def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
+    with pytest.raises(ConfigError, match="several models: m, other"):
+        plan(measured=[sweep(), sweep("b.json", model="other")])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tokens": "many"}, "a number of tokens is like 2e9"),
+        ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
+        ({}, "either tokens"),
+        ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
+        ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
+        ({"tokens": 5, "measured": []}, "at least one file"),
+        ({"tokens": 5, "seeds": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_refused(keys: Any, message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        PlanConfig(**({"measured": ["x.json"]} | keys))
+
+
+def test_the_command_prints_the_plan_and_writes_it(sweep: Any, prices: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
+    assert command(["plan", *arguments, "--max-tpot-ms", "22", "--seeds", "2", "--json", str(tmp_path / "p.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "x box-2 spot: " in printed
+    assert "! sweep.json: measured by others (a blog)" in printed
+    assert "SIMULATED, not measured, 2 seeds: " in printed
+    assert "Assumed, not measured: 0.05 interruptions an hour" in printed
+    assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"

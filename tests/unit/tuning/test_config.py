@@ -1,0 +1,36 @@
+"""Keys of a tuning as they are written, and what is refused of them."""
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from peagle.tuning.config import TuneConfig
+
+
+def test_lists_are_read_from_text_and_none_is_always_tried() -> None:
+    config = TuneConfig(methods="peagle,eagle3", precision="bf16,fp8", max_num_seqs="16,1", max_num_batched_tokens=4096)
+    assert config.methods == ["none", "peagle", "eagle3"]
+    assert (config.precision, config.max_num_seqs) == (["bf16", "fp8"], [1, 16])
+    assert config.max_num_batched_tokens == ["4096"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"methods": "ngram"}, "methods are none, peagle, eagle3, and 'ngram' is none of them"),
+        ({"precision": "int4"}, "precisions are auto, bf16"),
+        ({"max_num_seqs": "0"}, "max_num_seqs must be whole numbers from 1"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens is auto or whole numbers"),
+        ({"num_speculative_tokens": "a"}, "K must be whole numbers"),
+        ({"drafter": "heads/mine"}, "a drafter is METHOD=HEAD"),
+        ({"drafter": "eagle3=h"}, "drafter eagle3=h is of none of the methods"),
+        ({"budget_min": 0}, "greater than 0"),
+        ({"max_tpot_ms": -1}, "greater than 0"),
+        ({"objective": "latency"}, "tokens-per-dollar"),
+        ({"budget": 3}, "Extra inputs"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        TuneConfig(**keys)

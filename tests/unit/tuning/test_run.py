@@ -1,0 +1,235 @@
+"""The whole tuning with fakes in the place of engines: what is started, kept, resumed, chosen and refused.
+
+A fake's speed is its own token time, far enough apart that a busy machine cannot turn the order.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.engine.generation import Generation
+from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError, EngineError, PriceError
+from peagle.hardware import Hardware
+from peagle.measurement.dataset import Prompt
+from peagle.measurement.engine_up import Listener
+from peagle.tuning.config import TuneConfig
+from peagle.tuning.profile import Profile, read_profile
+from peagle.tuning.run import prompts_of, tune
+
+from .conftest import HEAD, TARGET
+
+ROWS = [{"prompt": f"prompt {i}"} for i in range(9)]
+FAST, SLOW = 0.001, 0.006
+
+
+class Starter:
+    """Starts fakes of the given token times by K, one at a time; remembers which."""
+
+    def __init__(self, token_s: dict[int, float], *, broken: tuple[int, ...] = (), dies_at: int | None = None) -> None:
+        self.specs: list[EngineSpec] = []
+        self.num_asked = 0
+        self._token_s, self._broken, self._dies_at = token_s, broken, dies_at
+
+    def __call__(self, spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+        self.specs.append(spec)
+        k = spec.drafter.num_speculative_tokens if spec.drafter else 0
+        if k in self._broken:
+            raise EngineError(f"K={k} does not start")
+        starter = self
+
+        class Counted(FakeEngine):
+            async def generate(self, *args: Any) -> Generation:
+                starter.num_asked += 1
+                if starter.num_asked == starter._dies_at:
+                    raise KeyboardInterrupt
+                return await super().generate(*args)
+
+        return Counted(num_speculative_tokens=k, token_s=self._token_s[k])
+
+    @property
+    def ks(self) -> list[int]:
+        return [spec.drafter.num_speculative_tokens if spec.drafter else 0 for spec in self.specs]
+
+
+@pytest.fixture
+def run(folder: Any, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profile]:
+    target, head = folder("target", TARGET), folder("head", HEAD)
+
+    def run(start: Any, said: list[str] | None = None, **keys: Any) -> Profile:
+        values = {
+            "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
+            "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
+            "usd_per_hour": 3.6,
+        } | keys  # fmt: skip
+        listener = Listener(say=(said if said is not None else []).append)
+        profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda _: ByteTokenizer())
+        assert read_profile(path) == profile
+        return profile
+
+    return run
+
+
+def test_the_fastest_is_found_and_written_as_keys_of_a_run(run: Any, tmp_path: Path) -> None:
+    start = Starter({0: SLOW, 2: FAST, 4: SLOW})
+    profile = run(start)
+    assert start.ks[:3] == [0, 2, 4]
+    assert {spec.max_num_seqs for spec in start.specs} == {3}
+    assert profile.engine["drafter"] == str(tmp_path / "head")
+    assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 3)
+    assert profile.engine["max_num_batched_tokens"] == 2048 + 3 * 2 * 2
+    assert profile.decision.startswith("P-EAGLE K=2: ")
+    assert "times the best without speculation" in profile.decision
+    assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
+    assert len(profile.measurements) == 6
+    assert profile.tuned.concurrency_low == 1
+    assert profile.target.name == str(tmp_path / "target") or profile.target.revision
+    assert (tmp_path / "out" / "profile.yaml").exists()
+
+
+def test_no_speculation_is_said_when_that_is_the_answer(run: Any) -> None:
+    profile = run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
+    assert profile.engine["drafter"] == "none"
+    assert "num_speculative_tokens" not in profile.engine
+    assert profile.decision.startswith("No speculation: ")
+    assert profile.tuned.acceptance_low is None
+
+
+def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run: Any, tmp_path: Path) -> None:
+    speeds = {0: SLOW, 2: FAST, 4: SLOW}
+    with pytest.raises(KeyboardInterrupt):
+        run(Starter(speeds, dies_at=30))
+    cells = tmp_path / "out" / "cells"
+    kept = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
+    assert kept
+    spent = json.loads((cells / "engine-time.json").read_text())["engine_s"]
+    assert spent > 0
+    again = Starter(speeds)
+    profile = run(again)
+    assert profile.engine["num_speculative_tokens"] == 2
+    assert all((cells / name).read_bytes() == data for name, data in kept.items())
+    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent
+    last = Starter(speeds)
+    assert run(last).measurements == profile.measurements
+    assert last.specs == []
+
+
+def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: Any) -> None:
+    said: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
+    assert {cell.method for cell in profile.measurements} == {"none"}
+    assert profile.notes[0].startswith("Not measured within the budget: ")
+    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. More --budget-min goes on with them.")
+    more = Starter({0: SLOW, 2: FAST, 4: SLOW})
+    assert run(more).engine["num_speculative_tokens"] == 2
+    assert more.ks[0] in (0, 2)
+
+
+def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
+    # 40 ms a token are more than the limit, whatever the tokens/s of many at once.
+    class ByLoad(FakeEngine):
+        running = 0
+
+        async def generate(self, *args: Any) -> Generation:
+            self.running += 1
+            self._token_s = 0.001 if self.running == 1 else 0.012
+            try:
+                return await super().generate(*args)
+            finally:
+                self.running -= 1
+
+    def start(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+        return ByLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
+
+    keys = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
+    assert run(start, **keys).engine["max_num_seqs"] == 40
+    profile = run(start, objective="throughput", max_tpot_ms=8, **keys)
+    assert profile.engine["max_num_seqs"] == 1
+    assert "p95 time per output token within 8 ms" in profile.decision
+
+
+def test_limits_that_nothing_meets_are_an_error_that_names_the_nearest(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
+        run(Starter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
+
+
+def test_an_engine_that_does_not_start_is_named_and_left_out(run: Any) -> None:
+    said: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), said)
+    assert profile.engine.get("num_speculative_tokens") != 2
+    assert profile.notes == ["P-EAGLE K=2 could not be measured: K=2 does not start"]
+    assert "  P-EAGLE K=2 is left out: K=2 does not start" in said
+
+
+def test_when_no_engine_starts_its_reason_is_the_error(run: Any) -> None:
+    with pytest.raises(EngineError, match="does not start"):
+        run(Starter({}, broken=(0, 2, 4)))
+
+
+def test_progress_tells_the_round_and_what_is_left(run: Any) -> None:
+    said: list[str] = []
+    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said)
+    assert any("6 configurations on 3 engines; 0 passes are done already" in line for line in said)
+    passes = [line for line in said if line.startswith("round ")]
+    assert passes[0].startswith("round 1, ")
+    assert all("left of this round, at most" in line for line in passes)
+
+
+def test_token_slots_and_precisions_are_engines_of_their_own(run: Any) -> None:
+    start = Starter({0: FAST, 2: SLOW})
+    keys = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
+    profile = run(start, **keys)
+    assert {(spec.precision, spec.max_num_batched_tokens) for spec in start.specs} == {
+        (precision, slots) for precision in ("auto", "float32") for slots in (2048 + 3, 2048 + 12, 512)
+    }
+    assert {cell.precision for cell in profile.measurements} == {"auto", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": 25}, "sampling.max_tokens"),
+        ({"waves": 3}, "waves: it was 2"),
+        ({"max_num_seqs": "1,4"}, "max_num"),
+    ],
+)
+def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named: str, run: Any) -> None:
+    refused = Starter({})
+    run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
+    with pytest.raises(ConfigError, match=named):
+        run(refused, **change)
+    assert refused.specs == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message", "hint"),
+    [
+        ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
+        ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "give more than"),
+        ({"drafter": "peagle=/nowhere"}, ConfigError, "no such drafter: /nowhere", "folder"),
+        ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price is known", "c7a.large"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_an_engine_starts(
+    keys: Any, kind: Any, message: str, hint: str, run: Any
+) -> None:
+    start = Starter({})
+    with pytest.raises(kind, match=message) as refused:
+        run(start, **keys)
+    assert hint in refused.value.hint
+    assert start.specs == []
+
+
+def test_a_pass_goes_on_in_the_sample_where_the_one_before_ended() -> None:
+    sample = [Prompt(token_ids=[n], category=None) for n in range(10)]
+
+    def ids(repeat: int) -> list[int]:
+        return [p.token_ids[0] for p in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]
+
+    assert ids(0) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ids(1) == [8, 9, 0, 1, 2, 3, 4, 5]
+    assert len(prompts_of(sample, concurrency=1, waves=1, repeat=0)) == 6
