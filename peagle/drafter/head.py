@@ -37,7 +37,7 @@ class HeadSpec:
         num_depths: K_train, the number of tokens it learns to draft at once.
         mask_token_id: the token that stands at depths 1 and up.
         init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
-            a saved head of the same shape to go on from.
+            a saved head of the same shape to go on from; a P-EAGLE head may go on from an EAGLE-3 one.
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
         train_embeddings: whether embeddings are trained, rather than shared with the target. They are then saved with
             the head: vocabulary x hidden size, most of its bytes.
@@ -142,13 +142,15 @@ def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
 
 @torch.no_grad()
 def _go_on_from(head: Any, folder: Path) -> None:
-    """Take the weights of a saved head.
+    """Take the weights of a saved head. A mask state that it has not learnt, as an EAGLE-3 head, starts where all do.
 
     Raises:
         ConfigError: it has another shape; names the first weight that differs.
     """
     weights = _read_weights(folder)
     own = {name: parameter for name, parameter in head.named_parameters() if _is_saved(head, name)}
+    if "mask_hidden" not in weights:
+        own.pop("mask_hidden", None)
     for name in sorted(own.keys() | {name for name in weights if name not in _MAPS}):
         shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
         if shapes[0] != shapes[1]:

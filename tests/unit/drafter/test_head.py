@@ -178,6 +178,16 @@ def test_going_on_from_a_head_of_another_shape_is_refused(
         _head(target, spec, vocabulary, num_layers=1, algorithm="eagle3", init=str(tmp_path))
 
 
+def test_a_peagle_head_goes_on_from_an_eagle3_one_with_a_new_mask_state(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    saved = _head(target, spec, vocabulary, algorithm="eagle3", init="random")
+    save_head(saved, tmp_path, verifier="org/target")
+    gone_on = _head(target, spec, vocabulary, algorithm="peagle", init=str(tmp_path))
+    torch.testing.assert_close(gone_on.fc.weight, saved.fc.weight.bfloat16().float())
+    assert not gone_on.mask_hidden.any()
+
+
 @pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}, {"algorithm": "medusa"}])
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
