@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
+from pipelines.batch.heartbeats import Heartbeats
 from pipelines.batch.pool import is_worth_loading
 from pipelines.batch.rundir import RunDirectory
 
-_HEARTBEATS_A_LOOK = 3.0  # an engine that was silent for so many is not alive
+_HEARTBEATS_A_LOOK = 3.0  # more than an engine may be silent for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +33,15 @@ class Admission:
 
     def wait(self, run: RunDirectory) -> None:
         """Return when an engine is to be loaded."""
-        last: list[EngineSession] | None = None
+        heartbeats = Heartbeats(self.sessions_before, heartbeat_s=self.heartbeat_s)
         while True:
             sessions = run.sessions()
-            alive = self.alive(sessions, last)
-            is_wanted = len(alive) < self.num_engines or self._is_worth_it(run, sessions, len(alive))
+            heartbeats.observe(sessions)
+            num_alive = len(heartbeats.alive(sessions))
+            is_wanted = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
             if is_wanted and run.stop_grace_s() is None:
                 return
-            last = sessions
             time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
-
-    def alive(self, sessions: Sequence[EngineSession], last: Sequence[EngineSession] | None) -> list[EngineSession]:
-        """Engines of this attempt that have not ended, nor been silent since the last look; clocks are not compared."""
-        seen_at = {session.session_id: session.last_seen_at for session in last or ()}
-        return [
-            session
-            for session in sessions
-            if session.session_id not in self.sessions_before
-            and not session.ended
-            and session.last_seen_at != seen_at.get(session.session_id)
-        ]
 
     def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
         num_done = len(run.committed())

@@ -114,9 +114,9 @@ class Supervisor:
 
     def observe(self) -> None:
         """Look at the ledger, and ask the workers to stop when it is time."""
-        sessions = self._spending.of_this_attempt(self._run.sessions())
+        sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
         usd = self._spending.observe(sessions)
-        alive = self._spending.alive(sessions)
+        alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(sessions, usd, alive)
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):

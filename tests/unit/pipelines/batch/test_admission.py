@@ -1,10 +1,12 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from peagle.economics.usage import EngineSession
 from pipelines.batch import admission
 from pipelines.batch.admission import Admission
+from pipelines.batch.heartbeats import Heartbeats
 
 SESSION = EngineSession(
     session_id="now", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=160.0,
@@ -33,6 +35,7 @@ class Run:
 def slept(monkeypatch):
     found = []
     monkeypatch.setattr(admission.time, "sleep", found.append)
+    monkeypatch.setattr(admission, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(found)))
     return found
 
 
