@@ -45,11 +45,11 @@ def write_once(path: Path, data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def writing(path: Path, *also: type[Exception], hint: str) -> Iterator[None]:
+def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
     """Tell what could not be written, and what to do about it.
 
     Args:
-        path: what is being written.
+        path: what is being written, as it is to be named.
         also: errors other than OSError with which a library says that it cannot write.
         hint: what the user can do.
 

@@ -9,10 +9,14 @@ from peagle import errors
 from peagle.errors import PeagleError
 
 
+_RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
+
+
 def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
     """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
 
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
+    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text, and
+    appends to both how its own retries are configured, which is nothing that a user of this package can do.
 
     Args:
         what: what has happened, before Ray's last line.
@@ -28,5 +32,5 @@ def explain(error: BaseException, what: str, *, hint: str, otherwise: type[Peagl
     if named:
         kind, message = named[-1]
         return getattr(errors, kind)(message, hint=hint)  # type: ignore[no-any-return]
-    last = (str(error).strip().splitlines() or [repr(error)])[-1]
+    last = (_RETRY_ADVICE.sub("", str(error)).strip().splitlines() or [repr(error)])[-1]
     return otherwise(f"{what}: {last}", hint=hint)

@@ -46,7 +46,7 @@ def _ray_data_llm(job: dict[str, Any]) -> None:
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     # Each of its stages reserves a whole logical CPU: with two it would wait for ever.
-    ray.init(num_cpus=16, include_dashboard=False)
+    ray.init(address="local", num_cpus=16, include_dashboard=False)
     engine = dict(job["engine"])
     config = vLLMEngineProcessorConfig(
         model_source=engine.pop("model"),
@@ -71,15 +71,15 @@ def _run_batch(job: dict[str, Any]) -> None:
     from peagle.engine.arguments import command_line
 
     folder = Path(job["folder"])
-    url = "/v1/completions"
-    bodies = [
-        {"custom_id": row["id"], "method": "POST", "url": url}
-        | {"body": {"model": job["engine"]["model"], "prompt": row["text"], **job["sampling"]}}
+    base = {"method": "POST", "url": "/v1/chat/completions"}  # vLLM's batches know no completions
+    body = {"model": job["engine"]["model"], **job["sampling"]}
+    requests = [
+        {"custom_id": row["id"], **base, "body": body | {"messages": [{"role": "user", "content": row["prompt"]}]}}
         for row in job["rows"]
     ]
-    (folder / "batch.jsonl").write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
+    (folder / "batch.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
     flags = ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "answers.jsonl"), *command_line(job["engine"])]
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch", *flags])
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", *flags])
 
 
 def _peagle(job: dict[str, Any]) -> None:

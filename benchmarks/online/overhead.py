@@ -90,7 +90,7 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path, "served_model_name": options.model}
     ours = [*same_engine.peagle_flags(options, max_num_seqs), "--usd-per-hour", "1"]
     commands = {
-        "vllm serve": ["vllm.entrypoints.cli.main", "serve", *command_line(arguments)],
+        "vllm serve": ["benchmarks.vllm_command", "serve", *command_line(arguments)],
         "peagle serve": ["jobs.cli", "serve", *ours],
     }
     variables = environment(engine.spec, here)
@@ -140,7 +140,7 @@ def _wait_until_up(server: "subprocess.Popen[bytes]", port: int, folder: Path) -
 def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path) -> None:
     name = f"c{concurrency}.json"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat",
+        sys.executable, "-m", "benchmarks.vllm_command", "bench", "serve", "--backend", "openai-chat",
         "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/chat/completions", "--model", endpoint.name,
         "--tokenizer", endpoint.tokenizer, "--dataset-name", "custom",
         "--dataset-path", str(folder.parent / "prompts.jsonl"), "--custom-output-len", str(options.max_tokens),

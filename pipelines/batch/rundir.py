@@ -28,6 +28,7 @@ import pyarrow as pa
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError
+from peagle.files import writing
 from peagle.storage import (
     Place,
     is_remote,
@@ -53,6 +54,7 @@ from pipelines.batch.stopping import PolledStop
 from pipelines.batch.suspects import forget_killed_driver
 
 _Parsed = TypeVar("_Parsed")
+_WRITABLE = "make room, or the folder writable; the same command continues the run"
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
@@ -183,16 +185,18 @@ class RunDirectory:
         """Commit a unit; False when another attempt at it came first, and this one counts for nothing.
 
         Raises:
-            OSError: the disk is full, or the folder cannot be written. The unit is then not committed.
+            CapacityError: the disk is full, or the folder cannot be written. The unit is then not committed.
             StorageError: the store does not answer. The unit may be committed then, and counts all the same.
         """
         failed_name = ""
         if dead_letters:
             # A name of this attempt's own: a slower attempt cannot replace the letters of the one that won.
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
-            lines = "".join(json.dumps(letter, ensure_ascii=False, default=str) + "\n" for letter in dead_letters)
-            write_atomic(self.failed / failed_name, lines.encode())
-        won = write_once(self.unit_path(unit), unit_bytes(table, Footer(usage, failed_name)))
+        with writing(self.unit_path(unit), hint=_WRITABLE):
+            if failed_name:
+                lines = "".join(json.dumps(letter, ensure_ascii=False, default=str) + "\n" for letter in dead_letters)
+                write_atomic(self.failed / failed_name, lines.encode())
+            won = write_once(self.unit_path(unit), unit_bytes(table, Footer(usage, failed_name)))
         if not won and failed_name:
             (self.failed / failed_name).unlink(missing_ok=True)
         return won

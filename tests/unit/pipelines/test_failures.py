@@ -26,3 +26,11 @@ def test_another_error_keeps_its_last_line():
     )
     assert isinstance(found, EngineError)
     assert found.message.endswith("OSError: disk full")
+
+
+def test_rays_advice_on_its_retries_is_left_out():
+    advice = (
+        "Failed to process map task after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, configure it."
+    )
+    found = explain(RayTaskError(f"Traceback\nOSError: disk full\n{advice}"), "it broke off", hint="see logs/")
+    assert found.message == "it broke off: OSError: disk full"
