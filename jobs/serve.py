@@ -45,6 +45,10 @@ _GROUPS = {
         "stream_interval_ms",
         "drain_s",
         "heartbeat_s",
+        "engine",
+        "fake_token_s",
+        "fake_start_s",
+        "fake_core",
     ],
     "access": [
         "host",

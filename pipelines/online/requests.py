@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
-_COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
+COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "stream": (bool,),
@@ -156,7 +156,7 @@ def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedMode
 
 def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None) -> int:
     """Output tokens at most of a request that names no number."""
-    own = _COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
+    own = COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
     return min(number for number in (own, most, model.max_model_len) if number is not None)
 
 

@@ -24,6 +24,7 @@ from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.relay import relay
+from pipelines.online.stand_in import StandIn, StandInEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class ReplicaJob:
     Attributes:
         app_id: of one start of the endpoint; replicas on one node share its cores by it.
         state: folder of the ledger and the logs, which every node sees.
+        stand_in: the fake engine in place of vLLM.
     """
 
     app_id: str
@@ -42,6 +44,7 @@ class ReplicaJob:
     sizes: Sizes
     num_engines_on_node: int
     heartbeat_s: float
+    stand_in: StandIn | None = None
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
@@ -53,11 +56,13 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
+        if job.stand_in:
+            kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
         await super().__init__(self._local_config(job), **kwargs)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
 
     def _local_config(self, job: ReplicaJob) -> Any:
-        here, spec = hardware.detect(), local_spec(job.spec)
+        here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
         self._account.engine_index = claim_slot(job.app_id)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the replica's logical CPUs
         os.environ |= environment(
