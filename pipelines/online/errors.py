@@ -16,7 +16,9 @@ _TYPES = {
     503: "overloaded_error",
 }
 _OVERLOADED_RETRY_S = 5
-# Of `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where Ray need not be.
+# Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
+# vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
+_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
 _UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
 
 
@@ -60,8 +62,12 @@ def from_exception(error: BaseException) -> ApiError:
     """The answer for what the application raised; its text only where it is meant for a client."""
     if isinstance(error, ApiError):
         return error
-    if any(kind.__name__ in _UNAVAILABLE for kind in type(error).__mro__):
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if any(name in _UNAVAILABLE for name in names):
         return overloaded("every engine is busy or about to start; try again")
+    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
+        param = getattr(error, "parameter", None)
+        return ApiError(_OF_THE_REQUEST[refused], str(error.args[0]), code="invalid_value", param=param)
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and 400 <= status < 500 and isinstance(text, str):

@@ -19,6 +19,7 @@ from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError
@@ -72,6 +73,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         if model not in self._cards:
             raise ApiError(404, f"there is no model {model!r}", code="model_not_found")
         return JSONResponse(self._cards[model])
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """A chat completion, whole or as a stream of events."""
+        return await super().chat(body, request)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """A completion, likewise."""
+        return await super().completions(body, request)
 
     async def cost(self, request: Request, window_s: float | None = Query(None, gt=0)) -> JSONResponse:
         """What was delivered and what it cost: everybody's for an operator, else one's own."""

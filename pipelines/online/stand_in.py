@@ -19,7 +19,7 @@ from peagle.openai_body import parse_body
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.requests import CHAT, COMPLETIONS, COMPLETION_TOKENS
+from pipelines.online.requests import CHAT, COMPLETION_TOKENS, COMPLETIONS
 
 # Of a stream, or Ray's own: nothing that an engine is told.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id"}
@@ -110,7 +110,7 @@ class StandInEngine:
             yield part
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
-        asked = request.model_dump(mode="json", exclude_unset=True)
+        asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)
         prompt = self._prompt(url, {key: value for key, value in asked.items() if key not in _NOT_OF_THE_BODY})
         if isinstance(prompt, str):
             yield _refusal(prompt)
