@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")
-        os.environ.setdefault(front.VARIABLE, front.IMPORT_PATH)  # for the proxies of a Ray that is started here
+        os.environ |= front.ENVIRONMENT | os.environ  # for the proxies of a Ray that is started here
         with cluster.ray_cluster():
             if is_remote:
                 here = cluster.inspect()

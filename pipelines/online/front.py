@@ -3,7 +3,7 @@
 Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
 or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
 error event. Ray loads it into
-its proxies by the name in `VARIABLE`, which must be in the environment in which Ray is started. It knows ASGI, no Ray.
+its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows ASGI, no Ray.
 """
 
 import json
@@ -14,8 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online.errors import overloaded
 
-VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = f"{__name__}:middlewares"
+ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
+    # A proxy that fails three looks is replaced: after 6 s rather than 30.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+}
 _OURS = b"x-peagle-request-id"  # the gate sets it on each answer
 _LEAST_OF_A_FAULT = 500
 

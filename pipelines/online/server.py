@@ -4,6 +4,7 @@ It is imported on the nodes that run engines, and by whoever builds the applicat
 gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
 """
 
+import asyncio
 import functools
 import os
 import uuid
@@ -20,11 +21,14 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
 from pipelines.batch.node import claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.errors import is_engine_death
 from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.relay import relay
 from pipelines.online.stand_in import StandIn, StandInEngine
+
+_LOOK_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,19 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
         await super().__init__(self._local_config(job), **kwargs)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
+        self._watch = asyncio.create_task(self._end_with_engine())
+
+    async def _end_with_engine(self) -> None:
+        """End this process once the engine is dead. Serve asks for health only now and then, and three times; until
+        then the replica would refuse at once what the other engines could take, and draw it by being idle."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await super().check_health()
+            except Exception as error:
+                if is_engine_death(error):
+                    self._account.end()
+                    os._exit(1)
 
     def _local_config(self, job: ReplicaJob) -> Any:
         here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
@@ -90,5 +107,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""
+        if watch := getattr(self, "_watch", None):
+            watch.cancel()
         self._account.end()
         await super().__del__()

@@ -151,6 +151,7 @@ async def vanish(url: str, num_clients: int, num_tokens: int) -> list[str]:
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:
             request = body(f"vanishing {client}", num_tokens, is_stream=True)
             async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+                response.raise_for_status()
                 async for _ in response.aiter_bytes():
                     break
                 return response.headers["x-peagle-request-id"]

@@ -115,8 +115,9 @@ class Endpoint:
         """Until every part runs, and that many engines; the seconds that it took, None where it took too long."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
-            load = self.load()
-            if load and load["num_running_replicas"] == num_replicas and all(map(self.pids, PARTS)):
+            load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]
+            is_running = load is not None and load["num_running_replicas"] == num_replicas
+            if is_running and numbers == [num_replicas, num_replicas, 1, 1, 1]:
                 return time.monotonic() - started
             time.sleep(0.5)
         return None
