@@ -44,7 +44,7 @@ class Size:
     min_replicas: int = 2
     max_replicas: int = 2
     slots: int = 8
-    queued: int = 16
+    queued: int = 24
     token_s: float = 0.05
     tokens: int = 40
 
