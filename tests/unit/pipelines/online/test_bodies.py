@@ -12,7 +12,7 @@ def chat(**changes):
 
 
 def test_a_request_is_vllms_own():
-    assert chat(max_tokens=3).max_tokens == 3
+    assert chat(temperature=0.5).temperature == 0.5
 
 
 def test_a_check_that_breaks_is_the_clients_fault():
