@@ -5,6 +5,7 @@ Its exit code is 1 when a client got what it must not get, something was billed 
 
 import argparse
 import asyncio
+import shlex
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.faults.endpoint import PARTS, Endpoint, Size, serving
 from tests.faults.scenes import VANISHING, kill_part, vanish_under_way
 
 OVERLOAD = "overload"
+_FAULTS = [VANISHING, *PARTS, OVERLOAD]
 
 
 def main() -> int:
@@ -61,21 +63,22 @@ async def _play(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    names = [VANISHING, *PARTS, OVERLOAD]
     parser.add_argument("--clients", type=int, default=16, help="at once; default 16")
     parser.add_argument("--seconds", type=float, default=10, help="of load before each kill, and after; default 10")
     parser.add_argument("--overload-s", type=float, default=120, help="twice the capacity for so long; default 120")
     parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT", help=", ".join(names))
+    parser.add_argument("--only", nargs="+", choices=_FAULTS, default=_FAULTS, metavar="FAULT", help=", ".join(_FAULTS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="of the endpoint's state")
     parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
     return parser
 
 
 def _command(args: argparse.Namespace) -> str:
-    return (
-        f"python -m tests.faults --clients {args.clients} --seconds {args.seconds:g} --overload-s {args.overload_s:g}"
-    )
+    words = ["python -m tests.faults", f"--clients {args.clients}", f"--seconds {args.seconds:g}"]
+    words.append(f"--overload-s {args.overload_s:g}")
+    if set(args.only) != set(_FAULTS):
+        words.append(f"--only {shlex.join(args.only)}")
+    return " ".join(words)
 
 
 def _say(text: str) -> None:
