@@ -140,7 +140,7 @@ class StandInEngine:
         if isinstance(token_ids, RowError):
             return token_ids.message
         left = COMPLETION_TOKENS if url == COMPLETIONS else max(1, self._max_model_len - len(token_ids))
-        sampling = {"temperature": 1.0, "max_tokens": left, **body.sampling}
+        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
         limits = SamplingLimits(
             max_model_len=self._max_model_len, has_drafter=bool(self._settings.num_speculative_tokens)
         )
@@ -222,4 +222,5 @@ def _dead() -> Exception:
     """What vLLM raises for every request of an engine that died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return EngineDeadError()
+    error: Exception = EngineDeadError()
+    return error
