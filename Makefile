@@ -2,6 +2,7 @@
 # make test   set up, then every check: linter, types, import contract, tests
 # make soak   set up, then the tests that take minutes each
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
+# make faults kill each part of the endpoint under load, overload it, and write the table
 # make setup  only the environment, in .venv
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-images  take the pictures of the endpoint's page again, in headless Chromium
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos setup check docs-bad-inputs docs-images lock clean
+.PHONY: demo test soak chaos faults setup check docs-bad-inputs docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -30,6 +31,9 @@ soak: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos
+
+faults: setup
+	$(BIN)/python -m tests.faults
 
 setup: $(VENV)/.installed-$(LOCK)
 

@@ -1,6 +1,7 @@
 """`peagle serve`: the endpoint on this machine, or on the cluster that RAY_ADDRESS names."""
 
 import argparse
+import os
 import sys
 import threading
 from pathlib import Path
@@ -45,6 +46,10 @@ _GROUPS = {
         "stream_interval_ms",
         "drain_s",
         "heartbeat_s",
+        "engine",
+        "fake_token_s",
+        "fake_start_s",
+        "fake_core",
     ],
     "access": [
         "host",
@@ -73,6 +78,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.quiet import QuietStderr
     from pipelines.batch import cluster
     from pipelines.batch.stopping import stop_on_signal
+    from pipelines.online import front
     from pipelines.online.app import gate_settings, resolve
 
     with QuietStderr() as quiet:
@@ -85,6 +91,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")
+        os.environ |= front.ENVIRONMENT | os.environ  # for the proxies of a Ray that is started here
         with cluster.ray_cluster():
             if is_remote:
                 here = cluster.inspect()

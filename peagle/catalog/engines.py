@@ -15,7 +15,7 @@ from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len
 from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
-from peagle.engine.spec import EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.measurement.cells import NONE
@@ -32,6 +32,12 @@ SIZE_KEYS = (
     "kv_cache_gib",
     "gpu_memory_utilization",
     "max_num_batched_tokens",
+)
+
+
+# Rows, usage and reports must never name a model that did not answer.
+FAKE_MODEL = ResolvedModel(
+    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
 )
 
 
@@ -131,6 +137,24 @@ def resolve_engine(
     engine = compose_engine(keys, hardware, model, drafter)
     check_capacity(engine.spec, hardware, num_engines_on_node=num_engines_on_node)
     return replace(engine, spec=replace(engine.spec, model=_reference(keys.model, model)))
+
+
+def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
+    """The engine that stands in for one: no model, and a drafter where K is given.
+
+    Raises:
+        ConfigError: a drafter is asked for, or what `compose_engine` refuses.
+    """
+    if keys.drafter not in ("auto", "none"):
+        raise ConfigError(
+            "engine: fake loads no drafter", hint="leave drafter out, and give num_speculative_tokens alone"
+        )
+    k = keys.num_speculative_tokens
+    spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
+    name = FAKE_MODEL.name if k else None
+    note = "engine: fake; no model answers, and its speed means nothing"
+    drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
+    return compose_engine(keys, hardware, FAKE_MODEL, drafter)
 
 
 def compose_engine(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,29 +57,30 @@ class FakeEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
-        self._meet_poison(prompt_token_ids)
-        started = time.monotonic()
-        completions = [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
+        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
         await asyncio.sleep(self._token_s)
         first_token = time.monotonic()
-        await asyncio.sleep(self._token_s * (max(c.num_output_tokens for c in completions) - 1))
-        self._require_life()
-        num_tokens = sum(c.num_output_tokens for c in completions)
-        speculation = self._speculation(num_tokens)
-        self._totals += speculation or SpeculationStats.empty()
-        return Generation(
-            text=completions[0].text,
-            finish_reason=completions[0].finish_reason,
-            num_prompt_tokens=len(prompt_token_ids),
-            num_cached_tokens=0,
-            num_output_tokens=num_tokens,
-            speculation=speculation,
-            ttft_s=first_token - started,
-            latency_s=time.monotonic() - started,
-            completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
-        )
+        await asyncio.sleep(self._token_s * (_longest(completions) - 1))
+        return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+
+    async def stream(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[list[Completion], Generation | None]]:
+        """The same request as it grows: what is there of each response after each token, and at last the whole.
+
+        Raises:
+            RequestRefused, EngineError: as `generate`.
+        """
+        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
+        first_token = started
+        for num_tokens in range(1, (longest := _longest(completions)) + 1):
+            await asyncio.sleep(self._token_s)
+            self.require_life()
+            first_token = time.monotonic() if num_tokens == 1 else first_token
+            if num_tokens < longest:
+                yield [_beginning(completion, num_tokens) for completion in completions], None
+        whole = self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+        yield completions, whole
 
     def speculation_totals(self) -> SpeculationStats | None:
         """See `Engine.speculation_totals`."""
@@ -95,13 +96,44 @@ class FakeEngine:
         if self._core is not None:
             self._core.communicate()
 
+    def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[Completion]:
+        """The responses that there will be."""
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
+        self._meet_poison(prompt_token_ids)
+        return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
+
+    def _end(
+        self, prompt_token_ids: list[int], completions: list[Completion], ttft_s: float, latency_s: float
+    ) -> Generation:
+        self.require_life()
+        num_tokens = sum(c.num_output_tokens for c in completions)
+        speculation = self._speculation(num_tokens)
+        self._totals += speculation or SpeculationStats.empty()
+        return Generation(
+            text=completions[0].text,
+            finish_reason=completions[0].finish_reason,
+            num_prompt_tokens=len(prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=num_tokens,
+            speculation=speculation,
+            ttft_s=ttft_s,
+            latency_s=latency_s,
+            completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
+        )
+
     def _meet_poison(self, prompt_token_ids: list[int]) -> None:
         if _contains(prompt_token_ids, self._kill_on):
             os.kill(os.getpid(), signal.SIGKILL)
         self._is_dead = self._is_dead or _contains(prompt_token_ids, self._die_on)
-        self._require_life()
+        self.require_life()
 
-    def _require_life(self) -> None:
+    def require_life(self) -> None:
+        """Be silent while the engine lives.
+
+        Raises:
+            EngineError: it died.
+        """
         self._is_dead = self._is_dead or (self._core is not None and self._core.poll() is not None)
         if self._is_dead:
             raise EngineError("the fake engine died")
@@ -113,6 +145,20 @@ class FakeEngine:
             return None
         num_drafts = num_tokens // 2
         return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+def _longest(completions: list[Completion]) -> int:
+    return max(completion.num_output_tokens for completion in completions)
+
+
+def _beginning(completion: Completion, num_tokens: int) -> Completion:
+    """Its first tokens; a token is a word."""
+    return replace(
+        completion,
+        text=" ".join(completion.text.split(" ")[:num_tokens]),
+        num_output_tokens=min(num_tokens, completion.num_output_tokens),
+        logprobs=None if completion.logprobs is None else completion.logprobs[:num_tokens],
+    )
 
 
 def _start_core() -> subprocess.Popen[bytes]:

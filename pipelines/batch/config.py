@@ -7,7 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import BaseModel, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
@@ -32,7 +32,19 @@ FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
 """A folder on a disk or in a store, as a user names it."""
 
 
-class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
+class StandInKeys(BaseModel):
+    """Whether a real engine answers, and what the fake one is like; runs and the endpoint have these keys."""
+
+    engine: Literal["vllm", "fake"] = Field(
+        "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
+    )
+    fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
+    fake_core: bool = Field(
+        False, description="the fake engine has a process of its own that may be killed, like vLLM's"
+    )
+
+
+class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
 
     input: str = Field(
@@ -69,15 +81,8 @@ class GenerateConfig(PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
         "1",
         description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
     )
-    engine: Literal["vllm", "fake"] = Field(
-        "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
-    )
-    fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
     fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
     fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
-    fake_core: bool = Field(
-        False, description="the fake engine has a process of its own that may be killed, like vLLM's"
-    )
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"

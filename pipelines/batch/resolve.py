@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.catalog.engines import compose_engine, resolve_engine
+from peagle.catalog.engines import compose_fake_engine, resolve_engine
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
 from peagle.economics.price_keys import resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
-from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
@@ -22,11 +22,6 @@ from pipelines.batch.cluster import Neighbours, Placement, place
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.preparing import load_tokenizer
 from pipelines.tuned import TunedWatch
-
-# Rows and reports must never name a model that did not answer.
-_FAKE_MODEL = ResolvedModel(
-    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +94,7 @@ def resolve(
     placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
     price = resolve_price(config, hardware)
     if config.engine == "fake":
-        engine = compose_engine(config, hardware, _FAKE_MODEL, _fake_drafter(config))
+        engine = compose_fake_engine(config, hardware)
     else:
         engine = resolve_engine(config, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
     tokenizer = None if config.engine == "fake" else engine.spec.model
@@ -163,14 +158,3 @@ def _sampling(
     elif column is not None and column not in columns:
         raise InputError(f"input {config.input} has no column {column!r}", hint=did_you_mean(column, columns))
     return SamplingSpec(base=config.sampling(), column=column, limits=limits)
-
-
-def _fake_drafter(config: GenerateConfig) -> ResolvedDrafter:
-    if config.drafter not in ("auto", "none"):
-        raise ConfigError(
-            "engine: fake loads no drafter", hint="leave drafter out, and give num_speculative_tokens alone"
-        )
-    k = config.num_speculative_tokens
-    spec = DrafterSpec(method="peagle", model="fake", num_speculative_tokens=k) if k else None
-    note = "engine: fake; no model answers, and its speed means nothing"
-    return ResolvedDrafter(spec=spec, name="fake" if k else None, note=note, fingerprint="fake" if k else None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.engines import ResolvedEngine, resolve_engine
+from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.economics.price_keys import resolve_price
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError
@@ -29,6 +29,8 @@ from pipelines.online.scaling import request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
+# A fake engine computes nothing: as many as are asked for fit on a node.
+_FAKE_PLACEMENT = Placement(num_cpus=0.05, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -72,9 +74,13 @@ def resolve(
     """
     if config.batches is not None:
         BatchStore(config.batches).prepare()
-    num_replicas, for_batches = sum(keys.max_replicas for keys in config.served), num_engines(config)
+    num_replicas = sum(keys.max_replicas for keys in config.served if keys.engine != "fake")
+    for_batches = num_engines(config)
     served = []
     for keys in config.served:
+        if keys.engine == "fake":
+            served.append(Served(keys=keys, engine=compose_fake_engine(keys, hardware), placement=_FAKE_PLACEMENT))
+            continue
         placement = place(
             hardware,
             num_engines=num_replicas + for_batches[0],
@@ -172,6 +178,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     """What the replicas of a model are told."""
     from pipelines.online.account import Engine
     from pipelines.online.server import ReplicaJob
+    from pipelines.online.stand_in import stand_in
 
     keys, placement = one.keys, one.placement
     counts = request_counts(
@@ -204,6 +211,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
         ),
         num_engines_on_node=placement.num_engines_on_node,
         heartbeat_s=config.heartbeat_s,
+        stand_in=stand_in(keys),
     )
 
 
@@ -213,7 +221,7 @@ def _served_model(one: Served, hardware: Hardware) -> ServedModel:
     return ServedModel(
         name=one.keys.served_name,
         max_model_len=spec.max_model_len,
-        can_seed=hardware.platform != "cpu",
+        can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
     )

@@ -9,16 +9,19 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from peagle.catalog.engines import EngineKeys
+from peagle.catalog.engines import FAKE_MODEL, EngineKeys
 from peagle.economics.price_keys import PriceKeys
-from pipelines.batch.config import FolderKey
+from pipelines.batch.config import FolderKey, StandInKeys
 from pipelines.batch.pool import EngineRange
 
 
-class ServedModelKeys(EngineKeys):
+class ServedModelKeys(StandInKeys, EngineKeys):
     """One model of the endpoint: its engine, and how many of them there are."""
 
-    name: str | None = Field(None, min_length=1, description="what clients call it; default: the value of model")
+    name: str | None = Field(
+        None, min_length=1, description="what clients call it; default: the value of model, or fake"
+    )
+    fake_start_s: float = Field(0.0, ge=0, description="seconds the fake engine takes to start")
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 lets the last one go when it idles")
     max_replicas: int = Field(1, ge=1, description="engines under load")
     target_ongoing_requests: float | None = Field(
@@ -40,7 +43,7 @@ class ServedModelKeys(EngineKeys):
     @property
     def served_name(self) -> str:
         """What clients call it."""
-        return self.name or self.model
+        return self.name or (FAKE_MODEL.name if self.engine == "fake" else self.model)
 
     @model_validator(mode="after")
     def _replicas_are_ordered(self) -> Self:

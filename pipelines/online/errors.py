@@ -15,9 +15,13 @@ _TYPES = {
     500: "server_error",
     503: "overloaded_error",
 }
+_OF_A_BODY_UNDER_WAY = (408, 413)
 _OVERLOADED_RETRY_S = 5
-# Of `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where Ray need not be.
+# Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
+# vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
+_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
 _UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
+_ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
 
 
 class ApiError(Exception):
@@ -47,8 +51,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, where waiting helps."""
-        return {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+        """Retry-After in whole seconds, where waiting helps; the end of the connection, where more of a body that is
+        refused would come."""
+        headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+        return headers | ({"connection": "close"} if self.status in _OF_A_BODY_UNDER_WAY else {})
 
 
 def overloaded(message: str) -> ApiError:
@@ -56,12 +62,23 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="overloaded", retry_after_s=_OVERLOADED_RETRY_S)
 
 
+def is_engine_death(error: BaseException) -> bool:
+    """Whether the engine that had the request is gone, and nothing will ever come of it there."""
+    return any(kind.__name__ in _ENGINE_DEATHS for kind in type(error).__mro__)
+
+
 def from_exception(error: BaseException) -> ApiError:
     """The answer for what the application raised; its text only where it is meant for a client."""
     if isinstance(error, ApiError):
         return error
-    if any(kind.__name__ in _UNAVAILABLE for kind in type(error).__mro__):
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if any(name in _UNAVAILABLE for name in names):
         return overloaded("every engine is busy or about to start; try again")
+    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
+        param = getattr(error, "parameter", None)
+        return ApiError(
+            _OF_THE_REQUEST[refused], str(error.args[0] if error.args else error), code="invalid_value", param=param
+        )
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and 400 <= status < 500 and isinstance(text, str):

@@ -7,6 +7,7 @@ transcriptions are left out: no model here has them.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
@@ -19,9 +20,10 @@ from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, from_exception, is_engine_death
 from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
@@ -29,6 +31,7 @@ from pipelines.online.replicas import replica_counts
 from pipelines.online.requests import CHAT, COMPLETIONS
 from pipelines.online.web_page import FOLDER, page_response
 
+_AGAIN_S = 0.5  # a replica whose engine died is gone by then
 _ROUTES = {
     "models": lambda app: app.get("/v1/models"),
     "model_data": lambda app: app.get("/v1/models/{model:path}"),
@@ -73,6 +76,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
             raise ApiError(404, f"there is no model {model!r}", code="model_not_found")
         return JSONResponse(self._cards[model])
 
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """A chat completion, whole or as a stream of events."""
+        return await _ask(super().chat, body, request)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """A completion, likewise."""
+        return await _ask(super().completions, body, request)
+
     async def cost(self, request: Request, window_s: float | None = Query(None, gt=0)) -> JSONResponse:
         """What was delivered and what it cost: everybody's for an operator, else one's own."""
         own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
@@ -104,6 +115,24 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def health(self) -> JSONResponse:
         """The ingress answers. Whether engines do is in Serve's status."""
         return JSONResponse({"status": "ok", "requires_key": self._requires_key})
+
+
+async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
+    """Ray's answer. Where the engine died before the first of it was sent, another engine is asked, once.
+
+    Raises:
+        ApiError: for whatever went wrong; Ray's application would answer some of its errors in plain text.
+    """
+    try:
+        try:
+            return await handler(body, request)
+        except Exception as error:
+            if not is_engine_death(error):
+                raise
+            await asyncio.sleep(_AGAIN_S)
+            return await handler(body, request)
+    except Exception as error:
+        raise from_exception(error) from error
 
 
 def make_ingress(settings: GateSettings) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from peagle.economics.usage import Outcome
 from pipelines.online.account import RequestAccount, summary
 from pipelines.online.answers import OURS, events, is_usage_alone, to_text
+from pipelines.online.errors import is_engine_death
 
 _CUT: Outcome = "cut"
 
@@ -17,14 +18,17 @@ _CUT: Outcome = "cut"
 async def relay(
     answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and write the request's record at its end, whatever the end.
+    """Pass an answer on, and write the request's record at its end, unless that is the engine's.
+
+    An engine that dies leaves no records: nobody pays for what it was doing, and another may have the request then.
 
     Args:
         answers: one object (a whole answer or an error), or lists of texts that hold events.
         begin: opens the request's account. Only once somebody listens: what is never listened to never ends.
         wants_each_usage: the client asked for usage in every event.
     """
-    request, outcome = begin(), _CUT
+    request = begin()
+    outcome: Outcome | None = _CUT
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
@@ -34,11 +38,12 @@ async def relay(
                 else:
                     yield _with_summary(answer, request)
         outcome = "ok"
-    except Exception:
-        outcome = "failed"
+    except Exception as error:
+        outcome = None if is_engine_death(error) else "failed"
         raise
     finally:
-        request.write(outcome)
+        if outcome:
+            request.write(outcome)
 
 
 def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:

@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
-_COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
+COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "stream": (bool,),
@@ -91,7 +91,7 @@ def check(
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
     return Intake(
-        body=json.dumps(values, ensure_ascii=False).encode(),
+        body=_to_bytes(values),
         model=model,
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),
@@ -115,6 +115,14 @@ def _parse(body: bytes) -> dict[str, Any]:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
     return values
+
+
+def _to_bytes(values: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "the body is not valid JSON: half of a surrogate pair (\\ud800 to \\udfff) is no character"
+        raise ApiError(400, message, code="invalid_json") from None
 
 
 def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
@@ -156,7 +164,7 @@ def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedMode
 
 def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None) -> int:
     """Output tokens at most of a request that names no number."""
-    own = _COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
+    own = COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
     return min(number for number in (own, most, model.max_model_len) if number is not None)
 
 

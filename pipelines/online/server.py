@@ -4,6 +4,7 @@ It is imported on the nodes that run engines, and by whoever builds the applicat
 gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
 """
 
+import asyncio
 import functools
 import os
 import uuid
@@ -20,10 +21,14 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
 from pipelines.batch.node import claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.errors import is_engine_death
 from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.relay import relay
+from pipelines.online.stand_in import StandIn, StandInEngine
+
+_LOOK_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class ReplicaJob:
     Attributes:
         app_id: of one start of the endpoint; replicas on one node share its cores by it.
         state: folder of the ledger and the logs, which every node sees.
+        stand_in: the fake engine in place of vLLM.
     """
 
     app_id: str
@@ -42,6 +48,7 @@ class ReplicaJob:
     sizes: Sizes
     num_engines_on_node: int
     heartbeat_s: float
+    stand_in: StandIn | None = None
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
@@ -53,11 +60,26 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
+        if job.stand_in:
+            kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
         await super().__init__(self._local_config(job), **kwargs)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
+        self._watch = asyncio.create_task(self._end_with_engine())
+
+    async def _end_with_engine(self) -> None:
+        """End this process once the engine is dead. Serve asks for health only now and then, and three times; until
+        then the replica would refuse at once what the other engines could take, and draw it by being idle."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await super().check_health()
+            except Exception as error:
+                if is_engine_death(error):
+                    self._account.end()
+                    os._exit(1)
 
     def _local_config(self, job: ReplicaJob) -> Any:
-        here, spec = hardware.detect(), local_spec(job.spec)
+        here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
         self._account.engine_index = claim_slot(job.app_id)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the replica's logical CPUs
         os.environ |= environment(
@@ -85,5 +107,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""
+        if watch := getattr(self, "_watch", None):
+            watch.cancel()
         self._account.end()
         await super().__del__()

@@ -6,10 +6,13 @@ from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.batch.config import StandInKeys
 from pipelines.batch.pool import EngineRange
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.config import ServeConfig
 from pipelines.online.gate import GateSettings
+
+_ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
@@ -42,7 +45,7 @@ def batch_settings(
         recipes={
             keys.served_name: Recipe(
                 model=models[keys.served_name],
-                config={**keys.model_dump(mode="json", include=set(EngineKeys.model_fields)), **shared},
+                config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
                 neighbours=Neighbours(places=app_id, hardware=hardware, placement=placements[keys.served_name]),
             )
             for keys in config.served

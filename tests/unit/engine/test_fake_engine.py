@@ -36,6 +36,25 @@ def test_logprobs_are_a_token_each_and_join_to_the_text():
     assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
 
 
+def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
+    async def scene():
+        engine = FakeEngine(num_speculative_tokens=2)
+        sampling = {**GREEDY, "n": 2, "logprobs": 0}
+        parts = [part async for part in engine.stream("r", [1, 2, 3], sampling)]
+        return parts, await engine.generate("r", [1, 2, 3], sampling)
+
+    parts, whole = asyncio.run(scene())
+    assert [g for _, g in parts[:-1]] == [None] * (len(parts) - 1)
+    last = parts[-1][1]
+    assert (last.text, last.completions, last.speculation) == (whole.text, whole.completions, whole.speculation)
+    for index, completion in enumerate(whole.completions):
+        grown = [completions[index] for completions, _ in parts]
+        assert [c.num_output_tokens for c in grown] == [
+            min(n, completion.num_output_tokens) for n in range(1, len(parts) + 1)
+        ]
+        assert all(completion.text.startswith(c.text) and len(c.logprobs) == c.num_output_tokens for c in grown)
+
+
 def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
     async def scene():
         engine = FakeEngine(die_on="rat poison", token_s=0.05)

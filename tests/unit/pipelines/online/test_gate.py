@@ -172,6 +172,7 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     [
         ({"raw": "{"}, (400, "invalid_json")),
         ({"raw": "[" * 1000}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "\\ud800"}'}, (400, "invalid_json")),
         ({"raw": "[]"}, (422, "invalid_type")),
         ({"stream": "yes"}, (422, "invalid_type")),
         ({"max_tokens": "9"}, (422, "invalid_type")),
@@ -206,6 +207,7 @@ def test_a_body_that_trickles_in_is_given_up(ask, keys, settings):
 
     (answer,) = ask((("POST", CHAT), {"content": trickle(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
     assert error_of(answer) == (408, "request_timeout")
+    assert answer.headers["connection"] == "close"
 
 
 def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
@@ -215,6 +217,7 @@ def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
 
     (answer,) = ask((("POST", CHAT), {"content": flood(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
     assert error_of(answer) == (413, "body_too_large")
+    assert answer.headers["connection"] == "close"
 
 
 def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):

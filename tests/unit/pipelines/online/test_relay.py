@@ -126,3 +126,12 @@ def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
     assert passed(engine_account, generate([refusal]), wants_each_usage=False) == [refusal]
     assert record(tmp_path).outcome == "failed"
+
+
+def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
+    class EngineDeadError(Exception):
+        pass
+
+    with pytest.raises(EngineDeadError):
+        passed(engine_account, generate(STREAM[:1], EngineDeadError()), wants_each_usage=False)
+    assert not RequestReader(tmp_path / "ledger").new()

@@ -6,13 +6,13 @@ import pytest
 
 from jobs import cli
 from peagle import hardware
+from peagle.catalog.engines import FAKE_MODEL
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Completion, Generation, TokenLogprob
 from peagle.errors import ConfigError
 from pipelines.batch import audit_rows as module
 from pipelines.batch.audit import audit
 from pipelines.batch.audit_rows import choose, require_target
-from pipelines.batch.resolve import _FAKE_MODEL
 from pipelines.batch.retries import plan_retry
 
 
@@ -122,7 +122,7 @@ def real_run(start_run, monkeypatch):
     manifest["config"]["engine"] = "vllm"
     (run.root / "run.json").write_text(json.dumps(manifest))
     assert manifest["fingerprint"]["precision"] == precision
-    monkeypatch.setattr(module, "resolve_model", lambda name: replace(_FAKE_MODEL, fingerprint="fake"))
+    monkeypatch.setattr(module, "resolve_model", lambda name: replace(FAKE_MODEL, fingerprint="fake"))
     monkeypatch.setattr(module, "load_tokenizer", lambda model: ByteTokenizer())
     return run
 
@@ -174,7 +174,7 @@ def test_a_tie_is_what_the_user_says_it_is(real_run, toss, capsys):
 def test_another_precision_or_model_is_refused_before_an_engine_starts(real_run, monkeypatch):
     manifest = real_run.manifest()
     assert require_target(manifest, None).max_tie > 0
-    monkeypatch.setattr(module, "resolve_model", lambda name: replace(_FAKE_MODEL, fingerprint="other"))
+    monkeypatch.setattr(module, "resolve_model", lambda name: replace(FAKE_MODEL, fingerprint="other"))
     with pytest.raises(ConfigError, match=r"its weights differ(.|\n)*--no-regenerate"):
         require_target(manifest, None)
     manifest["fingerprint"]["precision"] = "fp8 weights, fp8 KV cache"

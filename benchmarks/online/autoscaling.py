@@ -1,0 +1,244 @@
+"""Engines that follow the load: requests rise and fall, replicas go from their least to their most and back.
+
+    python -m benchmarks.online.autoscaling --folder /tmp/scaling --output benchmarks/online/RESULT
+    python -m benchmarks.online.autoscaling --engine vllm --max-replicas 2 --tokens 64 ...   the real one
+
+The endpoint is `peagle serve` as a user starts it, with short delays. Clients ask one request after another; their
+number follows a stair from one to `--clients` and back to none. Twice a second `/v1/live` is asked for engines and
+requests. With `--min-replicas 0` (the default) the last engine then goes too, and one more request waits for a cold
+start. The fake engine's times say nothing of a model's; what scales, and when, is Serve's own doing with our settings.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from peagle import hardware
+from peagle.bench.summary import percentile
+from peagle.manifest import git_revision, versions
+from peagle.measurement.lines import Axes, line_chart
+from peagle.svg import standalone
+from tests.faults.clients import Asked, Tally, ask
+from tests.faults.endpoint import Endpoint, serving
+
+_SAMPLE_S = 0.5
+_NUM_POINTS = 12  # of a plotted line
+_AXES = Axes(
+    name="Engines and clients over time",
+    x_name="seconds since the load began",
+    y_name="engines, and clients",
+    place="second ",
+    decimals=1,
+)
+
+
+def main() -> None:
+    """Measure, write OUTPUT.json and OUTPUT.svg, and print the summary."""
+    options = _options()
+    with serving(options.folder, _flags(options), start_s=options.start_s) as endpoint:
+        run = asyncio.run(Run(endpoint, options).play())
+    record = {
+        "command": " ".join(["python -m benchmarks.online.autoscaling", *_differing(options)]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "summary": (summary := summarise(run["samples"], run["asked"], run["cold"])),
+        **run,
+    }
+    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.output.with_suffix(".svg").write_text(plot(run["samples"], options.engine), encoding="utf-8")
+    print(json.dumps(summary, indent=2))  # noqa: T201
+
+
+class Run:
+    """One rise and fall.
+
+    Args:
+        endpoint: up, with its least number of engines or one.
+    """
+
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace) -> None:
+        self._endpoint, self._options = endpoint, options
+        self._began = time.monotonic()
+        self._num_clients = 0
+        self._samples: list[dict[str, float]] = []
+        self._tally = Tally()
+
+    async def play(self) -> dict[str, Any]:
+        """Samples, requests, and the cold start."""
+        options, self._began = self._options, time.monotonic()
+        sampling = asyncio.create_task(self._sample())
+        clients = [asyncio.create_task(self._ask_on(number)) for number in range(options.clients)]
+        for number in stair(options.clients, options.steps):
+            self._num_clients = number
+            await asyncio.sleep(options.step_s)
+        self._num_clients = 0
+        await self._wait_for_least()
+        for client in clients:
+            client.cancel()
+        cold = await self._cold_start() if options.min_replicas == 0 else None
+        await asyncio.sleep(options.step_s)
+        sampling.cancel()
+        await asyncio.gather(sampling, *clients, return_exceptions=True)
+        asked = [self._told(one) for one in self._tally.asked]
+        return {"samples": self._samples, "asked": asked, "cold": cold and self._told(cold)}
+
+    async def _ask_on(self, client: int) -> None:
+        async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
+            for number in itertools.count():
+                while client >= self._num_clients:
+                    await asyncio.sleep(0.1)
+                text = f"client {client}, request {number}"
+                one = await ask(http, text, self._options.tokens, is_stream=True, model=self._options.name)
+                self._tally.asked.append(one)
+                if one.outcome != "answered":
+                    await asyncio.sleep(1.0)
+
+    async def _sample(self) -> None:
+        while True:
+            load = await asyncio.to_thread(self._endpoint.load, self._options.name)
+            if load:
+                self._samples.append({"at_s": self._now(), "num_clients": self._num_clients, **load})
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def _wait_for_least(self) -> None:
+        """Until only the least number of engines is there, and none on its way."""
+        deadline = time.monotonic() + self._options.start_s
+        least = {"num_running_replicas": self._options.min_replicas, "num_starting_replicas": 0}
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_SAMPLE_S)
+            if self._samples and all(self._samples[-1][name] == number for name, number in least.items()):
+                return
+
+    async def _cold_start(self) -> Asked:
+        """A request when no engine is there."""
+        async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
+            return await ask(http, "are you there?", self._options.tokens, is_stream=True, model=self._options.name)
+
+    def _told(self, one: Asked) -> dict[str, Any]:
+        return {
+            "began_s": one.began - self._began,
+            "latency_s": one.latency_s,
+            "outcome": one.outcome,
+            "status": one.status,
+        }
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+
+def stair(most: int, steps: int) -> list[int]:
+    """Numbers of clients, up and down again.
+
+    >>> stair(9, 3)
+    [1, 5, 9, 9, 5, 1]
+    """
+    up = [1 + round((most - 1) * step / (steps - 1)) for step in range(steps)]
+    return up + up[::-1]
+
+
+def summarise(
+    samples: list[dict[str, float]], asked: list[dict[str, Any]], cold: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Engines at their most and at their end, when they followed, and how long requests took."""
+    running = [sample["num_running_replicas"] for sample in samples]
+    most = max(running)
+    at_most = [sample["at_s"] for sample in samples if sample["num_running_replicas"] == most]
+    latencies = [one["latency_s"] for one in asked if one["outcome"] == "answered"]
+    outcomes = sorted({one["outcome"] for one in asked})
+    return {
+        "num_engines": [number for number, _ in itertools.groupby(running)],
+        "most_engines": most,
+        "most_first_s": at_most[0],
+        "most_last_s": at_most[-1],
+        "num_requests": len(asked),
+        "outcomes": {name: sum(one["outcome"] == name for one in asked) for name in outcomes},
+        "latency_p50_s": percentile(latencies, 50),
+        "latency_p95_s": percentile(latencies, 95),
+        "cold_start_s": cold["latency_s"] if cold and cold["outcome"] == "answered" else None,
+        "cold_outcome": cold and cold["outcome"],
+    }
+
+
+def plot(samples: list[dict[str, float]], engine: str) -> str:
+    """Engines that run, requests under way, and clients, over time; as an SVG file."""
+    last = samples[-1]["at_s"]
+    marks = [last * point / _NUM_POINTS for point in range(_NUM_POINTS + 1)]
+    near = [min(samples, key=lambda sample: abs(sample["at_s"] - mark)) for mark in marks]
+    lines = {
+        "clients": "num_clients",
+        "requests under way": "num_requests_under_way",
+        "engines that run": "num_running_replicas",
+    }
+    curves = [(name, [(round(s["at_s"]), float(s[key])) for s in near]) for name, key in lines.items()]
+    kind = "fake engine" if engine == "fake" else "real engine"
+    legend = [(name, series) for series, (name, _) in enumerate(curves)]
+    return standalone(line_chart(curves, _AXES), f"Engines follow the load ({kind})", legend)
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    kind = [
+        "--engine",
+        "fake",
+        "--fake-token-s",
+        str(options.fake_token_s),
+        "--fake-start-s",
+        str(options.fake_start_s),
+    ]
+    if options.engine == "vllm":
+        kind = ["--model", options.name, "--max-model-len", "512"]
+    return [
+        *kind, "--min-replicas", str(options.min_replicas), "--max-replicas", str(options.max_replicas),
+        "--max-num-seqs", str(options.slots), "--max-queued-requests", str(2 * options.clients),
+        "--upscale-delay-s", str(options.upscale_delay_s), "--downscale-delay-s", str(options.downscale_delay_s),
+        "--usd-per-hour", "1", "--drain-s", "10",
+    ]  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
+    options = _parser().parse_args()
+    options.name = "fake" if options.engine == "fake" else options.model
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="of the endpoint's state")
+    parser.add_argument("--output", type=Path, required=True, help="where the JSON and the SVG go, without a suffix")
+    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
+    parser.add_argument("--model", default="smollm2-135m", help="of the real engine")
+    parser.add_argument("--min-replicas", type=int, default=0)
+    parser.add_argument("--max-replicas", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=4, help="requests that an engine decodes at once")
+    parser.add_argument("--clients", type=int, default=12, help="at the top of the stair")
+    parser.add_argument("--steps", type=int, default=3, help="of the stair, up and down each")
+    parser.add_argument("--step-s", type=float, default=30)
+    parser.add_argument("--tokens", type=int, default=40, help="output tokens of each request")
+    parser.add_argument("--fake-token-s", type=float, default=0.05)
+    parser.add_argument("--fake-start-s", type=float, default=0.0)
+    parser.add_argument("--upscale-delay-s", type=float, default=5)
+    parser.add_argument("--downscale-delay-s", type=float, default=10)
+    parser.add_argument("--start-s", type=float, default=300, help="what a start may take")
+    return parser
+
+
+def _differing(options: argparse.Namespace) -> list[str]:
+    """The flags that are not at their defaults; folders are nobody's business."""
+    words = []
+    for action in _parser()._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest not in ("folder", "output", "help") and value != action.default:
+            words += [action.option_strings[0], str(value)]
+    return words
+
+
+if __name__ == "__main__":
+    main()

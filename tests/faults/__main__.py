@@ -1,0 +1,90 @@
+"""`python -m tests.faults`: kill each part under load, then overload the endpoint, and write the report.
+
+Its exit code is 1 when a client got what it must not get, something was billed twice, or a slot was lost.
+"""
+
+import argparse
+import asyncio
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.ray_nodes import ROOT
+from tests.faults import report
+from tests.faults.arrivals import overload
+from tests.faults.endpoint import PARTS, Endpoint, Size, serving
+from tests.faults.scenes import VANISHING, kill_part, vanish_under_way
+
+OVERLOAD = "overload"
+_FAULTS = [VANISHING, *PARTS, OVERLOAD]
+
+
+def main() -> int:
+    """The command."""
+    args = _parser().parse_args()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    size = Size()
+    with serving(args.folder, size.flags(), start_s=args.start_s) as endpoint:
+        _say(f"up at {endpoint.url}")
+        results, overloaded = asyncio.run(_play(args, endpoint, size))
+    path = report.write(args.report, results, overloaded, command=_command(args))
+    _say(f"report: {path}")
+    return int(any(one["problems"] for one in results))
+
+
+async def _play(
+    args: argparse.Namespace, endpoint: Endpoint, size: Size
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    if await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, args.start_s) is None:
+        raise SystemExit("the endpoint is not whole, and nothing was killed yet")
+    results: list[dict[str, Any]] = []
+    for fault in (name for name in (VANISHING, *PARTS) if name in args.only):
+        _say(fault)
+        if fault == VANISHING:
+            results.append(await vanish_under_way(endpoint, size, num_clients=size.admitted))
+        else:
+            results.append(
+                await kill_part(
+                    endpoint, size, fault, num_clients=args.clients, before_s=args.seconds, after_s=args.seconds,
+                    whole_s=args.start_s,
+                )
+            )  # fmt: skip
+        _say(f"  {results[-1]}")
+    if OVERLOAD not in args.only:
+        return results, None
+    _say(OVERLOAD)
+    overloaded = await overload(endpoint.url, size, factor=2, seconds=args.overload_s, seed=1)
+    _say(f"  {overloaded}")
+    return results, overloaded
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--clients", type=int, default=16, help="at once; default 16")
+    parser.add_argument("--seconds", type=float, default=10, help="of load before each kill, and after; default 10")
+    parser.add_argument("--overload-s", type=float, default=120, help="twice the capacity for so long; default 120")
+    parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
+    parser.add_argument("--only", nargs="+", choices=_FAULTS, default=_FAULTS, metavar="FAULT", help=", ".join(_FAULTS))
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="of the endpoint's state")
+    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
+    return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["python -m tests.faults", f"--clients {args.clients}", f"--seconds {args.seconds:g}"]
+    words.append(f"--overload-s {args.overload_s:g}")
+    if set(args.only) != set(_FAULTS):
+        words.append(f"--only {shlex.join(args.only)}")
+    return " ".join(words)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Requests that come at a rate of their own, whether or not the earlier ones are answered: an overload.
+
+They come at random (Poisson, seeded), half of them streamed.
+"""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import httpx
+
+from peagle.bench.summary import percentile
+from tests.faults.clients import Tally, ask
+from tests.faults.endpoint import Size
+
+_TIMEOUT = httpx.Timeout(120.0, connect=30.0)
+
+
+async def overload(url: str, size: Size, *, factor: float, seconds: float, seed: int) -> dict[str, Any]:
+    """So many times the capacity for so long, and what came of it."""
+    rate, chance, tally = factor * size.capacity_per_s, random.Random(seed), Tally()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http:
+
+        async def send(number: int) -> None:
+            tally.asked.append(await ask(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
+
+        tasks, started, next_at = [], time.monotonic(), 0.0
+        while (next_at := next_at + chance.expovariate(rate)) < seconds:
+            await asyncio.sleep(max(0.0, started + next_at - time.monotonic()))
+            tasks.append(asyncio.create_task(send(len(tasks))))
+        sent_s = time.monotonic() - started
+        await asyncio.gather(*tasks)
+    return figures(tally, size, factor=factor, seconds=sent_s)
+
+
+def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
+    """The overload in numbers."""
+    latencies = [one.latency_s for one in tally.asked if one.outcome == "answered"]
+    refusals = [one.latency_s for one in tally.asked if one.outcome == "refused"]
+    return {
+        "factor": factor,
+        "capacity_per_s": size.capacity_per_s,
+        "seconds": seconds,
+        "num_requests": len(tally.asked),
+        "outcomes": tally.outcomes(),
+        "share_refused": len(refusals) / max(1, len(tally.asked)),
+        "alone_s": size.tokens * size.token_s,
+        "latency_p50_s": percentile(latencies, 50) if latencies else None,
+        "latency_p95_s": percentile(latencies, 95) if latencies else None,
+        "latency_max_s": max(latencies, default=None),
+        "refusal_p95_s": percentile(refusals, 95) if refusals else None,
+        "seen": sorted({one.seen for one in tally.asked if one.seen}),
+    }

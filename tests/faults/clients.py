@@ -1,0 +1,159 @@
+"""Clients that ask one request after another, streamed and not in turn, and what becomes of each request.
+
+They count; they judge nothing. An answer is whole only with its last byte and its usage.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.faults.endpoint import MODEL
+
+# In the order of the table: the first three are what a client may get.
+OUTCOMES = ("answered", "refused", "error event", "broken off", "no connection", "other")
+_REFUSALS = (429, 503, 504)
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request and its end, in seconds of `time.monotonic`.
+
+    Attributes:
+        outcome: one of `OUTCOMES`.
+        status: of the response; None where there was none.
+        request_id: as the endpoint named it.
+        seen: what was seen of an outcome that should not be.
+    """
+
+    is_stream: bool
+    began: float
+    ended: float
+    outcome: str
+    status: int | None = None
+    request_id: str | None = None
+    seen: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        """From its first byte to the answer's last."""
+        return self.ended - self.began
+
+
+@dataclass
+class Tally:
+    """All requests of one load."""
+
+    asked: list[Asked] = field(default_factory=list)
+
+    def outcomes(self) -> dict[str, int]:
+        """How many of each."""
+        counts = Counter(one.outcome for one in self.asked)
+        return {outcome: counts[outcome] for outcome in OUTCOMES}
+
+    def longest_gap_s(self, since: float, until: float) -> float:
+        """The longest time in which no request was answered."""
+        ends = sorted(one.ended for one in self.asked if one.outcome == "answered" and since <= one.ended <= until)
+        return max(later - earlier for earlier, later in zip([since, *ends], [*ends, until], strict=True))
+
+
+def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> dict[str, Any]:
+    """A request whose answer has so many tokens."""
+    messages = [{"role": "user", "content": text}]
+    return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
+
+
+async def ask(http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> Asked:
+    """One request, to whatever end it comes."""
+    began, status, request_id = time.monotonic(), None, None
+    try:
+        request = body(text, num_tokens, is_stream=is_stream, model=model)
+        async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+            status, request_id = response.status_code, response.headers.get("x-peagle-request-id")
+            content = await response.aread()
+        outcome, seen = judge(status, content, is_stream=is_stream)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        outcome, seen = "no connection", repr(error)
+    except httpx.HTTPError as error:
+        outcome, seen = "broken off", repr(error)
+    return Asked(
+        is_stream=is_stream, began=began, ended=time.monotonic(), outcome=outcome, status=status,
+        request_id=request_id, seen=seen[:300],
+    )  # fmt: skip
+
+
+def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
+    """The outcome of a response that came whole, and what was seen of one that should not be."""
+    text = content.decode(errors="replace")
+    if status != 200:
+        is_clean = status in _REFUSALS and _error_of(text) is not None
+        return ("refused", "") if is_clean else ("other", f"{status} {text}")
+    if not is_stream:
+        return ("answered", "") if '"usage"' in text else ("other", text)
+    events = [event for event in text.split("\n\n") if event]
+    if not events:
+        return "other", "a stream without events"
+    last = events[-1].removeprefix("data: ")
+    if any(_error_of(event.removeprefix("data: ")) for event in events[-2:]):
+        return "error event", ""
+    return ("answered", "") if last == "[DONE]" else ("broken off", f"ends with {last}")
+
+
+def _error_of(text: str) -> dict[str, Any] | None:
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return error if isinstance(error, dict) and {"message", "type", "param", "code"} <= set(error) else None
+
+
+class Clients:
+    """So many clients at once, until `stop`.
+
+    Args:
+        url: of the endpoint.
+        num_tokens: of each answer.
+    """
+
+    def __init__(self, url: str, num_clients: int, num_tokens: int) -> None:
+        self.tally = Tally()
+        self._url, self._num_tokens = url, num_tokens
+        self._is_stopped = False
+        self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(num_clients)]
+
+    async def stop(self) -> None:
+        """No further requests; those under way end."""
+        self._is_stopped = True
+        await asyncio.gather(*self._tasks)
+
+    async def _ask_on(self, client: int) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT) as http:
+            number = 0
+            while not self._is_stopped:
+                text, is_stream = f"client {client}, request {number}", (client + number) % 2 == 0
+                one = await ask(http, text, self._num_tokens, is_stream=is_stream)
+                self.tally.asked.append(one)
+                number += 1
+                if one.outcome != "answered":
+                    await asyncio.sleep(_RETRY_S)
+
+
+async def vanish(url: str, num_clients: int, num_tokens: int) -> list[str]:
+    """So many clients that begin a stream and are gone with its first bytes; the requests' ids."""
+
+    async def leave(client: int) -> str:
+        async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:
+            request = body(f"vanishing {client}", num_tokens, is_stream=True)
+            async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+                response.raise_for_status()
+                async for _ in response.aiter_bytes():
+                    break
+                return response.headers["x-peagle-request-id"]
+
+    return await asyncio.gather(*map(leave, range(num_clients)))

@@ -1,0 +1,144 @@
+"""`peagle serve` with the fake engine as a process of its own, and who is who among its processes. Linux only."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from peagle.engine.fake_engine import CORE_NAME
+from tests.chaos.processes import command_line, descendants
+from tests.chaos.ray_nodes import ROOT
+
+MODEL = "fake"
+_END_S = 90.0
+# What is killed, and how its process is called.
+PARTS = {
+    "the engine's process": CORE_NAME,
+    "a replica": f"ServeReplica:peagle:PeagleServer:{MODEL}",
+    "the ingress": "ServeReplica:peagle:PeagleIngress",
+    "the proxy": "ray::ProxyActor",
+    "the controller": "ray::ServeController",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much the endpoint can take.
+
+    Attributes:
+        slots: requests that an engine decodes at once.
+        queued: requests that may wait for one.
+        token_s: seconds a token takes.
+        tokens: output tokens of each request.
+    """
+
+    min_replicas: int = 2
+    max_replicas: int = 2
+    slots: int = 8
+    queued: int = 24
+    token_s: float = 0.05
+    tokens: int = 40
+
+    @property
+    def admitted(self) -> int:
+        """Requests that all engines take at once: an eighth more than their slots."""
+        return self.max_replicas * (self.slots + max(1, self.slots // 8))
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Requests that all engines can answer in a second."""
+        return self.admitted / (self.tokens * self.token_s)
+
+    def flags(self) -> list[str]:
+        """For `peagle serve`."""
+        return [
+            "--engine", "fake", "--fake-core", "--num-speculative-tokens", "3", "--usd-per-hour", "1",
+            "--min-replicas", str(self.min_replicas), "--max-replicas", str(self.max_replicas),
+            "--max-num-seqs", str(self.slots), "--max-queued-requests", str(self.queued),
+            "--fake-token-s", str(self.token_s), "--heartbeat-s", "1", "--drain-s", "10",
+        ]  # fmt: skip
+
+
+class Endpoint:
+    """The process. It prints into `serve.log` in its folder.
+
+    Args:
+        flags: of `peagle serve`.
+    """
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.state = folder / "state"
+        self._log = folder / "serve.log"
+        command = [sys.executable, "-m", "jobs.cli", "serve", *flags, "--port", str(port), "--state", str(self.state)]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        with self._log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=sink, stderr=subprocess.STDOUT
+            )
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Until it says its address."""
+        deadline = time.monotonic() + timeout_s
+        while f"{self.url}/v1" not in self._log.read_text(errors="replace"):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the endpoint did not start; see {self._log}")
+            time.sleep(0.2)
+
+    def pids(self, part: str) -> list[int]:
+        """The processes of one of `PARTS`, the oldest first."""
+        return sorted(pid for pid in descendants(self.process.pid) if PARTS[part] in command_line(pid))
+
+    def load(self, model: str = MODEL) -> dict[str, Any] | None:
+        """Engines and requests now, as `/v1/live` has them; None where it does not answer."""
+        try:
+            answer = httpx.get(f"{self.url}/v1/live", timeout=10)
+            load: dict[str, Any] = answer.raise_for_status().json()["load"][model]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None
+        return load
+
+    def wait_until_whole(self, num_replicas: int, timeout_s: float) -> float | None:
+        """Until every part runs, and that many engines; the seconds that it took, None where it took too long."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]
+            is_running = load is not None and load["num_running_replicas"] == num_replicas
+            if is_running and numbers == [num_replicas, num_replicas, 1, 1, 1]:
+                return time.monotonic() - started
+            time.sleep(0.5)
+        return None
+
+    def stop(self) -> None:
+        """As a user does; killed where that takes too long."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def serving(folder: Path, flags: list[str], *, start_s: float) -> Iterator[Endpoint]:
+    """An endpoint that is up, and stopped at the end."""
+    endpoint = Endpoint(folder, flags)
+    try:
+        endpoint.wait_until_up(start_s)
+        yield endpoint
+    finally:
+        endpoint.stop()

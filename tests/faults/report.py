@@ -1,0 +1,112 @@
+"""The report of a campaign: Markdown for people, the same as JSON. It adds nothing to what was counted."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.manifest import git_revision, versions
+from tests.faults.clients import OUTCOMES
+from tests.faults.scenes import VANISHING
+
+_WHAT = """\
+Clients ask one request after another, streamed and not in turn. One process is killed with SIGKILL while they do, and
+they go on until the endpoint is whole again. "Gap" is the longest time in which no request was answered, "whole" the
+time until all parts ran again. Then every slot is asked for at once. The engine is the fake one: everything but the
+model is real, and its speed means nothing."""
+
+
+def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:
+    """Write both files; the Markdown's path."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    data = {
+        "command": command,
+        "date": date,
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "faults": results,
+        "overload": overload,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{date}-faults-fake-engine.md"
+    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
+    path.write_text(to_markdown(data))
+    return path
+
+
+def to_markdown(data: dict[str, Any]) -> str:
+    """The report, for people."""
+    parts = [
+        f"# Faults of the endpoint under load: {data['date']}",
+        f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        + ".",
+        _WHAT,
+    ]
+    if data["faults"]:
+        parts.append(_faults([one for one in data["faults"] if one["fault"] != VANISHING]))
+    parts += [_vanished(one) for one in data["faults"] if one["fault"] == VANISHING]
+    if data["overload"]:
+        parts += ["## Overload", _overload(data["overload"])]
+    if problems := [f"- {one['fault']}: {problem}" for one in data["faults"] for problem in one["problems"]]:
+        parts += ["## Problems", "\n".join(problems)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _faults(results: list[dict[str, Any]]) -> str:
+    heads = [
+        "killed",
+        "requests",
+        *OUTCOMES,
+        "gap, s",
+        "whole, s",
+        "billed twice",
+        "answered, not billed",
+        "slots free",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in results:
+        cells = [
+            one["fault"],
+            one["num_requests"],
+            *(one["outcomes"][outcome] for outcome in OUTCOMES),
+            f"{one['longest_gap_s']:.1f}",
+            "-" if one["whole_after_s"] is None else f"{one['whole_after_s']:.0f}",
+            one["num_billed_twice"],
+            one["num_answered_unbilled"],
+            f"{one['slots_answered']} of {one['slots']}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _vanished(one: dict[str, Any]) -> str:
+    return (
+        f"{one['num_requests']} clients began a stream of {one['tokens_asked_for']} tokens and were gone with its first"
+        f" bytes: {one['cut']} of them are in the ledger as cut, with {one['most_tokens_made']} tokens at most;"
+        f" {one['slots_answered']} of {one['slots']} slots were free then, {one['num_billed_twice']} requests billed"
+        " twice."
+    )
+
+
+def _overload(one: dict[str, Any]) -> str:
+    rows = [
+        ("times the capacity", f"{one['factor']:g}"),
+        ("capacity, requests/s", f"{one['capacity_per_s']:.1f}"),
+        ("seconds", f"{one['seconds']:.0f}"),
+        ("requests", one["num_requests"]),
+        *one["outcomes"].items(),
+        ("share refused", f"{one['share_refused']:.1%}"),
+        ("answer alone, s", f"{one['alone_s']:.2f}"),
+        ("latency of the answered: p50, s", _seconds(one["latency_p50_s"])),
+        ("p95, s", _seconds(one["latency_p95_s"])),
+        ("longest, s", _seconds(one["latency_max_s"])),
+        ("time to a refusal: p95, s", _seconds(one["refusal_p95_s"])),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

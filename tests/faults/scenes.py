@@ -1,0 +1,128 @@
+"""One fault: clients under way, one process killed, clients go on; then the ledger and the slots are looked at."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from peagle.economics.ledger import RequestReader
+from tests.chaos.processes import kill
+from tests.faults.clients import OUTCOMES, Clients, ask, vanish
+from tests.faults.endpoint import Endpoint, Size
+
+VANISHING = "clients that vanish"
+_ALLOWED = OUTCOMES[:3]
+# The socket that clients are connected to is in the proxy: nobody could answer them.
+_ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
+_SETTLE_S = 30.0
+
+
+async def kill_part(
+    endpoint: Endpoint, size: Size, part: str, *, num_clients: int, before_s: float, after_s: float, whole_s: float
+) -> dict[str, Any]:
+    """Load, a kill, load until the endpoint is whole again and `after_s` more.
+
+    Args:
+        whole_s: how long it may take until every part runs again.
+    """
+    clients = Clients(endpoint.url, num_clients, size.tokens)
+    await asyncio.sleep(before_s)
+    (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
+    assert kill(victim), f"{part} was gone already"
+    await asyncio.sleep(1.0)  # what is dead may still be counted as running
+    recovered_s = await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, whole_s)
+    await asyncio.sleep(after_s)
+    ended_at = time.monotonic()
+    await clients.stop()
+    tally = clients.tally
+    allowed = _ALLOWED_WITHOUT_PROXY if part == "the proxy" else _ALLOWED
+    answered = [one.request_id for one in tally.asked if one.outcome == "answered"]
+    result = {
+        "fault": part,
+        "num_requests": len(tally.asked),
+        "outcomes": tally.outcomes(),
+        "seconds": ended_at - killed_at + before_s,
+        "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
+        "whole_after_s": recovered_s,
+        "seen": sorted({one.seen for one in tally.asked if one.seen})[:5],
+        **await _afterwards(endpoint, size, {str(one) for one in answered}),
+    }
+    forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
+    result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
+    if recovered_s is None:
+        result["problems"].append(f"not whole again within {whole_s:g} s")
+    return result
+
+
+async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) -> dict[str, Any]:
+    """Clients that begin a long stream and are gone; what the engines made for nobody is in the ledger."""
+    num_tokens = 20 * size.tokens
+    ids = set(await vanish(endpoint.url, num_clients, num_tokens))
+    afterwards = await _afterwards(endpoint, size, set())
+    records = [one for one in RequestReader(endpoint.state / "ledger").new() if one.request_id in ids]
+    made = max((one.usage.num_output_tokens for one in records), default=0)
+    result: dict[str, Any] = {
+        "fault": VANISHING,
+        "num_requests": num_clients,
+        "outcomes": dict.fromkeys(OUTCOMES, 0),
+        "cut": sum(one.outcome == "cut" for one in records),
+        "most_tokens_made": made,
+        "tokens_asked_for": num_tokens,
+        "seen": [],
+        **afterwards,
+    }
+    result["problems"] = _problems(result)
+    if result["cut"] != num_clients:
+        result["problems"].append(f"{result['cut']} of {num_clients} are in the ledger as cut")
+    if made >= num_tokens:
+        result["problems"].append("an engine went on to the end of an answer that nobody took")
+    return result
+
+
+async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str]) -> dict[str, Any]:
+    """What the ledger has of these requests, and whether every slot is free again."""
+    left = await asyncio.to_thread(_wait_until_idle, endpoint)
+    probe_s, num_probed = await _fill_slots(endpoint, size)
+    times = Counter(one.request_id for one in RequestReader(endpoint.state / "ledger").new())
+    return {
+        "num_billed_twice": sum(n > 1 for n in times.values()),
+        "num_answered_unbilled": sum(one not in times for one in answered),
+        "num_left_under_way": left,
+        "slots": size.admitted,
+        "slots_answered": num_probed,
+        "slots_s": probe_s,
+    }
+
+
+def _wait_until_idle(endpoint: Endpoint) -> int:
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        load = endpoint.load()
+        if load and not load["num_requests_under_way"]:
+            return 0
+        if time.monotonic() > deadline:
+            return load["num_requests_under_way"] if load else -1
+        time.sleep(0.5)
+
+
+async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
+    """As many requests at once as there are slots: how long until all are answered, and how many are."""
+    import httpx
+
+    started = time.monotonic()
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=60) as http:
+        asked = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
+        ended = await asyncio.gather(*asked)
+    return time.monotonic() - started, sum(one.outcome == "answered" for one in ended)
+
+
+def _problems(result: dict[str, Any]) -> list[str]:
+    problems = []
+    if result["num_billed_twice"]:
+        problems.append(f"{result['num_billed_twice']} requests are billed twice")
+    if result["num_left_under_way"]:
+        problems.append(f"{result['num_left_under_way']} requests are still under way {_SETTLE_S:g} s later")
+    if result["slots_answered"] < result["slots"]:
+        problems.append(f"of {result['slots']} slots {result['slots_answered']} answer")
+    return problems

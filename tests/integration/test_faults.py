@@ -1,0 +1,24 @@
+"""The endpoint with the fake engine on real Ray Serve: clients that vanish, and an engine that is killed under load."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = ("clients that vanish", "the engine's process")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_no_client_gets_what_it_must_not_get(tmp_path):
+    command = [
+        sys.executable, "-m", "tests.faults", "--clients", "8", "--seconds", "3", "--folder", str(tmp_path / "state"),
+        "--report", str(tmp_path / "report"), "--only", *FAULTS,
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    (report,) = (tmp_path / "report").glob("*.json")
+    found = json.loads(report.read_text())["faults"]
+    assert [one["fault"] for one in found] == list(FAULTS)
+    assert found[1]["outcomes"]["answered"] > 0

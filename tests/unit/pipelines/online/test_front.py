@@ -1,0 +1,75 @@
+import asyncio
+import json
+
+import pytest
+
+from pipelines.online import front
+from pipelines.online.front import Front, middlewares
+
+OURS = (b"x-peagle-request-id", b"r")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+def start(status, *headers):
+    return {"type": "http.response.start", "status": status, "headers": list(headers)}
+
+
+def body(text=b"", more_body=False):
+    return {"type": "http.response.body", "body": text, "more_body": more_body}
+
+
+def passed_on(*messages, kind="http"):
+    """What a client gets when the proxy sends these messages."""
+    sent = []
+
+    async def proxy(scope, receive, send):
+        for message in messages:
+            await send(message)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(Front(proxy)({"type": kind}, None, send))
+    return sent
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (start(200, OURS), body(b"all")),
+        (start(200, OURS, EVENTS), body(b"data: 1\n\n", True), body()),
+        (start(503, OURS), body(b"the gate's own")),
+        (start(404), body(b"no such route")),
+        (start(200, OURS), body(b"half", True)),
+    ],
+)
+def test_what_the_ingress_says_is_passed_on(messages):
+    assert passed_on(*messages) == list(messages)
+
+
+@pytest.mark.parametrize("messages", [(), (start(500), body(b"ActorDiedError: ray::Secret")), (start(503), body(b"x"))])
+def test_an_ingress_that_died_is_a_503_of_the_api(messages):
+    head, text = passed_on(*messages)
+    assert head["status"] == 503
+    assert int(dict(head["headers"])[b"retry-after"]) > 0
+    assert int(dict(head["headers"])[b"content-length"]) == len(text["body"])
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event():
+    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = passed_on(*begun)
+    assert first == begun
+    assert not last["more_body"]
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
+
+
+def test_what_is_no_request_is_left_alone():
+    assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
+
+
+def test_ray_finds_it_by_its_name():
+    module, _, name = front.IMPORT_PATH.partition(":")
+    assert (module, name) == (front.__name__, "middlewares")
+    (middleware,) = middlewares()
+    assert middleware.cls is Front

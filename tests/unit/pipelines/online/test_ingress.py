@@ -1,0 +1,35 @@
+import asyncio
+
+import pytest
+from ray.serve.exceptions import BackPressureError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pipelines.online import ingress
+from pipelines.online.errors import ApiError
+
+
+def asked(monkeypatch, *ends):
+    """The answer of an ingress whose engines end so, one after another, and how many were asked."""
+    monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
+    left = list(ends)
+
+    async def handler(body, request):
+        end = left.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    try:
+        return asyncio.run(ingress._ask(handler, None, None)), len(ends) - len(left)
+    except ApiError as error:
+        return error.status, len(ends) - len(left)
+
+
+def test_another_engine_answers_for_one_that_died_once(monkeypatch):
+    assert asked(monkeypatch, EngineDeadError(), "answer") == ("answer", 2)
+    assert asked(monkeypatch, EngineDeadError(), EngineDeadError(), "answer") == (503, 2)
+
+
+@pytest.mark.parametrize(("error", "status"), [(BackPressureError(9, 9), 503), (RuntimeError("x"), 500)])
+def test_anything_else_is_an_answer_of_the_api_at_once(monkeypatch, error, status):
+    assert asked(monkeypatch, error, "answer") == (status, 1)
