@@ -42,6 +42,14 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     rounds: int = Field(
         2, ge=1, description="times that each engine is started, its repeats shared out among them; at most repeats"
     )
+    requests_per_slot: int | None = Field(
+        None,
+        ge=1,
+        description="requests of a pass for each at once: N x concurrency prompts, round and round; default: each once",
+    )
+    time_budget_s: float | None = Field(
+        None, gt=0, description="begin no pass that would hardly end in that time; the same command goes on"
+    )
     output: Path | None = Field(
         None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
     )

@@ -62,6 +62,7 @@ class Plan:
         """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
         shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
         return shared | {
+            "requests_per_slot": self.config.requests_per_slot,
             "load_format": self.spec.load_format,
             "synthetic_acceptance": self.config.synthetic_acceptance,
             "max_num_seqs": self.spec.max_num_seqs,
