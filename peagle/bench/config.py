@@ -53,7 +53,12 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     output: Path | None = Field(
         None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
     )
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for timing alone")
+    kv_cache_precision: Literal["auto", "bf16", "fp8"] = Field(
+        "auto", description="of the KV cache alone; default: as --precision has it"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights of the target, for timing alone"
+    )
     synthetic_acceptance: list[str] = Field(
         default_factory=list,
         description="accept drafts by lot: a length (3.2) or rates by position (0.8,0.6,0.4), for all or as "

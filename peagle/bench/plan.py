@@ -13,8 +13,8 @@ from peagle.catalog.resolve import ResolvedModel
 from peagle.economics.price_keys import PRICE_KEYS, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.memory import check_capacity
-from peagle.engine.precision import Precision, resolve_precision
-from peagle.engine.spec import EngineSpec
+from peagle.engine.precision import Precision
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 from peagle.measurement.dataset import Dataset
@@ -82,6 +82,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         config,
         model,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
+        kv_cache_precision=config.kv_cache_precision,
         load_format=config.load_format,
         # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
         enable_prefix_caching=False,
@@ -91,7 +92,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         hardware=hardware,
         model=model,
         spec=spec,
-        precision=resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization),
+        precision=spec_precision(spec, hardware),
         setups=setups,
         price=price,
         notes=notes + no_price,
