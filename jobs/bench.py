@@ -24,7 +24,9 @@ and two plots. A finished pass is kept there: the same command goes on where it 
 concurrencies up to --max-num-seqs and repeats can be added to it.
 """
 _GROUPS = {
-    "what is compared": ["methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds", "time_budget_s"],
+    "what is compared": [
+        "methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds", "time_budget_s",
+    ],
     "target": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],
     "data and results": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptKeys.model_fields),

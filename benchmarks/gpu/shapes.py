@@ -117,7 +117,7 @@ def head_config(method: str, target: dict[str, Any], *, tiny: bool) -> dict[str,
 
 
 def head_shapes(head: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every floating-point weight of a head; the first layer reads [embedding, state] side by side."""
+    """Name and shape of a head's weights in floating point; its first layer reads [embedding, state] side by side."""
     layer = head["transformer_layer_config"]
     hidden, width = layer["hidden_size"], layer["intermediate_size"]
     heads, kv_heads = (layer[name] * layer["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))

@@ -8,6 +8,7 @@ not engines.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -88,14 +89,19 @@ def median_step(steps: Sequence[Mapping[str, float]], num_requests: int) -> dict
     """
     busy = [
         (step, (after["began_s"] - step["began_s"]) * 1000)
-        for step, after in zip(steps, steps[1:], strict=False)
+        for step, after in pairwise(steps)
         if step["num_requests"] == after["num_requests"] == num_requests
     ][_SKIPPED_STEPS:]
     if not busy:
         return None
     found = {
         name: median(step.get(part, 0.0) for step, _ in busy)
-        for name, part in (("target", "forward"), ("logits", "postprocess"), ("sampling", "sample"), ("drafter", "draft"))
+        for name, part in (
+            ("target", "forward"),
+            ("logits", "postprocess"),
+            ("sampling", "sample"),
+            ("drafter", "draft"),
+        )
     }
     whole = median(wall_ms for _, wall_ms in busy)
     return {"step": whole, **found, "host": whole - sum(found.values()), "num_steps": len(busy)}

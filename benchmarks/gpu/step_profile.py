@@ -148,10 +148,8 @@ def table(cells: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
         words = [f"{parts[name]:.2f}" if name in parts else "-" for name in ("step", *_PARTS)]
         times = f"{parts['step'] / floor:.1f}x" if parts else "-"
         floors = [f"{cell['floor_ms'][name]:.2f}" for name in ("target", "drafter")]
-        rows.append(
-            [METHOD_NAMES[engine["method"]], str(engine["k"] or "-"), str(cell["concurrency"]), *words]
-            + [f"{cell['kernels_ms']:.2f}", *floors, times]
-        )
+        names = (METHOD_NAMES[engine["method"]], str(engine["k"] or "-"), str(cell["concurrency"]))
+        rows.append([*names, *words, f"{cell['kernels_ms']:.2f}", *floors, times])
     return rows
 
 

@@ -140,8 +140,8 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """The speculative config of an engine. A dummy target has a real head, where there are weights of one.
 
-    What a head shares with its target, vLLM (0.24 to 0.29) learns from the names of the weights that it loads: of a dummy
-    head it takes that the target's lm_head is its own, and dies of it where the head has a draft vocabulary.
+    What a head shares with its target, vLLM (0.24 to 0.29) learns from the names of the weights that it loads. A dummy
+    head would be given the target's lm_head, which does not fit one with a draft vocabulary.
     """
     config, drafter = speculative_config(spec.drafter), spec.drafter
     if config is None or drafter is None or not drafter.has_head or spec.load_format != "dummy":

@@ -9,8 +9,8 @@
 `auto` never trades accuracy for nothing: on a GPU FP8 halves both the weights that a decode step reads and
 the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. A checkpoint
 that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto`
-its cache as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked for, or
-refused.
+its cache as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked
+for, or refused.
 """
 
 from dataclasses import dataclass, replace

@@ -52,7 +52,9 @@ def test_heads_fit_the_target(method: str, tiny: bool) -> None:
 def test_the_eagle3_head_is_as_large_as_a_published_one() -> None:
     target = target_config(tiny=False)
     num_bytes = 2 * sum(prod(shape) for _, shape in head_shapes(head_config("eagle3", target, tiny=False)))
-    assert num_bytes == pytest.approx(350e6, rel=0.06)  # "~350MB", card of JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct
+    assert num_bytes == pytest.approx(
+        350e6, rel=0.06
+    )  # "~350MB", card of JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct
 
 
 def test_a_head_has_the_weights_that_a_trained_one_has(shapes: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.shapes import head_config, head_shapes, target_config
 from benchmarks.gpu.step_floor import experts_met, median_step, step_bytes
+from benchmarks.gpu.step_profile import table
 from benchmarks.gpu.step_timer import _Marks
 
 DENSE: dict[str, Any] = {
@@ -71,6 +72,17 @@ def test_a_step_s_parts_are_medians_of_steps_with_all_requests() -> None:
         {"step": 10.0, "target": 8.5, "logits": 0.0, "sampling": 0.0, "drafter": 2.0, "host": -0.5, "num_steps": 2}
     )
     assert median_step(steps(2, 2, 2), 2) is None
+
+
+def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
+    parts = {"step": 6.0, "target": 3.0, "logits": 0.5, "sampling": 0.5, "drafter": 1.5, "host": 0.5}
+    timed = {"concurrency": 32, "ms": parts, "kernels_ms": 5.0, "floor_ms": {"target": 1.5, "drafter": 0.5}}
+    untimed = timed | {"concurrency": 64, "ms": None}
+    rows = table([({"method": "peagle", "k": 7}, timed), ({"method": "none", "k": 0}, untimed)])
+    assert rows[1][:5] == ["P-EAGLE", "7", "32", "6.00", "3.00"]
+    assert rows[1][-4:] == ["5.00", "1.50", "0.50", "3.0x"]
+    assert rows[2][:5] == ["no speculation", "-", "64", "-", "-"]
+    assert {len(row) for row in rows} == {len(rows[0])}
 
 
 def test_marks_become_steps_by_their_first_part() -> None:
