@@ -20,15 +20,16 @@ from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
 from peagle.errors import ConfigError
 
 Key = tuple[str | None, int | None]  # method, K; None is any
+Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
-def parse_synthetic(entries: Sequence[str]) -> dict[Key, tuple[float, ...]]:
+def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
     """What was written, by method and K; a single number is a length, from 1 up.
 
     Raises:
         ValueError: an entry is of none of the forms, or says the same as another.
     """
-    found: dict[Key, tuple[float, ...]] = {}
+    found: dict[Key, Numbers] = {}
     for entry in entries:
         where, _, numbers = entry.rpartition("=")
         key = _key(where, entry)
@@ -38,7 +39,7 @@ def parse_synthetic(entries: Sequence[str]) -> dict[Key, tuple[float, ...]]:
     return found
 
 
-def rates_for(method: str, k: int, entries: dict[Key, tuple[float, ...]]) -> tuple[float, ...] | None:
+def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, ...] | None:
     """Rates by position for a method at a K; None where nothing was written for it.
 
     Raises:
@@ -48,13 +49,13 @@ def rates_for(method: str, k: int, entries: dict[Key, tuple[float, ...]]) -> tup
     numbers = next((entries[key] for key in keys if key in entries), None)
     if numbers is None:
         return None
-    if numbers[0] >= 1 and len(numbers) == 1:
-        if numbers[0] > k + 1:
+    if isinstance(numbers, float):
+        if numbers > k + 1:
             raise ConfigError(
-                f"an acceptance length of {numbers[0]:g} is more than {method} can reach at K={k}: {k + 1}",
+                f"an acceptance length of {numbers:g} is more than {method} can reach at K={k}: {k + 1}",
                 hint=f"give one for that K: --synthetic-acceptance {method}:{k}=LENGTH",
             )
-        return rates_of_length(numbers[0], k)
+        return rates_of_length(numbers, k)
     if len(numbers) < k:
         raise ConfigError(f"acceptance is given for {len(numbers)} positions, and K is {k}", hint="give one for each")
     return numbers[:k]
@@ -96,7 +97,7 @@ def _key(where: str, entry: str) -> Key:
     return method, int(k) if k else None
 
 
-def _numbers(words: str, entry: str) -> tuple[float, ...]:
+def _numbers(words: str, entry: str) -> Numbers:
     try:
         if ":" in words:
             pairs = [word.partition(":") for word in words.split(",")]
@@ -105,8 +106,9 @@ def _numbers(words: str, entry: str) -> tuple[float, ...]:
     except ValueError as error:
         reason = str(error) if "cannot be" in str(error) else "it holds something that is no number"
         raise ValueError(f"synthetic_acceptance {entry!r}: {reason}") from None
-    is_length = len(numbers) == 1 and 1 <= numbers[0] < float("inf")
+    if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
+        return numbers[0]
     are_rates = all(0 <= rate <= 1 for rate in numbers) and list(numbers) == sorted(numbers, reverse=True)
-    if not is_length and not are_rates:
+    if not are_rates:
         raise ValueError(f"{entry!r} is neither a length from 1 up nor rates from 1 to 0 that never rise")
     return numbers

@@ -35,6 +35,13 @@ def test_published_lengths_hold_at_their_k_and_lie_on_a_line_between() -> None:
         rates_for("peagle", 19, entries)
 
 
+def test_a_length_at_k_1_is_no_length_at_every_k() -> None:
+    entries = parse_synthetic(["peagle=1:2.0"])
+    assert rates_for("peagle", 1, entries) == (1.0,)
+    with pytest.raises(ConfigError, match="1 positions, and K is 2"):
+        rates_for("peagle", 2, entries)
+
+
 @pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
 def test_lengths_that_cannot_be_are_refused(lengths: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="cannot be"):
