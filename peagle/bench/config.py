@@ -56,6 +56,11 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     kv_cache_precision: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="of the KV cache alone; default: as --precision has it"
     )
+    max_cudagraph_capture_size: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a step that CUDA graphs are captured for; default: vLLM's, at most 512",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the target, for timing alone"
     )

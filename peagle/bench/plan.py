@@ -66,6 +66,7 @@ class Plan:
             "load_format": self.spec.load_format,
             "synthetic_acceptance": self.config.synthetic_acceptance,
             "max_num_seqs": self.spec.max_num_seqs,
+            "max_cudagraph_capture_size": self.config.max_cudagraph_capture_size,
         }
 
 
@@ -78,12 +79,14 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     """
     setups, notes = make_setups(config, model, hardware)
     price, no_price = _price(config, hardware)
+    capture_size = config.max_cudagraph_capture_size
     spec = target_spec(
         config,
         model,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
         kv_cache_precision=config.kv_cache_precision,
         load_format=config.load_format,
+        extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
         # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
         enable_prefix_caching=False,
     )
