@@ -24,14 +24,16 @@ and two plots. A finished pass is kept there: the same command goes on where it 
 concurrencies up to --max-num-seqs and repeats can be added to it.
 """
 _GROUPS = {
-    "what is compared": ["methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds"],
-    "target": ["model", "precision", "load_format", "synthetic_acceptance"],
-    "data and results": ["dataset", "limit", "output"],
+    "what is compared": [
+        "methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds", "time_budget_s",
+    ],
+    "target": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],
+    "data and results": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": [
         "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
-        "gpu_memory_utilization",
+        "gpu_memory_utilization", "max_cudagraph_capture_size",
     ],
     "price": list(PRICE_KEYS),
 }  # fmt: skip
@@ -50,4 +52,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
-    return 0, report
+    if report["num_passes_left"]:
+        say(f"{report['num_passes_left']} passes are left: the same command goes on")
+    return (3 if report["num_passes_left"] else 0), report

@@ -42,10 +42,28 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     rounds: int = Field(
         2, ge=1, description="times that each engine is started, its repeats shared out among them; at most repeats"
     )
+    requests_per_slot: int | None = Field(
+        None,
+        ge=1,
+        description="requests of a pass for each at once: N x concurrency prompts, round and round; default: each once",
+    )
+    time_budget_s: float | None = Field(
+        None, gt=0, description="begin no pass that would hardly end in that time; the same command goes on"
+    )
     output: Path | None = Field(
         None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
     )
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for timing alone")
+    kv_cache_precision: Literal["auto", "bf16", "fp8"] = Field(
+        "auto", description="of the KV cache alone; default: as --precision has it"
+    )
+    max_cudagraph_capture_size: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a step that CUDA graphs are captured for; default: vLLM's, at most 512",
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights of the target, for timing alone"
+    )
     synthetic_acceptance: list[str] = Field(
         default_factory=list,
         description="accept drafts by lot: a length (3.2) or rates by position (0.8,0.6,0.4), for all or as "

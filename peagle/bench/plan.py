@@ -13,8 +13,8 @@ from peagle.catalog.resolve import ResolvedModel
 from peagle.economics.price_keys import PRICE_KEYS, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.memory import check_capacity
-from peagle.engine.precision import Precision, resolve_precision
-from peagle.engine.spec import EngineSpec
+from peagle.engine.precision import Precision
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 from peagle.measurement.dataset import Dataset
@@ -62,9 +62,11 @@ class Plan:
         """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
         shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
         return shared | {
+            "requests_per_slot": self.config.requests_per_slot,
             "load_format": self.spec.load_format,
             "synthetic_acceptance": self.config.synthetic_acceptance,
             "max_num_seqs": self.spec.max_num_seqs,
+            "max_cudagraph_capture_size": self.config.max_cudagraph_capture_size,
         }
 
 
@@ -77,11 +79,14 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     """
     setups, notes = make_setups(config, model, hardware)
     price, no_price = _price(config, hardware)
+    capture_size = config.max_cudagraph_capture_size
     spec = target_spec(
         config,
         model,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
+        kv_cache_precision=config.kv_cache_precision,
         load_format=config.load_format,
+        extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
         # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
         enable_prefix_caching=False,
     )
@@ -90,7 +95,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         hardware=hardware,
         model=model,
         spec=spec,
-        precision=resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization),
+        precision=spec_precision(spec, hardware),
         setups=setups,
         price=price,
         notes=notes + no_price,

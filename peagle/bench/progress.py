@@ -22,6 +22,18 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
     return num_starts * start_s + sum(_pass_s(done, one.concurrency) for one in left)
 
 
+def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
+    """Seconds that a pass is likely to take, its engine's start included; 0 before anything is known.
+
+    Args:
+        is_up: its engine is up already.
+    """
+    if not done:
+        return 0.0
+    start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
+    return start_s + _pass_s(done, one.concurrency)
+
+
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
     alike = [record.wall_s for record in done if record.concurrency == concurrency]
     return statistics.mean(alike or [record.wall_s for record in done])

@@ -20,8 +20,9 @@ DUMMY = "DUMMY WEIGHTS: the weights are random and the text means nothing; these
 
 
 def make_report(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> dict[str, Any]:
-    """All that was measured and what it was measured on."""
+    """All that was measured so far and what it was measured on."""
     cells = _cells(plan, records)
+    num_left = len(plan.passes) - len(records)
     return {
         "schema": SCHEMA,
         "labels": labels(plan),
@@ -40,7 +41,8 @@ def make_report(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> 
         "setups": [_setup(plan, index, records) for index in range(len(plan.setups))],
         "cells": cells,
         "ratios": ratios(cells),
-        "notes": plan.notes,
+        "num_passes_left": num_left,
+        "notes": plan.notes + ([f"Not finished: {num_left} passes are left."] if num_left else []),
     }
 
 

@@ -10,7 +10,9 @@
 It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
 """
 
+import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.memory import PeakMemory, memory_reader
 from peagle.bench.plan import Plan, make_plan
 from peagle.bench.plots import cost_plot, speed_plot
-from peagle.bench.progress import time_left_s
+from peagle.bench.progress import next_s, time_left_s
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import SCHEMA, labels, make_report
 from peagle.bench.schedule import Pass, Visit, visits
@@ -31,7 +33,7 @@ from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.measurement.closed_loop import run_loop
-from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
 from peagle.measurement.folder import MeasurementFolder, default_folder, digest
 from peagle.measurement.target import announce
@@ -47,7 +49,7 @@ def bench(
     start: Start = start_engine,
     tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Run every pass that is not there yet; the report, and the folder that holds it.
+    """Run every pass that is not there yet, or as many as there is time for; the report, and the folder that holds it.
 
     Args:
         start: starts an engine.
@@ -68,8 +70,9 @@ def bench(
     run = _Run(plan, dataset, folder, listener, start)
     run.announce()
     for visit in visits(run.left()):
-        run.visit(visit)
-    report = make_report(plan, dataset, [run.done[one] for one in plan.passes])
+        if run.has_time_for(visit.passes[0], is_up=False):
+            run.visit(visit)
+    report = make_report(plan, dataset, [run.done[one] for one in plan.passes if one in run.done])
     _write(folder.root, report)
     return report, folder.root
 
@@ -83,6 +86,7 @@ class _Run:
         self._plan, self._dataset, self._folder = plan, dataset, folder
         self._listener, self._start = listener, start
         self._read_memory = memory_reader(plan.hardware)
+        self._began, self._num_run = time.monotonic(), 0
         found = {one: folder.find(pass_name(one), PassRecord.from_dict) for one in plan.passes}
         self.done = {one: record for one, record in found.items() if record is not None}
 
@@ -97,13 +101,21 @@ class _Run:
         left = self.left()
         say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
 
+    def has_time_for(self, one: Pass, *, is_up: bool) -> bool:
+        """Whether a pass is likely to end within the budget. Each command runs one at least, so that it gets on."""
+        budget_s = self._plan.config.time_budget_s
+        if budget_s is None or not self._num_run:
+            return True
+        return time.monotonic() - self._began + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
+
     def visit(self, visit: Visit) -> None:
         """Start the engine and run its passes."""
         self._listener.say(f"{visit.setup.label}: starting the engine")
 
         async def use(engine: Engine, start_s: float) -> None:
             for one in visit.passes:
-                await self._measure(engine, one, start_s)
+                if self.has_time_for(one, is_up=True):
+                    await self._measure(engine, one, start_s)
 
         log = self._folder.log(setup_name(visit.setup))
         with_engine(self._plan.engine_spec(visit.setup), self._plan.hardware, self._start, log, use)
@@ -112,7 +124,7 @@ class _Run:
         with PeakMemory(self._read_memory) as peak:
             loop = await run_loop(
                 engine,
-                self._dataset.prompts,
+                self._prompts(one),
                 sampling=self._plan.config.sampling(),
                 concurrency=one.concurrency,
                 progress=self._listener.progress,
@@ -121,7 +133,12 @@ class _Run:
         record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib)
         self._folder.keep(pass_name(one), record.to_dict())
         self.done[one] = record
+        self._num_run += 1
         self._tell(one, record)
+
+    def _prompts(self, one: Pass) -> list[Prompt]:
+        prompts, per_slot = self._dataset.prompts, self._plan.config.requests_per_slot
+        return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts
 
     def _tell(self, one: Pass, record: PassRecord) -> None:
         left = self.left()

@@ -7,11 +7,11 @@ are used.
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from peagle.engine.memory import default_kv_cache_gib
-from peagle.engine.precision import resolve_precision
-from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
@@ -29,7 +29,7 @@ _MANAGED = {
     "spec_tokens": "drafter",
     "dtype": "precision",
     "quantization": "precision",
-    "kv_cache_dtype": "precision",
+    "kv_cache_dtype": "kv_cache_precision",
     "kv_cache_memory_bytes": "kv_cache_gib",
     "per_request_spec_decode_metrics": "drafter",
 } | {
@@ -67,7 +67,7 @@ def engine_args(
         PrecisionError: the hardware cannot run `spec.precision`.
     """
     _check_extra(spec.extra)
-    precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
+    precision = spec_precision(spec, hardware)
     kv_cache_gib = spec.kv_cache_gib
     if kv_cache_gib is None and hardware.platform == "cpu":
         kv_cache_gib = default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
@@ -89,7 +89,7 @@ def engine_args(
         "seed": spec.seed,
         "load_format": spec.load_format,
         "enable_prefix_caching": spec.enable_prefix_caching,
-        "speculative_config": speculative_config(spec.drafter),
+        "speculative_config": _speculation(spec),
         # vLLM refuses it without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
@@ -135,6 +135,20 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.synthetic_rates:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(drafter.synthetic_rates)}
     return config
+
+
+def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
+    """The speculative config of an engine. A dummy target has a real head, where there are weights of one.
+
+    What a head shares with its target, vLLM (0.24 to 0.29) learns from the names of the weights that it loads. A dummy
+    head would be given the target's lm_head, which does not fit one with a draft vocabulary.
+    """
+    config, drafter = speculative_config(spec.drafter), spec.drafter
+    if config is None or drafter is None or not drafter.has_head or spec.load_format != "dummy":
+        return config
+    folder = Path(drafter.model)
+    has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    return config | ({"draft_load_config": {"load_format": "auto"}} if has_weights else {})
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:

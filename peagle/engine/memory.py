@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.engine.precision import resolve_precision
-from peagle.engine.spec import EngineSpec
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
@@ -158,7 +157,7 @@ def _way_out(hardware: Hardware) -> str:
 
 
 def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
-    precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
+    precision = spec_precision(spec, hardware)
     if precision.native_quantization:
         return footprint.weights_bytes / _GIB
     dtype_bytes = {"fp8": 1, "float32": 4}.get(precision.weights, 2)
@@ -166,7 +165,7 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
 
 
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
-    precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
+    precision = spec_precision(spec, hardware)
     num_tokens = spec.max_model_len or footprint.context_tokens
     return footprint.kv_cache_bytes(num_tokens, _KV_CACHE_DTYPE_BYTES[precision.kv_cache]) / _GIB
 

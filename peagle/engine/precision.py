@@ -9,16 +9,18 @@
 `auto` never trades accuracy for nothing: on a GPU FP8 halves both the weights that a decode step reads and
 the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. A checkpoint
 that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto`
-its cache as well.
+its cache as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked
+for, or refused.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from peagle.errors import PrecisionError, did_you_mean
 from peagle.hardware import Hardware
 
 PRECISIONS = ("auto", "bf16", "fp8", "float16", "float32")
+KV_CACHE_PRECISIONS = ("auto", "bf16", "fp8")
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -61,13 +63,16 @@ class Precision:
 _SHORT: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
 
 
-def resolve_precision(requested: str, hardware: Hardware, *, native_quantization: str | None = None) -> Precision:
+def resolve_precision(
+    requested: str, hardware: Hardware, *, native_quantization: str | None = None, kv_cache: str = "auto"
+) -> Precision:
     """The formats for `requested` on `hardware`.
 
     Args:
         requested: one of `PRECISIONS`.
         hardware: the node that runs the engine, which need not be this one.
         native_quantization: how the checkpoint is quantised as published, None when it is not.
+        kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" is what `requested` has.
 
     Raises:
         PrecisionError: unknown name, or the hardware or the checkpoint cannot do it; says why and the way
@@ -75,6 +80,11 @@ def resolve_precision(requested: str, hardware: Hardware, *, native_quantization
     """
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
+    found = _resolve(requested, hardware, native_quantization)
+    return found if kv_cache == "auto" else _with_kv_cache(found, kv_cache, hardware)
+
+
+def _resolve(requested: str, hardware: Hardware, native_quantization: str | None) -> Precision:
     chosen = _automatic(hardware, native_quantization) if requested == "auto" else requested
     if chosen == "fp8":
         return _fp8(hardware, native_quantization)
@@ -111,6 +121,20 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
         kv_cache_dtype="fp8",
         native_quantization=native_quantization,
     )
+
+
+def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> Precision:
+    if kv_cache not in KV_CACHE_PRECISIONS:
+        hint = did_you_mean(kv_cache, KV_CACHE_PRECISIONS)
+        raise PrecisionError(f"unknown precision {kv_cache!r} of the KV cache", hint=hint)
+    if precision.dtype != "bfloat16":
+        raise PrecisionError(
+            f"a KV cache in {kv_cache} is for an engine in bf16 or fp8; this one is in {_SHORT[precision.dtype]}",
+            hint="leave --kv-cache-precision out, or use --precision bf16",
+        )
+    if kv_cache == "fp8" and not hardware.supports_fp8_kv_cache:
+        raise PrecisionError(f"{hardware.describe()} has no KV cache in fp8", hint="use --kv-cache-precision bf16")
+    return replace(precision, kv_cache_dtype="fp8" if kv_cache == "fp8" else "auto")
 
 
 def _require_bf16(hardware: Hardware) -> None:

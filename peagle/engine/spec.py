@@ -10,8 +10,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from peagle.engine.precision import PRECISIONS
+from peagle.engine.precision import PRECISIONS, Precision, resolve_precision
 from peagle.errors import ConfigError, did_you_mean
+from peagle.hardware import Hardware
 
 DraftMethod = Literal["peagle", "eagle3"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
@@ -71,6 +72,7 @@ class EngineSpec:
         model: the target, a folder or a hub id.
         drafter: None decodes without speculation.
         precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
+        kv_cache_precision: "auto" as `precision` has it, else "bf16" or "fp8".
         native_quantization: how the checkpoint is quantised as published, such as "mxfp4".
         max_num_seqs: requests decoded at once.
         max_model_len: prompt and output tokens of one request at most; None is the model's own context.
@@ -81,7 +83,7 @@ class EngineSpec:
             profiling).
         gpu_memory_utilization: the share of an accelerator's memory that vLLM may fill.
         seed: of the engine's sampler.
-        load_format: as vLLM's; "dummy" fills the weights at random for timing.
+        load_format: as vLLM's; "dummy" fills the target's weights at random for timing.
         max_num_batched_tokens: token slots of one step; None is sized from K and `max_num_seqs`
             (`arguments.py`).
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
@@ -91,6 +93,7 @@ class EngineSpec:
     model: str
     drafter: DrafterSpec | None = None
     precision: str = "auto"
+    kv_cache_precision: str = "auto"
     native_quantization: str | None = None
     max_num_seqs: int = 64
     max_model_len: int | None = None
@@ -133,6 +136,20 @@ class EngineSpec:
         _require_known_keys(cls, values)
         drafter = values.get("drafter")
         return cls(**{**values, "drafter": DrafterSpec.from_dict(drafter) if drafter is not None else None})
+
+
+def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
+    """The formats of an engine on the hardware that runs it.
+
+    Raises:
+        PrecisionError: the hardware or the checkpoint cannot do it.
+    """
+    return resolve_precision(
+        spec.precision,
+        hardware,
+        native_quantization=spec.native_quantization,
+        kv_cache=spec.kv_cache_precision,
+    )
 
 
 def _require_positive(name: str, value: object) -> None:

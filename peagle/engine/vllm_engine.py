@@ -40,7 +40,6 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
@@ -49,7 +48,7 @@ class VllmEngine:
             outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
         except EngineDeadError as error:
             raise EngineError("the vLLM engine process died") from error
-        except (VLLMClientError, ValueError) as error:  # vLLM's own is no ValueError
+        except _refusals() as error:
             raise RequestRefused(str(error)) from error
         except EngineGenerateError as error:  # this request's only: the engine goes on
             raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
@@ -105,6 +104,14 @@ def with_root_cause(error: EngineError, log: str) -> EngineError:
     """The same failure to start, told by its cause where the log names one."""
     cause = root_cause(log)
     return EngineError(f"vLLM did not start: {cause}") if cause else error
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises of a request that it does not take: a class of its own in 0.29, a ValueError in 0.24."""
+    import vllm.exceptions
+
+    own = getattr(vllm.exceptions, "VLLMClientError", None)
+    return (ValueError, own) if own else (ValueError,)
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:

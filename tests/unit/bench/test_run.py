@@ -131,6 +131,29 @@ def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_othe
     assert last.specs == []
 
 
+def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run: Any, tmp_path: Path) -> None:
+    starts: list[Starter] = []
+    left = []
+    while not left or left[-1]:
+        starts.append(Starter())
+        left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
+        assert len(starts) <= 6
+    assert left == [5, 4, 3, 2, 1, 0]  # each command does one pass at least, and here no more
+    assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
+    assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
+    unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
+    assert unfinished["num_passes_left"] == 5
+    assert "Not finished: 5 passes are left." in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_requests_for_each_at_once_make_passes_of_like_length(run: Any) -> None:
+    start = Starter()
+    report = run(start, methods="none", drafter=[], repeats=1, requests_per_slot=4)
+    assert [cell["num_responses"] for cell in report["cells"]] == [4, 12]  # 6 prompts: the second time from the first
+    with pytest.raises(ConfigError, match="requests_per_slot: it was 4, now it is 2"):
+        run(Starter(), methods="none", drafter=[], repeats=1, requests_per_slot=2)
+
+
 def test_methods_k_and_repeats_can_be_added(run: Any) -> None:
     more = Starter()
     run(Starter(), num_speculative_tokens="2")

@@ -8,6 +8,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.plan import Plan, make_plan
 from peagle.bench.setups import make_setups
 from peagle.catalog.targets import resolve_model
+from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.hardware import Hardware
@@ -65,6 +66,12 @@ def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prom
     spec = plan(target, concurrency="1,16", load_format="dummy").spec
     assert (spec.max_num_seqs, spec.enable_prefix_caching, spec.load_format) == (16, False, "dummy")
     assert plan(target, concurrency="1", max_num_seqs=8).spec.max_num_seqs == 8
+
+
+def test_cuda_graphs_can_reach_larger_steps(target: Path) -> None:
+    found = plan(target, GPU, concurrency="128", max_cudagraph_capture_size=3072)
+    assert engine_args(found.spec, GPU)["max_cudagraph_capture_size"] == 3072
+    assert "max_cudagraph_capture_size" not in engine_args(plan(target, GPU).spec, GPU)
 
 
 def test_price_is_of_the_devices_that_one_engine_holds(target: Path) -> None:

@@ -66,6 +66,21 @@ def test_drafts_accepted_by_lot_keep_their_method() -> None:
     }
 
 
+def test_a_dummy_target_has_a_real_head_where_there_is_one(tmp_path: Path) -> None:
+    drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
+    spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
+    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: a dummy, too
+    (tmp_path / "model.safetensors").touch()
+    assert engine_args(spec, CPU)["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
+    assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
+
+
+def test_the_kv_cache_can_have_a_precision_of_its_own() -> None:
+    arguments = engine_args(EngineSpec(model="org/m", precision="bf16", kv_cache_precision="fp8"), GPU)
+    assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("bfloat16", "fp8")
+    assert "quantization" not in arguments
+
+
 def test_without_a_drafter_vllm_hears_nothing_of_speculation() -> None:
     arguments = engine_args(EngineSpec(model="org/m"), CPU)
     assert speculative_config(None) is None

@@ -55,6 +55,32 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
 
 
 @pytest.mark.parametrize(
+    ("requested", "kv_cache", "hardware", "expected"),
+    [
+        ("fp8", "auto", HOPPER, "fp8 weights, fp8 KV cache"),
+        ("fp8", "bf16", HOPPER, "fp8 weights, bf16 KV cache"),
+        ("bf16", "fp8", HOPPER, "bf16 weights, fp8 KV cache"),
+        ("bf16", "fp8", AVX512, "bf16 weights, fp8 KV cache"),
+    ],
+)
+def test_the_kv_cache_can_be_set_apart(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
+    assert resolve_precision(requested, hardware, kv_cache=kv_cache).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "kv_cache", "hardware", "reason"),
+    [
+        ("bf16", "fp8", AMPERE, "has no KV cache in fp8"),
+        ("float32", "fp8", HOPPER, "this one is in float32"),
+        ("bf16", "fp4", HOPPER, "unknown precision 'fp4' of the KV cache"),
+    ],
+)
+def test_a_kv_cache_that_cannot_be_is_refused(requested: str, kv_cache: str, hardware: Hardware, reason: str) -> None:
+    with pytest.raises(PrecisionError, match=reason):
+        resolve_precision(requested, hardware, kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize(
     ("requested", "hardware", "reason", "way_out"),
     [
         ("fp8", AMPERE, "compute capability 8.9", "--precision bf16"),

@@ -128,6 +128,19 @@ def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
         asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
 
 
+def test_what_an_older_vllm_refuses_is_a_value_error(monkeypatch):
+    class Refusing:
+        async def generate(self, *_):
+            raise ValueError("the prompt is too long")
+            yield
+
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
+    engine = object.__new__(VllmEngine)
+    engine._llm = Refusing()
+    with pytest.raises(RequestRefused, match="too long"):
+        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
+
+
 def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_one():
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 

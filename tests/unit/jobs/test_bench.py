@@ -49,6 +49,16 @@ def test_a_run_prints_its_tables_and_writes_its_result(
     assert "4 of 4 responses" in printed
 
 
+@pytest.mark.parametrize(("num_left", "exit_code"), [(0, 0), (2, 3)])
+def test_an_unfinished_benchmark_has_an_exit_code_of_its_own(
+    num_left: int, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "bench", lambda *args: ({"num_passes_left": num_left}, tmp_path))
+    monkeypatch.setattr("peagle.bench.tables.text_tables", lambda report: "tables")
+    assert run(["bench", "--time-budget-s", "60"]) == exit_code
+    assert ("the same command goes on" in capsys.readouterr().out) is bool(num_left)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,161 @@
+"""Folders of Qwen3-Coder-30B-A3B's shape, to time a hardware on it: a target without weights, heads with random ones.
+
+    python benchmarks/gpu/shapes.py --tokenizer targets/smollm2-135m --output shapes
+    python benchmarks/gpu/shapes.py --tokenizer smollm2-135m --output shapes-tiny --tiny
+
+    OUTPUT/target/   config.json and a tokenizer: for --load-format dummy
+    OUTPUT/peagle/   a P-EAGLE head of 4 layers       OUTPUT/eagle3/   an EAGLE-3 head of 1 layer
+
+Where the figures are from:
+
+- the target: config.json of Qwen/Qwen3-Coder-30B-A3B-Instruct. The tokenizer is any other model's: its ids lie within
+  the vocabulary, and what they stand for does not matter to dummy weights;
+- the EAGLE-3 head: SpecForge's configs/qwen3-coder-30B-A3B-instruct-eagle3.json (draft vocabulary of 32,000);
+- the P-EAGLE head: 4 layers (card of amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE) and the whole vocabulary, as
+  published P-EAGLE heads have. How large its layers are is not known here: they are those of the EAGLE-3 head.
+
+The heads have weights, though random ones: vLLM learns from a head's weights what it shares with the target. `--tiny`
+is the same architecture for a dry run on a CPU. It starts no engine.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARGET = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5472, "max_position_embeddings": 262144, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+HEAD_LAYERS = {"peagle": 4, "eagle3": 1}
+HEAD_INTERMEDIATE, EAGLE3_VOCABULARY = 12288, 32000
+TINY = {
+    "head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
+    "moe_intermediate_size": 64, "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "num_hidden_layers": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+TINY_HEAD_INTERMEDIATE = 256
+_FROM_TARGET = (
+    "attention_bias", "attention_dropout", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "initializer_range",
+    "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta",
+    "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
+_TOKENIZER_FILES = ("tokenizer*", "*.jinja", "vocab*", "merges*", "special_tokens_map.json")
+
+Shape = tuple[int, ...]
+
+
+def main() -> None:
+    """Write the three folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default="smollm2-135m", help="catalog name or folder of a model with one")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true", help="the same architecture, for a dry run on a CPU")
+    args = parser.parse_args()
+    from peagle.catalog.targets import resolve_model
+
+    write_shapes(args.output, Path(resolve_model(args.tokenizer).path), tiny=args.tiny)
+
+
+def write_shapes(output: Path, tokenizer: Path, *, tiny: bool) -> None:
+    """Write `target`, `peagle` and `eagle3` below `output`."""
+    target = target_config(tiny=tiny)
+    folder = output / "target"
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", target)
+    for file in (file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
+    for method in HEAD_LAYERS:
+        head = head_config(method, target, tiny=tiny)
+        (output / method).mkdir(exist_ok=True)
+        _write_json(output / method / "config.json", head)
+        _write_weights(output / method / "model.safetensors", head)
+
+
+def target_config(*, tiny: bool) -> dict[str, Any]:
+    """`config.json` of the target."""
+    return TARGET | (TINY if tiny else {})
+
+
+def head_config(method: str, target: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """`config.json` of a head, as `peagle train` writes it."""
+    num_layers, target_layers = HEAD_LAYERS[method], target["num_hidden_layers"]
+    layer = {name: target[name] for name in _FROM_TARGET} | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": TINY_HEAD_INTERMEDIATE if tiny else HEAD_INTERMEDIATE,
+        "num_hidden_layers": num_layers,
+        "torch_dtype": "bfloat16",
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"architectures": target["architectures"], "name_or_path": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}
+    return {
+        "architectures": ["PEagleSpeculator" if method == "peagle" else "Eagle3Speculator"],
+        "draft_vocab_size": target["vocab_size"] if method == "peagle" else EAGLE3_VOCABULARY,
+        "dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, target_layers // 2, target_layers - 3],
+        "norm_before_residual": False,
+        "speculators_config": {
+            "algorithm": method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "speculators_model_type": method,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": layer,
+        **({"mask_token_id": 0} if method == "peagle" else {}),
+    }
+
+
+def head_shapes(head: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of a head's weights in floating point; its first layer reads [embedding, state] side by side."""
+    layer = head["transformer_layer_config"]
+    hidden, width = layer["hidden_size"], layer["intermediate_size"]
+    heads, kv_heads = (layer[name] * layer["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    yield "fc.weight", (hidden, 3 * hidden)
+    for index in range(layer["num_hidden_layers"]):
+        prefix, read = f"layers.{index}.", hidden if index else 2 * hidden
+        for name in ("input_layernorm", "post_attention_layernorm", *(() if index else ("hidden_norm",))):
+            yield f"{prefix}{name}.weight", (hidden,)
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, read)
+        yield f"{prefix}self_attn.o_proj.weight", (hidden, heads)
+        for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            yield f"{prefix}mlp.{name}_proj.weight", shape
+    yield "norm.weight", (hidden,)
+    if head["draft_vocab_size"] < layer["vocab_size"]:
+        yield "lm_head.weight", (head["draft_vocab_size"], hidden)
+    if "mask_token_id" in head:
+        yield "mask_hidden", (1, 1, 3 * hidden)
+
+
+def _write_weights(path: Path, head: dict[str, Any]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    std, bf16 = head["transformer_layer_config"]["initializer_range"], torch.bfloat16
+    tensors = {
+        name: torch.ones(shape, dtype=bf16) if "norm" in name else torch.empty(shape, dtype=bf16).normal_(std=std)
+        for name, shape in head_shapes(head)
+    }
+    if "lm_head.weight" in tensors:
+        tensors["d2t"] = torch.zeros(head["draft_vocab_size"], dtype=torch.int64)  # the first ids
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Where the time of a decoding step goes, and how far that is from what reading memory alone would take.
+
+    python benchmarks/gpu/step_profile.py --model shapes/target --load-format dummy --methods none,eagle3,peagle -k 7 \
+        --drafter peagle=shapes/peagle --drafter eagle3=shapes/eagle3 --concurrency 1,32 \
+        --synthetic-acceptance peagle=3.94 --synthetic-acceptance eagle3=3.03 --output runs/steps
+
+It takes the flags of `peagle bench` and starts each of its engines once. At each concurrency so many prompts are
+answered at once: one time with the parts of every step timed (`step_timer`), one time with the device's kernels traced.
+The floor is `step_floor`'s, over the bytes a second that a copy on the device moves.
+
+OUTPUT holds report.json and report.md; an engine that is done is kept in cells/, and the same command goes on. With
+--time-budget-s the command ends early with exit code 3. vLLM's model runner V1 is asked for, whose scopes are timed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # vLLM's worker imports `step_timer` by that name
+
+from step_floor import median_step, step_bytes
+
+from jobs import flags
+from jobs.throttle import say
+from peagle import hardware
+from peagle.bench.config import BenchConfig
+from peagle.bench.plan import Plan, make_plan
+from peagle.bench.report import labels
+from peagle.bench.run import setup_name
+from peagle.bench.setups import METHOD_NAMES, Setup
+from peagle.catalog.targets import resolve_model
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import environment
+from peagle.errors import PeagleError
+from peagle.files import write_atomic, write_json
+from peagle.manifest import git_revision, versions
+from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.measurement.engine_up import load_tokenizer
+from peagle.measurement.folder import MeasurementFolder
+from peagle.quiet import QuietStderr
+from peagle.tables import aligned, markdown
+
+_WARM_UP_TOKENS, _TRACED_TOKENS = 8, 48
+_PARTS = ("target", "logits", "sampling", "drafter", "host")
+
+
+def main() -> int:
+    """Profile every engine that is not done yet; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_flags(parser, BenchConfig, {}, short={"num_speculative_tokens": "-k"})
+    try:
+        return profile(flags.load(BenchConfig, parser.parse_args()))
+    except PeagleError as error:
+        say(f"error: {error.message}" + (f"\n  {error.hint}" if error.hint else ""))
+        return error.exit_code
+
+
+def profile(config: BenchConfig) -> int:
+    """Profile every engine that is not done yet, as far as the time budget reaches; the exit code."""
+    began_s, longest_s = time.monotonic(), 0.0
+    rows, model = read_dataset(config), resolve_model(config.model, announce=say)
+    plan = make_plan(config, hardware.detect(), model)
+    assert plan.spec.max_model_len is not None, "make_plan() sets it"
+    dataset = build_dataset(config, rows, load_tokenizer(model.path), plan.spec.max_model_len)
+    root = config.output or Path("runs/steps")
+    folder = MeasurementFolder(root, name="steps", schema=1, fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
+    done = {setup.label: folder.find(setup_name(setup), dict) for setup in plan.setups}
+    for setup in (setup for setup in plan.setups if done[setup.label] is None):
+        started_s = time.monotonic()
+        if config.time_budget_s and longest_s and started_s - began_s + longest_s > config.time_budget_s:
+            break
+        say(f"{setup.label}: starting the engine")
+        done[setup.label] = found = profile_engine(plan, setup, dataset, folder.log(setup_name(setup)))
+        folder.keep(setup_name(setup), found)
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    finished = [found for found in done.values() if found is not None]
+    _write(root, plan, dataset, finished)
+    say(f"\nreport: {root / 'report.md'}; {len(plan.setups) - len(finished)} engines are left")
+    return 0 if len(finished) == len(plan.setups) else 3
+
+
+def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
+    """Start one engine, and profile it at every concurrency."""
+    spec = plan.engine_spec(setup)
+    os.environ |= environment(spec, plan.hardware) | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    arguments = engine_args(spec, plan.hardware, request_metrics=False)
+    with QuietStderr() as quiet:
+        quiet.move_to(log)
+        from vllm import LLM
+
+        llm = LLM(**arguments, worker_extension_cls="step_timer.StepTimer")
+        try:
+            (bytes_per_s, *_) = llm.collective_rpc("copy_bytes_per_s")
+            cells = [profile_cell(llm, plan, setup, dataset, c, bytes_per_s) for c in plan.config.concurrency]
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    return {"method": setup.method, "k": setup.k, "copy_bytes_per_s": bytes_per_s, "cells": cells}
+
+
+def profile_cell(
+    llm: Any, plan: Plan, setup: Setup, dataset: Dataset, concurrency: int, bytes_per_s: float
+) -> dict[str, Any]:
+    """One engine at one concurrency: milliseconds of a step's parts, of its kernels, and its floor."""
+    max_tokens = plan.config.max_tokens
+    _generate(llm, plan, dataset, concurrency, _WARM_UP_TOKENS)
+    llm.collective_rpc("begin_step_times")
+    outputs = _generate(llm, plan, dataset, concurrency, max_tokens)
+    (steps, *_) = llm.collective_rpc("end_step_times")
+    llm.collective_rpc("begin_step_trace")
+    _generate(llm, plan, dataset, concurrency, min(max_tokens, _TRACED_TOKENS))
+    (trace, *_) = llm.collective_rpc("end_step_trace")
+    token_ids = [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    context_tokens = (num_prompt_tokens + len(token_ids) / 2) / concurrency
+    read = step_bytes(
+        plan.model.config,
+        json.loads((Path(setup.drafter.model) / "config.json").read_text()) if setup.drafter else None,
+        k=setup.k,
+        concurrency=concurrency,
+        context_tokens=context_tokens,
+        weight_bytes=1 if plan.precision.weights == "fp8" else 2,
+        kv_bytes=1 if plan.precision.kv_cache == "fp8" else 2,
+    )
+    return {
+        "concurrency": concurrency,
+        "context_tokens": context_tokens,
+        "distinct_tokens": len(set(token_ids)) / len(token_ids),
+        "ms": median_step(steps, concurrency),
+        "kernels_ms": trace["busy_ms"] / max(trace["num_steps"], 1),
+        "kernels": trace["kernels"],
+        "read_bytes": {"target": read.target, "drafter": read.drafter},
+        "floor_ms": {"target": read.target / bytes_per_s * 1000, "drafter": read.drafter / bytes_per_s * 1000},
+    }
+
+
+def table(cells: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[list[str]]:
+    """A row an engine and concurrency: each part's milliseconds, and the floor."""
+    rows = [["ms of a step", "K", "conc.", "step", *_PARTS, "kernels", "floor: target", "floor: drafter", "of floor"]]
+    for engine, cell in cells:
+        parts, floor = cell["ms"] or {}, sum(cell["floor_ms"].values())
+        words = [f"{parts[name]:.2f}" if name in parts else "-" for name in ("step", *_PARTS)]
+        times = f"{parts['step'] / floor:.1f}x" if parts else "-"
+        floors = [f"{cell['floor_ms'][name]:.2f}" for name in ("target", "drafter")]
+        names = (METHOD_NAMES[engine["method"]], str(engine["k"] or "-"), str(cell["concurrency"]))
+        rows.append([*names, *words, f"{cell['kernels_ms']:.2f}", *floors, times])
+    return rows
+
+
+def _concurrency(plan: Plan) -> dict[str, Any]:
+    """An engine is profiled at all of them while it is up."""
+    return {"concurrency": plan.config.concurrency}
+
+
+def _generate(llm: Any, plan: Plan, dataset: Dataset, concurrency: int, max_tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": p.token_ids} for p in islice(cycle(dataset.prompts), concurrency)]
+    # Of equal length, so that every step but the last ones has all requests in it.
+    params = SamplingParams(**plan.config.sampling() | {"max_tokens": max_tokens, "ignore_eos": True})
+    return list(llm.generate(prompts, params, use_tqdm=False))
+
+
+def _write(root: Path, plan: Plan, dataset: Dataset, engines: list[dict[str, Any]]) -> None:
+    found = {
+        "labels": labels(plan),
+        "model": plan.model.name,
+        "precision": plan.precision.describe(),
+        "hardware": plan.hardware.to_dict() | {"description": plan.hardware.describe()},
+        "versions": versions() | {"git_revision": git_revision()},
+        "configuration": plan.config.model_dump(mode="json"),
+        "engines": engines,
+    }
+    write_json(root / "report.json", found)
+    rows = table([(engine, cell) for engine in engines for cell in engine["cells"]])
+    speeds = ", ".join(f"{engine['copy_bytes_per_s'] / 1e9:,.0f}" for engine in engines)
+    about = (
+        f"{plan.model.name}; {plan.precision.describe()}; {'not ' if plan.spec.enforce_eager else ''}compiled; "
+        f"{dataset.name}, {plan.config.max_tokens} tokens; {plan.hardware.describe()}. A copy moves {speeds} GB/s "
+        "(engine by engine). Parts: on the device, medians of the steps with all requests in them; host: the rest of a "
+        "step. Kernels: traced in other steps. Floor: bytes that must be read over that speed, and the step over it."
+    )
+    lines = [f"**{label}.**\n" for label in labels(plan)] + [about, "", *markdown(rows)]
+    write_atomic(root / "report.md", ("\n".join(lines) + "\n").encode())
+    say("\n" + "\n".join(aligned(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

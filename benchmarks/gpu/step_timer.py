@@ -1,0 +1,121 @@
+"""When the device came to the parts of a decoding step: inside vLLM's worker, into which vLLM mixes the class below.
+
+vLLM (0.24 to 0.29, model runner V1) opens a named scope around each part of a step ("gpu_model_runner: forward").
+While times are taken, such a scope leaves a mark at both its ends: a CUDA event, which the device stamps when it gets
+there, or the clock on a CPU. So a part's time is that on the device, its waiting for the host included.
+
+It is named to vLLM as `worker_extension_cls="step_timer.StepTimer"`, and its methods are called by `collective_rpc`.
+It knows nothing of what is measured.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_PREFIX = "gpu_model_runner: "
+_FIRST_PART = "preprocess"
+_COPY_BYTES = 512 * 1024**2
+_NUM_COPIES = 20
+_NUM_KERNELS = 15
+
+
+class StepTimer:
+    """Methods that the worker gains."""
+
+    model_runner: Any
+
+    def begin_step_times(self) -> None:
+        """From now on every step is timed."""
+        import vllm.v1.worker.gpu_model_runner as module
+
+        self._step_marks = _Marks(self.model_runner)
+        self._scope_of_vllm = module.record_function_or_nullcontext
+        module.record_function_or_nullcontext = self._step_marks.scope
+
+    def end_step_times(self) -> list[dict[str, float]]:
+        """The steps since then: `began_s`, `num_requests` and the milliseconds of each part by its name."""
+        import vllm.v1.worker.gpu_model_runner as module
+
+        module.record_function_or_nullcontext = self._scope_of_vllm
+        return self._step_marks.steps()
+
+    def begin_step_trace(self) -> None:
+        """From now on the device's kernels are traced, too; that costs time, so these steps are not to be quoted."""
+        on_gpu = self.model_runner.device.type == "cuda"
+        activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+        self._step_trace = torch.profiler.profile(activities=[activity])
+        self.begin_step_times()
+        self._step_trace.start()
+
+    def end_step_trace(self) -> dict[str, Any]:
+        """`num_steps`, `busy_ms` of all kernels, and the longest of them with their milliseconds and calls."""
+        self._step_trace.stop()
+        on_gpu = self.model_runner.device.type == "cuda"
+        rows = [
+            (e.key, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000, e.count)
+            for e in self._step_trace.key_averages()
+        ]
+        rows.sort(key=lambda row: row[1], reverse=True)
+        return {
+            "num_steps": len(self.end_step_times()),
+            "busy_ms": sum(ms for _, ms, _ in rows),
+            "kernels": [{"name": name[:120], "ms": ms, "calls": calls} for name, ms, calls in rows[:_NUM_KERNELS]],
+        }
+
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read and written in a second by a plain copy on the device: what memory can move."""
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.model_runner.device)
+        copy = torch.empty_like(source)
+        copy.copy_(source)
+        seconds = []
+        for _ in range(_NUM_COPIES):
+            _wait(source.device)
+            started = time.perf_counter()
+            copy.copy_(source)
+            _wait(source.device)
+            seconds.append(time.perf_counter() - started)
+        return 2 * _COPY_BYTES / sorted(seconds)[_NUM_COPIES // 2]
+
+
+class _Marks:
+    """The scopes that were gone through, in their order."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._marks: list[tuple[str, float, Any, Any, int]] = []
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        began_s, begin = time.perf_counter(), self._mark()
+        try:
+            yield
+        finally:
+            num_requests = self._runner.input_batch.num_reqs
+            self._marks.append((name.removeprefix(_PREFIX), began_s, begin, self._mark(), num_requests))
+
+    def steps(self) -> list[dict[str, float]]:
+        """A step begins with its first part; parts of the same name add up."""
+        _wait(self._runner.device)
+        steps: list[dict[str, float]] = []
+        for name, began_s, begin, end, num_requests in self._marks:
+            if name == _FIRST_PART:
+                steps.append({"began_s": began_s, "num_requests": num_requests})
+            if steps:
+                elapsed_ms = (end - begin) * 1000 if isinstance(begin, float) else begin.elapsed_time(end)
+                steps[-1][name] = steps[-1].get(name, 0.0) + elapsed_ms
+        return steps
+
+    def _mark(self) -> Any:
+        if self._runner.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,98 @@
+"""The shapes of the GPU queue: they are what they say, and vLLM's and our own readers take them. No engine."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, head_shapes, target_config, write_shapes
+from peagle.bench.config import BenchConfig
+from peagle.bench.plan import make_plan
+from peagle.catalog.fit import check_fit
+from peagle.catalog.targets import HEADS_FOLDER, resolve_model
+from peagle.hardware import Hardware
+
+GPU = Hardware(
+    platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
+    free_memory_gib=80, num_cpus=16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny folders, with a tokenizer of no content."""
+    root = tmp_path_factory.mktemp("shapes")
+    (root / "tokenizer.json").write_text("{}")
+    write_shapes(root, root, tiny=True)
+    return root
+
+
+def test_the_target_has_the_parameters_that_its_card_states() -> None:
+    c = target_config(tiny=False)
+    experts = c["num_hidden_layers"] * 3 * c["hidden_size"] * c["moe_intermediate_size"]
+    attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
+    dense = c["num_hidden_layers"] * (attention + c["hidden_size"] * c["num_experts"])
+    embeddings = 2 * c["vocab_size"] * c["hidden_size"]
+    assert experts * c["num_experts"] + dense + embeddings == pytest.approx(30.5e9, rel=0.005)
+    assert experts * c["num_experts_per_tok"] + dense + embeddings == pytest.approx(3.3e9, rel=0.02)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("method", HEAD_LAYERS)
+def test_heads_fit_the_target(method: str, tiny: bool) -> None:
+    target = target_config(tiny=tiny)
+    facts = check_fit(head_config(method, target, tiny=tiny), target)
+    assert (facts.method, facts.num_layers) == (method, HEAD_LAYERS[method])
+    assert len(set(facts.aux_layer_ids)) == 3
+
+
+def test_the_eagle3_head_is_as_large_as_a_published_one() -> None:
+    target = target_config(tiny=False)
+    num_bytes = 2 * sum(prod(shape) for _, shape in head_shapes(head_config("eagle3", target, tiny=False)))
+    assert num_bytes == pytest.approx(
+        350e6, rel=0.06
+    )  # "~350MB", card of JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct
+
+
+def test_a_head_has_the_weights_that_a_trained_one_has(shapes: Path) -> None:
+    def names(folder: Path) -> set[str]:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return {name for name in file.keys() if not name.startswith(("layers.2", "layers.3"))}  # noqa: SIM118
+
+    shipped = names(HEADS_FOLDER / "smollm2-135m-peagle")
+    assert names(shapes / "peagle") == shipped - {"lm_head.weight", "d2t"}  # the whole vocabulary: the target's lm_head
+    assert names(shapes / "eagle3") == {name for name in shipped if not name.startswith("layers.1")} - {"mask_hidden"}
+
+
+def test_a_benchmark_of_them_can_be_planned(shapes: Path) -> None:
+    keys: dict[str, Any] = {
+        "model": str(shapes / "target"), "methods": "none,eagle3,peagle", "num_speculative_tokens": "3,7,11",
+        "drafter": [f"{method}={shapes / method}" for method in HEAD_LAYERS], "load_format": "dummy",
+        "concurrency": "1,4,8,32,128", "max_model_len": 1024, "precision": "fp8",
+        "synthetic_acceptance": ["peagle=3:3.02,7:3.94,11:4.20", "eagle3=3:2.65,7:3.03,11:3.08"],
+    }  # fmt: skip
+    plan = make_plan(BenchConfig(**keys), GPU, resolve_model(keys["model"]))
+    assert [setup.label for setup in plan.setups][::3] == ["no speculation", "EAGLE-3 K=11", "P-EAGLE K=11"]
+    assert plan.precision.describe() == "fp8 weights, fp8 KV cache"
+
+
+def test_vllm_reads_the_configurations(shapes: Path) -> None:
+    from transformers import AutoConfig
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    target = AutoConfig.from_pretrained(shapes / "target")
+    assert (type(target).__name__, target.num_experts, target.num_experts_per_tok) == ("Qwen3MoeConfig", 8, 2)
+    for method, layers in HEAD_LAYERS.items():
+        head = SpeculatorsConfig.from_pretrained(shapes / method)
+        raw = json.loads((shapes / method / "config.json").read_text())
+        assert (head.num_hidden_layers, head.draft_vocab_size) == (layers, raw["draft_vocab_size"])
+        stated = SpeculatorsConfig.extract_vllm_speculative_config(raw)
+        assert stated == {
+            "method": "eagle3",
+            "num_speculative_tokens": 7,
+            **({"parallel_drafting": True} if method == "peagle" else {}),
+        }
+    assert SpeculatorsConfig.from_pretrained(shapes / "peagle").pard_token == 0

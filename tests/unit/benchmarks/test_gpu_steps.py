@@ -1,0 +1,107 @@
+"""The floor of a decoding step, against a shape reckoned by hand, and what is made of timed steps."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.shapes import head_config, head_shapes, target_config
+from benchmarks.gpu.step_floor import experts_met, median_step, step_bytes
+from benchmarks.gpu.step_profile import table
+from benchmarks.gpu.step_timer import _Marks
+
+DENSE: dict[str, Any] = {
+    "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 10,
+}  # fmt: skip
+
+
+def test_a_dense_target_reads_its_weights_and_every_request_s_cache() -> None:
+    read = step_bytes(DENSE, None, k=0, concurrency=3, context_tokens=5, weight_bytes=1, kv_bytes=2)
+    layer = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8  # q, k and v of heads of 2; o; gate, up and down
+    assert read.target_weights == 2 * layer + 10 * 4 * 2
+    assert read.target_kv == 2 * (2 * 1 * 2) * 3 * 5 * 2
+    assert read.drafter == 0
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_meet() -> None:
+    target = target_config(tiny=False)
+    one, all_of_them = (
+        step_bytes(target, None, k=0, concurrency=c, context_tokens=0, weight_bytes=1, kv_bytes=1).target_weights
+        for c in (1, 10_000)
+    )
+    # 3.3B parameters active and 30.5B in all, less the embedding, which is looked up; the lm_head is in bf16.
+    assert one == pytest.approx(3.35e9, rel=0.01)
+    assert all_of_them == pytest.approx(30.5e9, rel=0.01)
+    assert experts_met(8, 8, 1) == 8
+
+
+def test_eagle3_reads_its_head_k_times_and_p_eagle_once() -> None:
+    target = target_config(tiny=False)
+
+    def drafter(method: str, k: int) -> float:
+        head = head_config(method, target, tiny=False)
+        return step_bytes(target, head, k=k, concurrency=1, context_tokens=300, weight_bytes=2, kv_bytes=2).drafter
+
+    assert drafter("peagle", 11) == drafter("peagle", 3)
+    assert drafter("eagle3", 11) - drafter("eagle3", 7) == pytest.approx(drafter("eagle3", 7) - drafter("eagle3", 3))
+
+
+def test_one_pass_of_a_head_reads_all_its_matrices() -> None:
+    target = target_config(tiny=False)
+    head = head_config("eagle3", target, tiny=False)
+    read = step_bytes(target, head, k=1, concurrency=1, context_tokens=0, weight_bytes=2, kv_bytes=2)
+    matrices = [shape for _, shape in head_shapes(head) if len(shape) == 2]
+    assert read.drafter_weights == 2 * sum(rows * columns for rows, columns in matrices)
+
+
+def steps(*num_requests: int) -> list[dict[str, float]]:
+    return [
+        {"began_s": 0.01 * i, "num_requests": n, "forward": 4.0 + i, "draft": 2.0, "preprocess": 0.5}
+        for i, n in enumerate(num_requests)
+    ]
+
+
+def test_a_step_s_parts_are_medians_of_steps_with_all_requests() -> None:
+    found = median_step(steps(1, 2, 2, 2, 2, 2, 2, 1), 2)
+    # From the second step on the requests are two; three are skipped, two are left: their forward is 8 and 9.
+    assert found == pytest.approx(
+        {"step": 10.0, "target": 8.5, "logits": 0.0, "sampling": 0.0, "drafter": 2.0, "host": -0.5, "num_steps": 2}
+    )
+    assert median_step(steps(2, 2, 2), 2) is None
+
+
+def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
+    parts = {"step": 6.0, "target": 3.0, "logits": 0.5, "sampling": 0.5, "drafter": 1.5, "host": 0.5}
+    timed = {"concurrency": 32, "ms": parts, "kernels_ms": 5.0, "floor_ms": {"target": 1.5, "drafter": 0.5}}
+    untimed = timed | {"concurrency": 64, "ms": None}
+    rows = table([({"method": "peagle", "k": 7}, timed), ({"method": "none", "k": 0}, untimed)])
+    assert rows[1][:5] == ["P-EAGLE", "7", "32", "6.00", "3.00"]
+    assert rows[1][-4:] == ["5.00", "1.50", "0.50", "3.0x"]
+    assert rows[2][:5] == ["no speculation", "-", "64", "-", "-"]
+    assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_marks_become_steps_by_their_first_part() -> None:
+    runner = SimpleNamespace(device=torch.device("cpu"), input_batch=SimpleNamespace(num_reqs=4))
+    marks = _Marks(runner)
+    for name in ("forward", "preprocess", "forward", "draft", "draft", "preprocess"):
+        with marks.scope(f"gpu_model_runner: {name}"):
+            pass
+    first, second = marks.steps()
+    assert set(first) == {"began_s", "num_requests", "preprocess", "forward", "draft"}  # what came before is no step
+    assert set(second) == {"began_s", "num_requests", "preprocess"}
+    assert first["num_requests"] == 4
+    assert first["began_s"] < second["began_s"]
+
+
+def test_vllm_has_the_scopes_that_are_timed() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    source = (Path(found.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
+    for part in ("preprocess", "forward", "postprocess", "sample", "draft"):
+        assert f'record_function_or_nullcontext("gpu_model_runner: {part}")' in source
