@@ -78,6 +78,8 @@ def ray_cluster() -> Iterator[None]:
         yield
         return
     remote = is_remote()
+    # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
+    os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
     try:
         ray.init(
             address=None if remote else "local",

@@ -2,8 +2,8 @@
 
 Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
 or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
-error event. Ray loads it into
-its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows ASGI, no Ray.
+error event. Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows ASGI,
+no Ray.
 """
 
 import json

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from peagle.errors import CapacityError
@@ -57,6 +59,20 @@ def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, m
     monkeypatch.setenv("RAY_ADDRESS", address or "")
     with pytest.raises(CapacityError, match=message), ray_cluster():
         pass
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, str(os.nice(0))), ("7", "7")])
+def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypatch, asked, found):
+    import ray
+
+    environment = {} if asked is None else {"RAY_worker_niceness": asked}
+    seen = {}
+    monkeypatch.setattr(ray, "init", lambda **_: seen.update(environment))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.os, "environ", environment)
+    with ray_cluster():
+        assert seen["RAY_worker_niceness"] == found
 
 
 def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
