@@ -81,9 +81,9 @@ def _measure(folder: Path, system: str, job: dict[str, Any], environment: dict[s
         clock.unlink(missing_ok=True)
         name, _, concurrency = system.partition("@")
         own = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
-        (folder / "job.json").write_text(json.dumps(job | own), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps(job | own | {"environment": environment}), encoding="utf-8")
         path = os.pathsep.join([str(HERE / "token_clock"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        variables = os.environ | environment | {"TOKEN_CLOCK": str(clock), "PYTHONPATH": path}
+        variables = os.environ | {"TOKEN_CLOCK": str(clock), "PYTHONPATH": path}
         command = [sys.executable, str(HERE / "overhead_systems.py"), name, str(folder / "job.json")]
         started = time.monotonic()
         with (folder / "log.txt").open("w", encoding="utf-8") as log:

@@ -1,7 +1,8 @@
 """The systems that `overhead.py` compares, each in a process of its own: `overhead_systems.py SYSTEM JOB.json`.
 
-Every one gets the same prompts, the same arguments of the engine and the same sampling from the job; what differs is
-who drives the engine. "async-llm" is the least that can be done with vLLM: `concurrency` requests in it at any time.
+Every one gets the same prompts, the same arguments and environment of the engine and the same sampling from the job;
+what differs is who drives the engine. With Ray the environment is that of the engine's actor alone, as peagle has it.
+"async-llm" is the least that can be done with vLLM: `concurrency` requests in it at any time.
 """
 
 import asyncio
@@ -16,7 +17,15 @@ def main() -> None:
     """Run one system to its end; its answers are not kept, its tokens are counted by the clock."""
     system, path = sys.argv[1:]
     job = json.loads(Path(path).read_text(encoding="utf-8"))
+    if system in ("async-llm", "run-batch"):
+        _require_environment(job["environment"])
     {"async-llm": _async_llm, "ray-data-llm": _ray_data_llm, "run-batch": _run_batch, "peagle": _peagle}[system](job)
+
+
+def _require_environment(environment: dict[str, str]) -> None:
+    """Begin again with these variables unless they are there: a library is preloaded when a process starts."""
+    if any(os.environ.get(name) != value for name, value in environment.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
 
 
 def _async_llm(job: dict[str, Any]) -> None:
@@ -54,6 +63,7 @@ def _ray_data_llm(job: dict[str, Any]) -> None:
         batch_size=16,
         concurrency=1,
         placement_group_config={"bundles": [{"CPU": 1}]},
+        runtime_env={"env_vars": job["environment"]},
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,
