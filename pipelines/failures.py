@@ -8,7 +8,6 @@ import re
 from peagle import errors
 from peagle.errors import PeagleError
 
-
 _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
 
 
