@@ -132,7 +132,9 @@ class Gate:
             receive = _replay(await self._read(scope, receive), receive)
         else:
             _require_length(scope, settings.max_upload_bytes)
-            receive = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
+            upload = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
+            answer.close_unless_read(upload)
+            receive = upload
         await self._app(scope, receive, answer.send)
 
     def _is_open(self, scope: Scope) -> bool:
@@ -179,6 +181,7 @@ class _Answer:
         self._send = send
         self._headers = dict(headers)
         self._intake: Intake | None = None
+        self._upload: Upload | None = None
         self._start: Message | None = None
         self._body = bytearray()
         self._is_stream = False
@@ -196,6 +199,10 @@ class _Answer:
         self._headers["x-peagle-drafter"] = model.drafter or "none"
         if model.num_speculative_tokens:
             self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
+
+    def close_unless_read(self, upload: Upload) -> None:
+        """Answered before its end, as what is no form, a body is not read on: the connection closes."""
+        self._upload = upload
 
     async def send(self, message: Message) -> None:
         """One ASGI message of the application."""
@@ -233,6 +240,8 @@ class _Answer:
 
     async def _begin(self) -> None:
         assert self._start is not None, "the application starts its response before its body"
+        if self._upload is not None and not self._upload.is_whole:
+            self._headers["connection"] = "close"
         self.is_started = True
         headers = [*self._start.get("headers", []), *_encoded(self._headers)]
         await self._send({**self._start, "headers": headers})

@@ -22,6 +22,9 @@ class Upload:
     Args:
         piece_timeout_s: for each piece.
         timeout_s: for all of them.
+
+    Attributes:
+        is_whole: its end was read.
     """
 
     def __init__(self, receive: Receive, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
@@ -29,7 +32,7 @@ class Upload:
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
         self._give_up_at = time.monotonic() + timeout_s
-        self._is_whole = False
+        self.is_whole = False
 
     async def __call__(self) -> Message:
         """The next piece; once the body is whole, what the client does.
@@ -37,7 +40,7 @@ class Upload:
         Raises:
             ApiError: 408 or 413.
         """
-        if self._is_whole:
+        if self.is_whole:
             return await self._receive()
         left_s = self._give_up_at - time.monotonic()
         try:
@@ -46,7 +49,7 @@ class Upload:
         except TimeoutError:
             raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
         self._num_bytes += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body")
+        self.is_whole = not message.get("more_body")
         if self._num_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return message

@@ -220,6 +220,29 @@ def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
     assert answer.headers["connection"] == "close"
 
 
+@pytest.mark.parametrize(("more_body", "closes"), [(True, "close"), (False, None)])
+def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys, more_body, closes):
+    """As the application does where the first piece is no form."""
+
+    async def application(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive():
+        return {"type": "http.request", "body": b"x", "more_body": more_body}
+
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    authorization = f"Bearer {keys['alice']}".encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [(b"authorization", authorization)]}
+    asyncio.run(Gate(application, GateSettings(**settings))(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert dict(sent[0]["headers"]).get(b"connection") == (closes and closes.encode())
+
+
 def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
     first, second = ask(post(keys["slow"]), post(keys["slow"]))
     assert first.status_code == 200
