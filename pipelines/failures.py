@@ -8,6 +8,7 @@ import re
 from peagle import errors
 from peagle.errors import PeagleError
 
+_CHAINED = "\nThe above exception was the direct cause of"
 _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
 
 
@@ -31,5 +32,6 @@ def explain(error: BaseException, what: str, *, hint: str, otherwise: type[Peagl
     if named:
         kind, message = named[-1]
         return getattr(errors, kind)(message, hint=hint)  # type: ignore[no-any-return]
-    last = (_RETRY_ADVICE.sub("", str(error)).strip().splitlines() or [repr(error)])[-1]
+    root, *_ = str(error).split(_CHAINED)
+    last = (_RETRY_ADVICE.sub("", root).strip().splitlines() or [repr(error)])[-1]
     return otherwise(f"{what}: {last}", hint=hint)

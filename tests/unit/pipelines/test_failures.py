@@ -2,6 +2,9 @@ from peagle.errors import CapacityError, EngineError
 from pipelines.failures import explain
 
 
+ADVICE = "Failed to process map task after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, configure it."
+
+
 class RayTaskError(Exception):
     cause: BaseException | None = None
 
@@ -34,3 +37,9 @@ def test_rays_advice_on_its_retries_is_left_out():
     )
     found = explain(RayTaskError(f"Traceback\nOSError: disk full\n{advice}"), "it broke off", hint="see logs/")
     assert found.message == "it broke off: OSError: disk full"
+
+
+def test_what_ray_data_says_of_every_failed_block_is_not_the_cause():
+    wrapped = "UserCodeException: UDF failed to process a data block.\n" + ADVICE
+    text = f"Traceback\nOSError: disk full\n\nThe above exception was the direct cause of the following exception:\n{wrapped}"
+    assert explain(RayTaskError(text), "it broke off", hint="see logs/").message == "it broke off: OSError: disk full"
