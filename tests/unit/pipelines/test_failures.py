@@ -1,7 +1,6 @@
 from peagle.errors import CapacityError, EngineError
 from pipelines.failures import explain
 
-
 ADVICE = "Failed to process map task after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, configure it."
 
 
@@ -41,5 +40,6 @@ def test_rays_advice_on_its_retries_is_left_out():
 
 def test_what_ray_data_says_of_every_failed_block_is_not_the_cause():
     wrapped = "UserCodeException: UDF failed to process a data block.\n" + ADVICE
-    text = f"Traceback\nOSError: disk full\n\nThe above exception was the direct cause of the following exception:\n{wrapped}"
+    chained = "The above exception was the direct cause of the following exception:"
+    text = f"Traceback\nOSError: disk full\n\n{chained}\n{wrapped}"
     assert explain(RayTaskError(text), "it broke off", hint="see logs/").message == "it broke off: OSError: disk full"
