@@ -97,7 +97,8 @@ class Campaign:
 
     def _keep(self, name: str, result: dict[str, Any]) -> None:
         """A result; the files of a run that went well are not needed any more."""
-        (self.folder / f"{name}.json").write_text(json.dumps({"name": name, **result}, indent=2))
+        text = json.dumps({"name": name, **result}, indent=2)
+        (self.folder / f"{name}.json").write_text(text.replace(f"{self.folder}/", ""))  # the report is for everybody
         for problem in result["problems"]:
             _say(f"  PROBLEM {problem}")
         _say(f"{name}: {'as it has to be' if not result['problems'] else 'its files are kept'}")

@@ -53,8 +53,7 @@ class Scene:
     def expect_end(self, driver: Driver, code: int, words: str) -> None:
         """It ends with that exit code, and says so."""
         found = driver.wait(_END_S)
-        words_said = driver.last_words().replace(f"{self.job.folder}/", "")  # the report is for everybody
-        self.facts.append(f"exit code {found}: {words_said}")
+        self.facts.append(f"exit code {found}: {driver.last_words()}")
         self.expect(found == code, f"a driver ended with {found} instead of {code}: {driver.last_words()}")
         self.expect(words in driver.said(), f"a driver did not say {words!r}: {driver.last_words()}")
         self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
