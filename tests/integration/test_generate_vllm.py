@@ -21,7 +21,7 @@ from peagle.engine import EngineSpec, engine_args, environment
 from pipelines.batch.rundir import RunDirectory
 
 MODEL = "smollm2-135m"
-NUM_PROMPTS, NUM_TOKENS, K = 10, 40, 5
+NUM_PROMPTS, NUM_TOKENS, K = 32, 64, 5
 NUM_ROWS = 18  # of the run that is killed
 CHANGED = "000000000"
 
@@ -66,6 +66,7 @@ def greedy_tokens(prompts, tmp_path_factory):
     return run
 
 
+@pytest.mark.soak
 def test_float32_greedy_text_is_the_targets_own(greedy_tokens):
     without, with_drafter = greedy_tokens(drafter=False), greedy_tokens(drafter=True)
     assert len(with_drafter) == NUM_PROMPTS
