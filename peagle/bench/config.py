@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.bench.synthetic import parse_synthetic
 from peagle.economics.price_keys import PriceKeys
@@ -17,20 +17,52 @@ MAX_K = 32
 MAX_CONCURRENCY = 4096
 
 
-class BenchConfig(PriceKeys, MeasurementKeys):
-    """One benchmark. A description is the help text of its flag; an unknown key is an error."""
+class DraftingKeys(BaseModel):
+    """Methods of speculation, their heads and K: the keys of whatever compares several."""
 
-    methods: list[str] = Field(
-        default_factory=lambda: [NONE, "peagle"],
-        min_length=1,
-        description=f"of {', '.join(METHODS)}; default: none,peagle",
-    )
+    methods: list[str]
     drafter: list[str] = Field(
         default_factory=list,
         description="METHOD=HEAD, a folder or a Hugging Face id; default: the catalog's head of each method",
     )
     num_speculative_tokens: list[int] = Field(
         default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
+    )
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [str(value)]
+
+    @field_validator("drafter")
+    @classmethod
+    def _heads_of_methods(cls, value: list[str]) -> list[str]:
+        return heads_of_methods(value)
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _split_ks(cls, value: Any) -> list[int]:
+        return whole_numbers(value, "K", MAX_K)
+
+    @model_validator(mode="after")
+    def _heads_are_of_methods(self) -> Self:
+        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
+            raise ValueError(f"drafter {unused[0]} is of none of the methods")
+        return self
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """The heads that were named, by method."""
+        return {method: head for method, _, head in (one.partition("=") for one in self.drafter)}
+
+
+class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
+    """One benchmark. A description is the help text of its flag; an unknown key is an error."""
+
+    methods: list[str] = Field(
+        default_factory=lambda: [NONE, "peagle"],
+        min_length=1,
+        description=f"of {', '.join(METHODS)}; default: none,peagle",
     )
     concurrency: list[int] = Field(
         default_factory=lambda: [1, 4, 8], description="requests in the engine at once, as 1,4,8; default: 1,4,8"
@@ -80,33 +112,21 @@ class BenchConfig(PriceKeys, MeasurementKeys):
                 raise ValueError(f"methods are {', '.join(METHODS)}")
         return list(dict.fromkeys(names))
 
-    @field_validator("drafter", "synthetic_acceptance", mode="before")
+    @field_validator("synthetic_acceptance", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _one_or_several_lots(cls, value: Any) -> Any:
         return value if isinstance(value, list) else [str(value)]
-
-    @field_validator("num_speculative_tokens", mode="before")
-    @classmethod
-    def _split_ks(cls, value: Any) -> list[int]:
-        return whole_numbers(value, "K", MAX_K)
 
     @field_validator("concurrency", mode="before")
     @classmethod
     def _split_concurrencies(cls, value: Any) -> list[int]:
         return whole_numbers(value, "concurrencies", MAX_CONCURRENCY)
 
-    @field_validator("drafter")
-    @classmethod
-    def _heads_of_methods(cls, value: list[str]) -> list[str]:
-        return heads_of_methods(value)
-
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         parse_synthetic(self.synthetic_acceptance)
         if self.synthetic_acceptance and self.methods == [NONE]:
             raise ValueError("synthetic_acceptance needs a method that drafts")
-        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
-            raise ValueError(f"drafter {unused[0]} is of none of the methods")
         if self.max_num_seqs is not None and self.max_num_seqs < max(self.concurrency):
             raise ValueError("max_num_seqs is below the largest concurrency")
         return self
@@ -115,11 +135,6 @@ class BenchConfig(PriceKeys, MeasurementKeys):
     def is_synthetic(self) -> bool:
         """Whether the text means nothing: drafts accepted by lot, or random weights."""
         return bool(self.synthetic_acceptance) or self.load_format == "dummy"
-
-    @property
-    def heads(self) -> dict[str, str]:
-        """The heads that were named, by method."""
-        return {method: head for method, _, head in (one.partition("=") for one in self.drafter)}
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters. Where the text means nothing, so does its end: every response has full length."""

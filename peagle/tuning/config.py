@@ -1,11 +1,11 @@
 """What a user can ask of a tuning: one flat set of keys, the same in YAML and on the command line."""
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from peagle.bench.config import MAX_CONCURRENCY, MAX_K, NONE, heads_of_methods
+from peagle.bench.config import MAX_CONCURRENCY, NONE, DraftingKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
@@ -17,7 +17,7 @@ METHODS = (NONE, *DRAFT_METHODS)
 AUTO = "auto"
 
 
-class TuneConfig(PriceKeys, MeasurementKeys):
+class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     """One tuning. A description is the help text of its flag; an unknown key is an error."""
 
     objective: Objective = Field(
@@ -34,13 +34,6 @@ class TuneConfig(PriceKeys, MeasurementKeys):
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
         description=f"of {', '.join(METHODS)}; none is always among them; default: none,peagle",
-    )
-    drafter: list[str] = Field(
-        default_factory=list,
-        description="METHOD=HEAD, a folder or a Hugging Face id; default: the catalog's head of each method",
-    )
-    num_speculative_tokens: list[int] = Field(
-        default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
     )
     max_num_seqs: list[int] | None = Field(
         None, description="requests at once, as 1,4,16; default: 1,4,16 on a CPU, 8,32,128 on a GPU"
@@ -70,21 +63,6 @@ class TuneConfig(PriceKeys, MeasurementKeys):
     def _split_precisions(cls, value: Any) -> list[str]:
         return _words(value, PRECISIONS, "precisions")
 
-    @field_validator("drafter", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [str(value)]
-
-    @field_validator("drafter")
-    @classmethod
-    def _heads_of_methods(cls, value: list[str]) -> list[str]:
-        return heads_of_methods(value)
-
-    @field_validator("num_speculative_tokens", mode="before")
-    @classmethod
-    def _split_ks(cls, value: Any) -> list[int]:
-        return whole_numbers(value, "K", MAX_K)
-
     @field_validator("max_num_seqs", mode="before")
     @classmethod
     def _split_sizes(cls, value: Any) -> list[int] | None:
@@ -97,12 +75,6 @@ class TuneConfig(PriceKeys, MeasurementKeys):
         if not all(word == AUTO or (word.isdecimal() and int(word) > 0) for word in words):
             raise ValueError("max_num_batched_tokens is auto or whole numbers, separated by commas")
         return list(dict.fromkeys(words))
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
-        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
-            raise ValueError(f"drafter {unused[0]} is of none of the methods")
-        return self
 
     def goal(self) -> dict[str, Any]:
         """What decides among measurements; another goal needs no new ones."""

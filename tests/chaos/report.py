@@ -3,15 +3,12 @@
 It adds up what was played; it knows nothing of how.
 """
 
-import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from peagle import hardware
-from peagle.manifest import git_revision, versions
 from tests.chaos.schedule import KINDS
+from tests.origin import origin, origin_text, write_report
 
 _SUMS = (
     "num_rows",
@@ -33,22 +30,13 @@ sum of its rows, no file left behind, the lease free, no engine alive."""
 
 def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: str) -> Path:
     """Write both files; the Markdown's path."""
-    date = time.strftime("%Y-%m-%d", time.gmtime())
     data = {
-        "command": command,
-        "date": date,
+        **origin(command),
         "seed": seed,
-        "machine": hardware.detect().describe(),
-        "versions": versions(),
-        "git_revision": git_revision(),
         "engines": {engine: summary(results, engine) for engine in ("fake", "real")},
         "results": results,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{date}-chaos-seed-{seed}.md"
-    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
-    path.write_text(to_markdown(data))
-    return path
+    return write_report(folder / f"{data['date']}-chaos-seed-{seed}.md", data, to_markdown(data))
 
 
 def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
@@ -71,9 +59,7 @@ def to_markdown(data: dict[str, Any]) -> str:
     """The report, for people."""
     parts = [
         f"# Chaos: {data['date']}, seed {data['seed']}",
-        f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-        + ".",
+        origin_text(data),
         _WHAT,
         _totals(data["engines"]),
         "## Runs",

@@ -1,14 +1,11 @@
 """The report of a campaign: Markdown for people, the same as JSON. It adds nothing to what was counted."""
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
-from peagle import hardware
-from peagle.manifest import git_revision, versions
 from tests.faults.clients import OUTCOMES
 from tests.faults.scenes import VANISHING
+from tests.origin import origin, origin_text, write_report
 
 _WHAT = """\
 Clients ask one request after another, streamed and not in turn. One process is killed with SIGKILL while they do, and
@@ -19,30 +16,19 @@ model is real, and its speed means nothing."""
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:
     """Write both files; the Markdown's path."""
-    date = time.strftime("%Y-%m-%d", time.gmtime())
     data = {
-        "command": command,
-        "date": date,
-        "machine": hardware.detect().describe(),
-        "versions": versions(),
-        "git_revision": git_revision(),
+        **origin(command),
         "faults": results,
         "overload": overload,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{date}-faults-fake-engine.md"
-    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
-    path.write_text(to_markdown(data))
-    return path
+    return write_report(folder / f"{data['date']}-faults-fake-engine.md", data, to_markdown(data))
 
 
 def to_markdown(data: dict[str, Any]) -> str:
     """The report, for people."""
     parts = [
         f"# Faults of the endpoint under load: {data['date']}",
-        f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
-        + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-        + ".",
+        origin_text(data),
         _WHAT,
     ]
     if data["faults"]:

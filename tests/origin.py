@@ -1,0 +1,37 @@
+"""Where a report of the chaos and fault campaigns comes from (command, revision, machine), and its two files."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from peagle import hardware
+from peagle.manifest import git_revision, versions
+
+
+def origin(command: str) -> dict[str, Any]:
+    """The report's first entries."""
+    return {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+    }
+
+
+def origin_text(data: dict[str, Any]) -> str:
+    """The same for people."""
+    return (
+        f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        + "."
+    )
+
+
+def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
+    """Write the Markdown, and JSON beside it; the Markdown's path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
+    path.write_text(text)
+    return path
