@@ -28,13 +28,14 @@ from peagle.bench.schedule import Pass, Visit, visits
 from peagle.bench.setups import Setup
 from peagle.bench.tables import markdown_tables
 from peagle.catalog.targets import resolve_model
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.economics.report.figures import in_words_s
 from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.measurement.closed_loop import run_loop
 from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
-from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.engine_up import Listener, Start, with_engine
 from peagle.measurement.folder import MeasurementFolder, default_folder, digest
 from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.targets import ResolvedModel, resolve_model
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
 
@@ -102,10 +103,8 @@ def _shape(folder: Path) -> Any:
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder}: no tokenizer there ({_first_line(error)})", hint="put the target's own beside its weights"

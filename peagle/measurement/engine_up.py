@@ -16,7 +16,6 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
-from peagle.prompting import Tokenizer
 from peagle.quiet import QuietStderr
 
 Result = TypeVar("Result")
@@ -65,11 +64,3 @@ async def _used(engine: Engine, use: Coroutine[Any, Any, Result]) -> Result:
         return await use
     finally:
         engine.shutdown()
-
-
-def load_tokenizer(folder: str) -> Tokenizer:
-    """The target's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer

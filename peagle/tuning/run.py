@@ -22,13 +22,14 @@ from peagle.bench.record import PassRecord, make_record
 from peagle.bench.schedule import Pass
 from peagle.bench.summary import summarise
 from peagle.catalog.targets import resolve_model
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.economics.report.figures import in_words_s
 from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
 from peagle.errors import EngineError
 from peagle.measurement.closed_loop import run_loop
 from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
-from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.engine_up import Listener, Start, with_engine
 from peagle.measurement.folder import MeasurementFolder, default_folder, digest
 from peagle.prompting import Tokenizer
 from peagle.tuning.answer import answer

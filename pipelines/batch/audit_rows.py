@@ -31,7 +31,7 @@ from peagle.sampling import SamplingLimits
 from peagle.storage import open_to_read
 from pipelines.batch.corpus import read
 from pipelines.batch.plan import WorkUnit
-from pipelines.batch.preparing import load_tokenizer
+from pipelines.batch.preparing import tokenizer_of
 from pipelines.batch.rundir import RunDirectory
 
 _READ = ("id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens")
@@ -147,7 +147,7 @@ def audit_rows(
 def _builder(manifest: dict[str, Any], target: Target) -> RequestBuilder:
     spec, fingerprint = target.spec, manifest["fingerprint"]
     assert spec.max_model_len is not None, "compose_engine() sets it"
-    tokenizer = load_tokenizer(None if target.is_fake else spec.model)
+    tokenizer = tokenizer_of(None if target.is_fake else spec.model)
     prompts = PromptBuilder(PromptSpec(**fingerprint["prompts"]), tokenizer, spec.max_model_len)
     sampling = dict(fingerprint["sampling"])
     column = sampling.pop("column")
@@ -220,7 +220,7 @@ async def _ask_all(
     engine: Engine, sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None]
 ) -> dict[str, RowAudit]:
     slots = asyncio.Semaphore(target.spec.max_num_seqs)
-    tokenizer: Any = load_tokenizer(None if target.is_fake else target.spec.model)
+    tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model)
     specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
 
     async def ask(one: _Sampled) -> RowAudit:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from peagle import hardware
 from peagle.economics.prices import Device
-from peagle.errors import CapacityError, StoppedEarly
+from peagle.errors import CapacityError, ConfigError, StoppedEarly
 from peagle.hardware import Hardware
 from pipelines.failures import explain
 
@@ -64,16 +65,22 @@ def is_remote() -> bool:
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
 
     A process that has joined one already keeps it.
 
+    Args:
+        metrics_port: of Ray's Prometheus exporter, where Ray is started here; one that is free if None.
+
     Raises:
         CapacityError: it did not come up, or cannot be joined.
+        ConfigError: a metrics port is named for a cluster that runs, or something else has it.
     """
     import ray
 
+    if metrics_port is not None:
+        _check_metrics_port(metrics_port)
     if ray.is_initialized():
         yield
         return
@@ -88,6 +95,7 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.WARNING,
             configure_logging=False,
+            _metrics_export_port=metrics_port,
         )
     except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
@@ -97,6 +105,32 @@ def ray_cluster() -> Iterator[None]:
     finally:
         if not _abandoned:
             ray.shutdown()
+
+
+def _check_metrics_port(port: int) -> None:
+    """On a port that is taken Ray would try to start for half a minute, and then not say why it did not."""
+    if is_remote():
+        raise ConfigError(
+            "metrics_port: Ray's exporters are those of the cluster that RAY_ADDRESS names",
+            hint="choose their port where its nodes are started: ray start --metrics-export-port",
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port {port}: {error.strerror}", hint="leave it out for one that is free"
+            ) from error
+
+
+def metrics_port() -> int:
+    """Where the Prometheus exporter of the node that this process is on listens."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    (port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeID"] == here)
+    return int(port)
 
 
 def abandon(exit_code: int = StoppedEarly.exit_code) -> None:

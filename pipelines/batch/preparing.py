@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
 from peagle.requests import RequestBuilder, SamplingSpec
 from pipelines.batch.corpus import read
@@ -45,20 +46,18 @@ def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
 
 def prepare_unit(unit: WorkUnit, job: PrepareJob) -> pa.Table:
     """Read, template and tokenise one unit; `PreparedUnit` reads it."""
-    prompts = PromptBuilder(job.prompts, load_tokenizer(job.model), job.sampling.limits.max_model_len)
+    prompts = PromptBuilder(job.prompts, tokenizer_of(job.model), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]
     return prepare(unit, taken, job.schema, RequestBuilder(prompts, job.sampling))
 
 
 @functools.lru_cache(maxsize=2)
-def load_tokenizer(model: str | None) -> Tokenizer:
+def tokenizer_of(model: str | None) -> Tokenizer:
     """The target's tokenizer, once a process; bytes where the fake engine has no model."""
     if model is None:
         from peagle.engine.fake_engine import ByteTokenizer
 
         return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(localize(model))
+    tokenizer: Tokenizer = load_tokenizer(localize(model))
     return tokenizer

@@ -20,7 +20,7 @@ from peagle.requests import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.cluster import Neighbours, Placement, place
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.preparing import load_tokenizer
+from pipelines.batch.preparing import tokenizer_of
 from pipelines.tuned import TunedWatch
 
 
@@ -109,7 +109,7 @@ def resolve(
         prompts=resolve_prompts(
             config,
             columns,
-            bool(load_tokenizer(tokenizer).chat_template),
+            bool(tokenizer_of(tokenizer).chat_template),
             body_column="body" if is_batch else None,
             where=f"input {config.input}",
         ),

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from peagle.economics.prices import Device
 from peagle.economics.usage import UnitUsage
+from peagle.engine.arguments import requests_in_flight
 from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
@@ -94,8 +95,7 @@ class EngineWorker:
             self._session.keep_log()
         self._meter.ready(compile_s)
         self._session.beat()
-        in_flight = job.spec.max_num_seqs + max(1, job.spec.max_num_seqs // 8)
-        self._slots = asyncio.Semaphore(in_flight)
+        self._slots = asyncio.Semaphore(requests_in_flight(job.spec.max_num_seqs))
         self._turns = Turns()
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)

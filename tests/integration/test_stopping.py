@@ -45,7 +45,9 @@ def ids(run):
     return sorted(row["id"] for row in ds.dataset(run.data, format="parquet").to_table(columns=["id"]).to_pylist())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.soak) for one in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processes, arguments, tmp_path, number):
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)

@@ -11,6 +11,7 @@ from typing import Any
 
 from peagle import hardware
 from peagle.catalog.targets import resolve_model
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.drafter.evaluation.cell import Cell, CellResult
 from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.drafter.evaluation.measure import measure
@@ -22,7 +23,7 @@ from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
-from peagle.measurement.engine_up import Listener, Start, load_tokenizer, with_engine
+from peagle.measurement.engine_up import Listener, Start, with_engine
 from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer
 

@@ -1,8 +1,9 @@
 import os
+import socket
 
 import pytest
 
-from peagle.errors import CapacityError
+from peagle.errors import CapacityError, ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch import cluster
 from pipelines.batch.cluster import PREPARE_CPUS, Placement, place, ray_cluster
@@ -59,6 +60,20 @@ def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, m
     monkeypatch.setenv("RAY_ADDRESS", address or "")
     with pytest.raises(CapacityError, match=message), ray_cluster():
         pass
+
+
+def test_a_port_of_metrics_that_is_taken_is_said_before_ray_starts(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port {port}: "), ray_cluster(metrics_port=port):
+            pass
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, str(os.nice(0))), ("7", "7")])
