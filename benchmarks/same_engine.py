@@ -1,6 +1,7 @@
 """What comparisons of systems over the same engine share: their flags, the engine, and what a result says of itself."""
 
 import argparse
+import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -23,7 +24,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
     flags.add_argument("--max-tokens", type=int, default=64)
     flags.add_argument("--repeats", type=int, default=3)
+    flags.add_argument(
+        "--engine-cores", default="", help="cores that a CPU engine computes on, as 0 or 0,1; default: all"
+    )
     return flags
+
+
+def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
+    """What was asked; every engine started from here on computes on those cores."""
+    options = flags.parse_args()
+    if options.engine_cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = options.engine_cores
+    return options
 
 
 def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
@@ -59,6 +71,7 @@ def record(options: argparse.Namespace, measured: Mapping[str, Sequence[Any] | M
         "drafter": options.drafter,
         "k": _k(options),
         "max_tokens": options.max_tokens,
+        "engine_cores": options.engine_cores or "all",
         "measured": measured,
     }
 

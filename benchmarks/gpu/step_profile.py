@@ -35,13 +35,13 @@ from peagle.bench.report import labels
 from peagle.bench.run import setup_name
 from peagle.bench.setups import METHOD_NAMES, Setup
 from peagle.catalog.targets import resolve_model
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.errors import PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
-from peagle.measurement.engine_up import load_tokenizer
 from peagle.measurement.folder import MeasurementFolder
 from peagle.quiet import QuietStderr
 from peagle.tables import aligned, markdown

@@ -37,7 +37,7 @@ class Endpoint:
         name: of the model, to clients.
         tokenizer: the target's folder.
         commands: what starts each system, without its port.
-        environment: of the engine.
+        environment: of the engine. `vllm serve` starts with it; `peagle serve` gives it to the engine's process alone.
     """
 
     name: str
@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
     parser = same_engine.parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--prompts-at-once", type=int, default=12, help="prompts for each of the requests at once")
-    return parser.parse_args()
+    return same_engine.parse(parser)
 
 
 def _write_prompts(path: Path) -> None:
@@ -93,7 +93,7 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
         "vllm serve": ["benchmarks.vllm_command", "serve", *command_line(arguments)],
         "peagle serve": ["jobs.cli", "serve", *ours],
     }
-    variables = environment(engine.spec, here)
+    variables = environment(engine.spec, here, inherited=os.environ)
     return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
 
 
@@ -114,9 +114,11 @@ def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
     if system == "peagle serve":
         command += ["--state", str(folder / "state")]
-    variables = os.environ | endpoint.environment | {"PYTHONPATH": str(ROOT)}
+    else:
+        variables |= endpoint.environment
     with (folder / "server.log").open("w", encoding="utf-8") as log:
         server = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
         try:

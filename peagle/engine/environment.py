@@ -22,6 +22,9 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/usr/local/lib",
     "/opt/conda/lib",
 )
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+# As this process was started: what an earlier engine in it was given is not what the user set.
+_INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
 
 
@@ -31,9 +34,12 @@ def environment(
     *,
     engine_index: int = 0,
     num_engines_on_node: int = 1,
-    inherited: Mapping[str, str] = os.environ,
+    inherited: Mapping[str, str] = _INHERITED,
 ) -> dict[str, str]:
     """Variables for engine `engine_index` of `num_engines_on_node` that share the node.
+
+    On CPU an engine computes on all cores, or on its share of them; one that is alone on the node keeps the
+    VLLM_CPU_OMP_THREADS_BIND that is set already.
 
     Raises:
         CapacityError: fewer physical cores than engines (CPU only).
@@ -43,7 +49,10 @@ def environment(
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up
     if hardware.platform == "cpu":
-        variables |= _thread_binding(spec, hardware, engine_index, num_engines_on_node)
+        bound = inherited.get(_BINDING, "")
+        # What the user binds is for one engine: several would share those cores and leave the others idle.
+        alone = bound and num_engines_on_node == 1
+        variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", ""))
     return variables
 
@@ -92,7 +101,7 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
         # Under a quota the cores are not ours to pin, and more threads than it grants would be throttled.
         # Spinning at a barrier costs quota too; 5 ms is what vLLM itself sets for bound threads.
         threads = max(1, hardware.num_cpus // (num_engines * spec.num_accelerators))
-        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
+        return {_BINDING: "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
     num_ranks = num_engines * spec.num_accelerators
     num_cores = len(hardware.core_ids)
     if num_ranks > num_cores:
@@ -103,7 +112,7 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
     # After a node was lost, more engines may be here than the run has for a node: then they share cores.
     first = engine_index % num_engines * spec.num_accelerators
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+        _BINDING: "|".join(
             ",".join(
                 map(
                     str,

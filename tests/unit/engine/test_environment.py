@@ -56,6 +56,13 @@ def test_a_lone_engine_gets_every_core() -> None:
     assert environment(SPEC, cpu(0, 1), inherited={})["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
+def test_a_lone_engine_keeps_the_cores_that_the_user_bound_it_to() -> None:
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
+    assert environment(SPEC, cpu(0, 1), inherited=bound)["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    pair = [environment(SPEC, cpu(0, 1), engine_index=i, num_engines_on_node=2, inherited=bound) for i in range(2)]
+    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in pair] == ["0", "1"]
+
+
 def test_engines_of_a_node_share_no_core_and_leave_none() -> None:
     bindings = [
         environment(SPEC, cpu(0, 1, 2, 3, 4), engine_index=i, num_engines_on_node=2, inherited={}) for i in range(2)
