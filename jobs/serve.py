@@ -34,7 +34,7 @@ exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped
 """
 APP_NAME = "peagle"
 _GROUPS = {
-    "target and drafter": ["name", *MODEL_KEYS],
+    "target and drafter": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
         *SIZE_KEYS,
         "min_replicas",
@@ -54,6 +54,7 @@ _GROUPS = {
     "access": [
         "host",
         "port",
+        "metrics_port",
         "keys",
         "max_body_kib",
         "body_timeout_s",
@@ -91,14 +92,16 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")
-        os.environ |= front.ENVIRONMENT | os.environ  # for the proxies of a Ray that is started here
-        with cluster.ray_cluster():
+        os.environ |= front.ENVIRONMENT | os.environ  # for a Ray that is started here
+        with cluster.ray_cluster(metrics_port=config.metrics_port):
             if is_remote:
                 here = cluster.inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(), announce=print)
             _deploy(config, here, served, logs)
             stopped = threading.Event()
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
+                if not is_remote:
+                    print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(f"http://{config.host}:{config.port}/v1", flush=True)
                 _wait(config, here, served, stopped)
                 print("stopping", flush=True)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import Device
-from peagle.economics.usage import Outcome, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.online.answers import Tally
 
@@ -38,12 +38,23 @@ class Engine:
     usd_per_device_s: float
 
 
+class Listener(Protocol):
+    """Told of each record once it is in the ledger."""
+
+    def request(self, record: RequestUsage) -> None:
+        """A request has ended."""
+
+    def heartbeat(self, session: EngineSession) -> None:
+        """Where the engine's seconds went until now."""
+
+
 class EngineAccount:
     """The account of an engine from its process's first second to its last.
 
     Args:
         folder: of the ledger; created if need be.
         heartbeat_s: between two entries.
+        listener: told of what is written.
         monotonic: the clock for durations.
     """
 
@@ -53,6 +64,7 @@ class EngineAccount:
         engine: Engine,
         *,
         heartbeat_s: float = 5.0,
+        listener: Listener | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +72,7 @@ class EngineAccount:
         self.engine_index = 0
         self._folder = folder
         self._engine = engine
+        self._listener = listener
         self._monotonic = monotonic
         self._meter = EngineMeter(monotonic=monotonic)
         self._started_at = time.time()
@@ -101,11 +114,18 @@ class EngineAccount:
         if session.last_seen_at >= self._next_kept_at or session.ended:
             self._next_kept_at = session.last_seen_at + _KEPT_EVERY_S
             append_beat(self._folder, session)
+        if self._listener:
+            self._listener.heartbeat(session)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
                 self.heartbeat()
+
+    def _keep(self, record: RequestUsage) -> None:
+        append_request(self._folder, record)
+        if self._listener:
+            self._listener.request(record)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine
@@ -164,7 +184,7 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        append_request(self._account._folder, record)
+        self._account._keep(record)
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
                 hardware,
                 job.sizes,
                 num_engines_on_node=job.num_engines_on_node,
+                parsers=job.parsers,
             ),
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
@@ -210,6 +211,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
             num_cpus=placement.num_cpus,
         ),
         num_engines_on_node=placement.num_engines_on_node,
+        parsers=keys.parsers,
         heartbeat_s=config.heartbeat_s,
         stand_in=stand_in(keys),
     )

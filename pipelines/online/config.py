@@ -21,6 +21,15 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     name: str | None = Field(
         None, min_length=1, description="what clients call it; default: the value of model, or fake"
     )
+    tool_call_parser: str | None = Field(
+        None,
+        min_length=1,
+        description="vLLM's name of the form in which the model calls tools (hermes, qwen3_coder, ...); "
+        "default: requests with tools are refused",
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="vLLM's name of the form in which it thinks; default: thoughts are text"
+    )
     fake_start_s: float = Field(0.0, ge=0, description="seconds the fake engine takes to start")
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 lets the last one go when it idles")
     max_replicas: int = Field(1, ge=1, description="engines under load")
@@ -36,7 +45,10 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         "run at once",
     )
     stream_interval_ms: float = Field(
-        5, ge=0, description="tokens of a stream are sent together that arrive within this time; 0 sends each step's"
+        50,
+        ge=0,
+        description="tokens of a stream are sent together that arrive within this time after the last ones were; "
+        "0 sends each step's",
     )
     drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
 
@@ -44,6 +56,14 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     def served_name(self) -> str:
         """What clients call it."""
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else self.model)
+
+    @property
+    def parsers(self) -> dict[str, Any]:
+        """vLLM's keyword arguments for what an answer is taken apart by."""
+        tools = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
+        return (tools if self.tool_call_parser else {}) | (
+            {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
+        )
 
     @model_validator(mode="after")
     def _replicas_are_ordered(self) -> Self:
@@ -60,6 +80,12 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     )
     host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="port of Ray's Prometheus exporter, where this command starts Ray; default: one that is free",
+    )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")

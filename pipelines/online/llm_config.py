@@ -4,11 +4,13 @@ Built twice: by whoever starts the endpoint, to place replicas, and by each repl
 paths.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.online.scaling import RequestCounts
 
@@ -37,25 +39,55 @@ class Sizes:
     num_cpus: float
 
 
-def make_llm_config(name: str, spec: EngineSpec, hardware: Hardware, sizes: Sizes, *, num_engines_on_node: int) -> Any:
+def make_llm_config(
+    name: str,
+    spec: EngineSpec,
+    hardware: Hardware,
+    sizes: Sizes,
+    *,
+    num_engines_on_node: int,
+    parsers: Mapping[str, Any],
+) -> Any:
     """The `LLMConfig` of a model.
 
+    Args:
+        parsers: vLLM's keyword arguments beside the engine's: tools and thoughts in an answer.
+
     Raises:
-        ConfigError: the spec contradicts itself.
+        ConfigError: the spec contradicts itself, or vLLM has no such parser.
         PrecisionError: the hardware cannot run it.
     """
     from ray.serve.llm import LLMConfig
 
     arguments = engine_args(spec, hardware, num_engines_on_node=num_engines_on_node)
     arguments.pop("model")
+    check_parsers(parsers)
     on_gpu = hardware.platform == "cuda"
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": spec.model},
-        engine_kwargs={**arguments, "enable_prompt_tokens_details": True},
+        engine_kwargs={**arguments, **parsers, "enable_prompt_tokens_details": True},
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
         deployment_config=deployment_config(spec, sizes, on_gpu=on_gpu),
-        experimental_configs={"stream_batching_interval_ms": sizes.stream_interval_ms},
+        experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` does it
     )
+
+
+def check_parsers(parsers: Mapping[str, Any]) -> None:
+    """Whether vLLM has them; it would say so when an engine starts, and only in its log.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not parsers:
+        return
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    managers = {"tool_call_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
+    for key, manager in managers.items():
+        names = manager.list_registered()
+        if key in parsers and parsers[key] not in names:
+            raise ConfigError(f"{key} {parsers[key]!r}: vLLM has no such parser", hint=f"one of {', '.join(names)}")
 
 
 def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:

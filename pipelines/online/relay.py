@@ -4,12 +4,14 @@ It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 """
 
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from peagle.economics.usage import Outcome
 from pipelines.online.account import RequestAccount, summary
 from pipelines.online.answers import OURS, events, is_usage_alone, to_text
+from pipelines.online.coalesce import coalesce
 from pipelines.online.errors import is_engine_death
 
 _CUT: Outcome = "cut"
@@ -33,7 +35,7 @@ async def relay(
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 request.first_token()
-                if isinstance(answer, list) and all(isinstance(text, str) for text in answer):
+                if _is_text(answer):
                     yield [_pass_on(text, request, wants_each_usage) for text in answer]
                 else:
                     yield _with_summary(answer, request)
@@ -44,6 +46,22 @@ async def relay(
     finally:
         if outcome:
             request.write(outcome)
+
+
+async def in_pieces(answers: AsyncGenerator[Any, None], interval_s: float) -> AsyncGenerator[Any, None]:
+    """The same answer, the texts of a stream in one text at most every `interval_s`; the first is never kept back."""
+    async with contextlib.aclosing(coalesce(answers, interval_s)) as pieces:
+        async for piece in pieces:
+            for is_text, several in itertools.groupby(piece, key=_is_text):
+                if is_text:
+                    yield ["".join(itertools.chain.from_iterable(several))]
+                else:
+                    for answer in several:
+                        yield answer
+
+
+def _is_text(answer: Any) -> bool:
+    return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
 
 
 def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:

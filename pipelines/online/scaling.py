@@ -6,7 +6,7 @@ Pure arithmetic on an engine's spec. It knows nothing of Ray Serve's names (`dep
 import math
 from dataclasses import dataclass
 
-from peagle.engine.arguments import max_num_batched_tokens, slots_per_request
+from peagle.engine.arguments import max_num_batched_tokens, requests_in_flight, slots_per_request
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
 
@@ -36,14 +36,13 @@ def request_counts(
 ) -> RequestCounts:
     """The counts for an engine; `target` and `queued` are a user's own.
 
-    An engine is given an eighth more than it decodes at once (one at least), as in bulk: a finished request is then
-    replaced in the next step, without a round trip to the ingress. As many as all engines decode at once may wait, so
-    that one who waits has about one request's time before it.
+    An engine is given somewhat more than it decodes at once, as in bulk (`requests_in_flight`). As many as all engines
+    decode at once may wait, so that one who waits has about one request's time before it.
     """
     slots = decode_slots(spec, hardware)
     return RequestCounts(
         target=target or target_ongoing_requests(slots),
-        admitted=slots + max(1, slots // 8),
+        admitted=requests_in_flight(slots),
         queued=slots * max_replicas if queued is None else queued,
     )
 

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from pipelines.online.errors import is_engine_death
 from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
-from pipelines.online.relay import relay
+from pipelines.online.metrics import EngineMetrics
+from pipelines.online.relay import in_pieces, relay
 from pipelines.online.stand_in import StandIn, StandInEngine
 
 _LOOK_S = 0.25
@@ -38,6 +39,7 @@ class ReplicaJob:
     Attributes:
         app_id: of one start of the endpoint; replicas on one node share its cores by it.
         state: folder of the ledger and the logs, which every node sees.
+        parsers: as `make_llm_config` takes them.
         stand_in: the fake engine in place of vLLM.
     """
 
@@ -47,6 +49,7 @@ class ReplicaJob:
     engine: Engine
     sizes: Sizes
     num_engines_on_node: int
+    parsers: Mapping[str, Any]
     heartbeat_s: float
     stand_in: StandIn | None = None
 
@@ -57,7 +60,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
         state = Path(job.state)
-        self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s)
+        self._stream_interval_s = job.sizes.stream_interval_ms / 1000
+        self._account = EngineAccount(
+            state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=EngineMetrics(job.engine)
+        )
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
         if job.stand_in:
@@ -89,7 +95,14 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             engine_index=self._account.engine_index % job.num_engines_on_node,
             num_engines_on_node=job.num_engines_on_node,
         )
-        return make_llm_config(job.engine.model, spec, here, job.sizes, num_engines_on_node=job.num_engines_on_node)
+        return make_llm_config(
+            job.engine.model,
+            spec,
+            here,
+            job.sizes,
+            num_engines_on_node=job.num_engines_on_node,
+            parsers=job.parsers,
+        )
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
@@ -103,7 +116,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         begin = functools.partial(self._account.begin, request_id, headers.get(KEY_HEADER, LOCAL_NAME))
-        return relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+        answer = relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+        return in_pieces(answer, self._stream_interval_s)
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""

@@ -14,7 +14,10 @@ from pipelines.online.keys import new_key, write_keys
 
 MODEL = "smollm2-135m"
 START_S = 240
+NUM_ANSWERED = 7
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 
 def free_port():
@@ -23,37 +26,63 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.timeout(2 * START_S + 120)
 def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):
-    key, record = new_key("alice", is_operator=True)
-    write_keys(tmp_path / "keys.json", [record])
-    port = free_port()
-    process = peagle(
-        *("serve", "--port", port, "--state", tmp_path / "state", "--keys", tmp_path / "keys.json"),
-        *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
-        *("--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5, "--batches", tmp_path / "batches"),
-    )
-    url = wait_until_up(process)
-    assert url == f"http://127.0.0.1:{port}/v1"
+    process, url, metrics, key = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         check_models(client)
         check_whole_answers(client)
         check_streams(client)
+        check_formats(client)
         check_errors(client, url)
-        check_batch(client)
         check_cost(client)
         check_page(client, url)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+        check_metrics(client, metrics)
+    stop(process)
     check_ledger(tmp_path / "state" / "ledger")
 
 
+@pytest.mark.soak
+def test_a_batch_is_answered_by_an_engine_of_its_own(peagle, embedded_target, tmp_path):
+    process, url, _, key = served(peagle, tmp_path)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        check_batch(client)
+        check_cost(client)
+    stop(process)
+    (batch,) = RequestReader(tmp_path / "state" / "ledger").new()
+    assert (batch.outcome, batch.key, batch.model) == ("ok", "alice", MODEL)
+    (session,) = read_sessions(tmp_path / "state" / "ledger")
+    assert batch.usage.session_id != session.session_id
+    assert session.num_output_tokens == 0
+
+
+def served(peagle, folder):
+    """A process that is up: its addresses (of the API, of the Prometheus exporter) and a key."""
+    key, record = new_key("alice", is_operator=True)
+    write_keys(folder / "keys.json", [record])
+    port = free_port()
+    process = peagle(
+        *("serve", "--port", port, "--state", folder / "state", "--keys", folder / "keys.json"),
+        *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
+        *("--tool-call-parser", "hermes", "--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5),
+        *("--batches", folder / "batches"),
+    )
+    url, metrics = wait_until_up(process)
+    assert url == f"http://127.0.0.1:{port}/v1"
+    return process, url, metrics, key
+
+
+def stop(process):
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
 def wait_until_up(process):
+    """Addresses of the API and of the Prometheus exporter."""
     said = []
     for line in process.stdout:
         said.append(line)
         if line.startswith("http://"):
-            return line.strip()
+            return line.strip(), said[-2].strip().removeprefix("metrics: ")
     raise AssertionError("".join(said))
 
 
@@ -89,6 +118,28 @@ def check_streams(client):
     assert "Paris" in texts[0]
     with client.chat.completions.create(**{**asked, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
         next(iter(stream))  # and leave
+
+
+def check_formats(client):
+    """What a client can ask of an answer's form: a schema, a tool, logprobs."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    answer = client.chat.completions.create(
+        **asked, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    )
+    assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
+    tool = {"type": "function", "function": {"name": "capital", "parameters": schema}}
+    answer = client.chat.completions.create(
+        **asked, max_tokens=80, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "capital"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    answer = client.chat.completions.create(**asked, max_tokens=4, logprobs=True, top_logprobs=2)
+    for token in answer.choices[0].logprobs.content:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == token.top_logprobs[0].logprob <= 0
 
 
 def check_errors(client, url):
@@ -143,16 +194,37 @@ def check_page(client, url):
     assert live["account"]["tokens_per_usd"] > 0
 
 
+def check_metrics(client, url):
+    """Prometheus sees what the ledger does, within the ten seconds of Ray's reports, and vLLM's metrics beside it."""
+    deadline = time.monotonic() + 60
+    while (counted := samples(url)).get("ray_peagle_requests_total") != NUM_ANSWERED:
+        assert time.monotonic() < deadline, counted
+        time.sleep(1)
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
+    assert counted["ray_peagle_engine_usd_total"] == pytest.approx(report["account"]["usd"]["total"], rel=0.2)
+    assert counted["ray_peagle_accepted_tokens_total"] > 0
+    assert counted["ray_vllm_prompt_tokens_total"] > 0
+
+
+def samples(url):
+    """Sums over labels, of requests those that were answered."""
+    sums = {}
+    for line in httpx.get(url, timeout=30).text.splitlines():
+        is_answered = "outcome=" not in line or 'outcome="ok"' in line
+        if line.startswith(("ray_peagle", "ray_vllm")) and is_answered:
+            name, value = line.partition("{")[0], line.rpartition(" ")[2]
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
+
+
 def check_ledger(folder):
     requests = RequestReader(folder).new()
     outcomes = [request.outcome for request in requests]
     assert outcomes.count("cut") == 1
-    assert outcomes.count("ok") == 4 + 1  # the batch
+    assert outcomes.count("ok") == NUM_ANSWERED
     assert {request.key for request in requests} == {"alice"}
-    (session,) = read_sessions(folder)
-    (batch,) = [request for request in requests if request.usage.session_id != session.session_id]
-    requests.remove(batch)
-    assert batch.model == MODEL
     assert all(request.ttft_s > 0 for request in requests if request.outcome == "ok")
+    (session,) = read_sessions(folder)
     assert session.ended
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

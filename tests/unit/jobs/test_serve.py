@@ -32,6 +32,13 @@ def test_engines_that_do_not_fit_are_refused(refused, embedded_target):
     assert "1000 engines" in error
 
 
+def test_the_port_of_another_clusters_metrics_is_not_ours_to_choose(refused, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    code, error = refused("--engine", "fake", "--metrics-port", "9000")
+    assert code == 2
+    assert "ray start --metrics-export-port" in error
+
+
 def test_every_key_is_in_a_group():
     from jobs.serve import _GROUPS
 

@@ -2,7 +2,9 @@ import pytest
 from ray.serve.schema import DeploymentSchema
 
 from peagle.engine.spec import EngineSpec
-from pipelines.online.llm_config import Sizes, deployment_config
+from peagle.errors import ConfigError
+from pipelines.online.config import ServedModelKeys
+from pipelines.online.llm_config import Sizes, check_parsers, deployment_config
 from pipelines.online.scaling import RequestCounts
 
 
@@ -14,7 +16,7 @@ def options(max_replicas=1, queued=8, on_gpu=False, **spec):
         upscale_delay_s=10,
         downscale_delay_s=300,
         drain_s=60,
-        stream_interval_ms=5,
+        stream_interval_ms=50,
         num_cpus=1.0,
     )
     return deployment_config(EngineSpec(model="m", **spec), sizes, on_gpu=on_gpu)
@@ -42,3 +44,19 @@ def test_prefixes_are_followed_only_where_there_is_a_choice():
 def test_an_engine_on_cpu_takes_no_more_than_its_bundle():
     assert options()["ray_actor_options"] == {"num_cpus": 0}
     assert options(queued=0)["max_queued_requests"] == 1
+
+
+def test_parsers_are_vllms():
+    keys = ServedModelKeys(tool_call_parser="hermes", reasoning_parser="qwen3")
+    assert keys.parsers == {
+        "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    }  # fmt: skip
+    check_parsers(keys.parsers)
+    assert ServedModelKeys().parsers == {}
+
+
+@pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_vllm_does_not_have_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM has no such parser") as info:
+        check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
+    assert "qwen3" in info.value.hint

@@ -1,0 +1,113 @@
+import asyncio
+
+import pytest
+
+from pipelines.online.coalesce import coalesce
+from pipelines.online.relay import in_pieces
+
+INTERVAL_S = 0.05
+SILENCE_S = 0.4  # long beside what a busy machine adds
+
+
+async def steps(*groups, pause_s=0.0, error=None):
+    """Each group at once, a pause between them."""
+    for number, group in enumerate(groups):
+        if number:
+            await asyncio.sleep(pause_s)
+        for item in group:
+            yield item
+    if error:
+        raise error
+
+
+def collected(pieces):
+    async def collect():
+        return [piece async for piece in pieces]
+
+    return asyncio.run(collect())
+
+
+def test_the_first_goes_at_once_and_the_rest_together():
+    async def watch():
+        clock = asyncio.get_running_loop().time
+        began, seen = clock(), []
+        async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), 5):
+            seen.append((piece, clock() - began))
+        return seen
+
+    (first, at), (rest, later) = asyncio.run(watch())
+    assert (first, rest) == ([1], [2, 3, 4])
+    assert at < 2
+    assert later < 4, "the end of the source ends the wait"
+
+
+def test_after_a_silence_nothing_waits():
+    async def watch():
+        clock = asyncio.get_running_loop().time
+        waits = []
+
+        async def source():
+            for item in range(3):
+                yield item, clock()
+                await asyncio.sleep(1.2 * SILENCE_S)
+
+        async for piece in coalesce(source(), SILENCE_S):
+            waits += [clock() - said for _, said in piece]
+        return waits
+
+    waits = asyncio.run(watch())
+    assert len(waits) == 3
+    assert max(waits) < SILENCE_S / 2
+
+
+def test_without_an_interval_each_step_is_a_piece():
+    assert collected(coalesce(steps([1], [2], [3], pause_s=0.01), 0)) == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("items", [[], [1, 2]])
+def test_an_error_comes_after_what_came_before_it(items):
+    async def watch():
+        seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), INTERVAL_S)
+        if items:
+            seen += await anext(pieces)
+        with pytest.raises(ValueError, match="broken"):
+            await anext(pieces)
+        return seen
+
+    assert asyncio.run(watch()) == items
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_who_leaves_ends_the_source(is_cancelled):
+    closed = []
+
+    async def source():
+        try:
+            while True:
+                yield 1
+                await asyncio.sleep(0.001)
+        finally:
+            closed.append(True)
+
+    async def listen(pieces, heard):
+        async for _ in pieces:
+            heard.set()
+
+    async def leave():
+        pieces, heard = coalesce(source(), INTERVAL_S), asyncio.Event()
+        if is_cancelled:
+            listener = asyncio.create_task(listen(pieces, heard))
+            await heard.wait()
+            listener.cancel()
+            await asyncio.wait([listener])
+        else:
+            await anext(pieces)
+        await pieces.aclose()
+
+    asyncio.run(leave())
+    assert closed == [True]
+
+
+def test_texts_are_joined_and_whole_answers_left_as_they_are():
+    answers = steps([["a", "b"]], [["c"], ["d"], {"error": 1}, ["e"]], pause_s=0.001)
+    assert collected(in_pieces(answers, INTERVAL_S)) == [["ab"], ["cd"], {"error": 1}, ["e"]]
