@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.batch.rundir import RunDirectory
+from tests.chaos import processes
 
 # Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -60,7 +61,7 @@ def job_server():
         assert time.monotonic() < deadline, "the job server did not come up"
         time.sleep(0.5)
     yield address
-    head.terminate()
+    processes.kill(*processes.descendants(head.pid), head.pid)  # asked to end, Ray takes half a minute
     head.communicate(timeout=60)
 
 

@@ -1,10 +1,12 @@
 """The files under deploy/ are what their readers take."""
 
+import subprocess
 from pathlib import Path
 
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from pipelines.online import front
 from pipelines.online.config import ServeConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -19,3 +21,10 @@ def test_serve_takes_the_file_and_the_endpoint_its_arguments():
         "smollm2-135m",
         "smollm2-135m-plain",
     ]
+
+
+def test_rays_nodes_get_what_peagle_serve_gives_its_own():
+    script = f"set -a; . {DEPLOY / 'ray.env'}; set +a; env -0"
+    done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
+    variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
+    assert variables == {"RAY_worker_niceness": "0", **front.ENVIRONMENT}
