@@ -49,11 +49,11 @@ def main() -> None:
         "machine": hardware.detect().describe(),
         "versions": versions(),
         "git_revision": git_revision(),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
         "summary": (summary := summarise(run["samples"], run["asked"], run["cold"])),
         **run,
     }
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.output.with_suffix(".json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     options.output.with_suffix(".svg").write_text(plot(run["samples"], options.engine), encoding="utf-8")
     print(json.dumps(summary, indent=2))  # noqa: T201
 

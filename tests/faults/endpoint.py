@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from peagle.engine.arguments import requests_in_flight
 from peagle.engine.fake_engine import CORE_NAME
 from tests.chaos.processes import command_line, descendants
 from tests.chaos.ray_nodes import ROOT
@@ -50,8 +51,8 @@ class Size:
 
     @property
     def admitted(self) -> int:
-        """Requests that all engines take at once: an eighth more than their slots."""
-        return self.max_replicas * (self.slots + max(1, self.slots // 8))
+        """Requests that all engines take at once."""
+        return self.max_replicas * requests_in_flight(self.slots)
 
     @property
     def capacity_per_s(self) -> float:
