@@ -122,17 +122,21 @@ def test_what_a_listing_saw_unchanged_is_not_read_again(s3):
 
     write_atomic(FOLDER / "beat-1", b"one")
     write_atomic(FOLDER / "beat-2", b"one")
-    assert read() == read() == [b"one", b"one"]
-    assert s3.count("GET", "beat-") == 2
+    assert read() == [b"one", b"one"]
+    seen = s3.count("GET", "beat-")
+    assert seen >= 2  # more where a pause of the machine cut an answer off
+    assert read() == [b"one", b"one"]
+    assert s3.count("GET", "beat-") == seen
     write_atomic(FOLDER / "beat-2", b"two")
+    seen_of_the_other = s3.count("GET", "beat-1")
     assert read() == [b"one", b"two"]
-    assert s3.count("GET", "beat-") == 3
+    assert s3.count("GET", "beat-1") == seen_of_the_other
 
 
 # --- what does not pass
 
 
-def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient):
+def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient, monkeypatch):
     write_once(FOLDER / "unit-1", b"rows")
     impatient.fail(503, times=10_000)
     started = time.monotonic()
@@ -143,10 +147,12 @@ def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient):
         assert part in str(given_up.value)
     assert str(pickle.loads(pickle.dumps(given_up.value))) == str(given_up.value)
 
-    before = len(impatient.requests)
+    monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0)
+    before = impatient.count("PUT", "unit-2")
+    assert before > 2
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit-2", b"rows")
-    assert len(impatient.requests) - before < before  # it is not waited for as long again
+    assert impatient.count("PUT", "unit-2") == before + 1  # it is not waited for as long again
     impatient.reset_faults()
     assert write_once(FOLDER / "unit-2", b"rows")
     assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
