@@ -71,7 +71,9 @@ class TrainConfig(BaseModel):
     draft_vocab_size: int = Field(8192, ge=1, description="most frequent tokens that it can draft")
     mask_token_id: int = Field(0, ge=0, description="token that stands for those not known yet")
     init: str = Field(
-        "warm", description="first weights: warm (the target's last layers), random, or a head's folder to go on from"
+        "warm",
+        description="first weights: warm (the target's last layers), random, or a head's folder to go on from, "
+        "to which layers may be added",
     )
     train_lm_head: bool = Field(True, description="train lm_head as well, rather than keep the target's rows")
     train_embeddings: bool = Field(

@@ -19,6 +19,7 @@ from peagle.errors import ConfigError, DrafterError
 from peagle.files import write_atomic
 
 _MAPS = ("d2t", "t2d")
+_LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
@@ -37,7 +38,8 @@ class HeadSpec:
         num_depths: K_train, the number of tokens it learns to draft at once.
         mask_token_id: the token that stands at depths 1 and up.
         init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
-            a saved head of the same shape to go on from; a P-EAGLE head may go on from an EAGLE-3 one.
+            a saved head to go on from: of the same shape, or with fewer layers, whose further ones then begin as the
+            identity. A P-EAGLE head may go on from an EAGLE-3 one.
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
         train_embeddings: whether embeddings are trained, rather than shared with the target. They are then saved with
             the head: vocabulary x hidden size, most of its bytes.
@@ -102,9 +104,9 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
-    if spec.init == "warm":
+    if spec.init != "random":
         _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
-    elif spec.init != "random":
+    if spec.init not in INITS:
         _go_on_from(head, Path(spec.init))
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
@@ -142,7 +144,10 @@ def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
 
 @torch.no_grad()
 def _go_on_from(head: Any, folder: Path) -> None:
-    """Take the weights of a saved head. A mask state that it has not learnt, as an EAGLE-3 head, starts where all do.
+    """Take the weights of a saved head.
+
+    A mask state that it has not learnt, as an EAGLE-3 head, starts where all do. Layers behind its last one keep what
+    they have, but add nothing to what passes through them until they are trained: the head drafts what it drafted.
 
     Raises:
         ConfigError: it has another shape; names the first weight that differs.
@@ -151,6 +156,12 @@ def _go_on_from(head: Any, folder: Path) -> None:
     own = {name: parameter for name, parameter in head.named_parameters() if _is_saved(head, name)}
     if "mask_hidden" not in weights:
         own.pop("mask_hidden", None)
+    num_saved = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+    for index, layer in enumerate(head.layers[num_saved:], start=num_saved):
+        for name, parameter in layer.named_parameters():
+            own.pop(f"layers.{index}.{name}")
+            if name in _LAYER_OUTPUTS:
+                parameter.zero_()
     for name in sorted(own.keys() | {name for name in weights if name not in _MAPS}):
         shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
         if shapes[0] != shapes[1]:

@@ -171,11 +171,24 @@ def test_a_head_goes_on_from_a_saved_one(
 def test_going_on_from_a_head_of_another_shape_is_refused(
     tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
 ) -> None:
-    save_head(_head(target, spec, vocabulary, num_layers=1), tmp_path, verifier="org/target")
-    with pytest.raises(ConfigError, match=r"layers\.1\.\S+ is None, the head to train wants"):
-        _head(target, spec, vocabulary, num_layers=2, init=str(tmp_path))
+    save_head(_head(target, spec, vocabulary, num_layers=2), tmp_path, verifier="org/target")
+    with pytest.raises(ConfigError, match=r"layers\.1\.\S+ is .*, the head to train wants None"):
+        _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
     with pytest.raises(ConfigError, match=r"mask_hidden is .*, the head to train wants None"):
-        _head(target, spec, vocabulary, num_layers=1, algorithm="eagle3", init=str(tmp_path))
+        _head(target, spec, vocabulary, num_layers=2, algorithm="eagle3", init=str(tmp_path))
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_further_layers_begin_as_the_identity_and_learn(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, algorithm: str
+) -> None:
+    saved = _head(target, spec, vocabulary, num_layers=1, algorithm=algorithm)
+    save_head(saved, tmp_path, verifier="org/target")
+    grown = _head(target, spec, vocabulary, num_layers=3, algorithm=algorithm, init=str(tmp_path))
+    torch.testing.assert_close(_logits(grown, store), _logits(load_head(tmp_path, target), store))
+    batch = make_batch([store[1]], [sample_rows(store[1].loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=1.0)])
+    head_states(grown, batch).square().sum().backward()
+    assert all(layer.mlp.down_proj.weight.grad.any() for layer in grown.layers)
 
 
 def test_a_peagle_head_goes_on_from_an_eagle3_one_with_a_new_mask_state(
