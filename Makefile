@@ -64,7 +64,8 @@ docs-images: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/browser
 
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded --extra dev \
-	--universal --python-version 3.11 --no-header --no-emit-find-links --no-emit-index-url --quiet --upgrade
+	--override requirements/overrides.txt --universal --python-version 3.11 \
+	--no-header --no-emit-find-links --no-emit-index-url --quiet --upgrade
 # Where the resolver finds the CPU build of torch (uv does not read pip's configuration).
 LOCK_TORCH ?= --extra-index-url $(TORCH_CPU_INDEX)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from peagle import hardware
 from peagle.catalog.engines import EngineKeys, ResolvedEngine, resolve_engine
+from peagle.catalog.tokenizer import load_tokenizer
+from peagle.humaneval import read_humaneval
 
 MAX_MODEL_LEN = 1024
 
@@ -21,13 +23,38 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--output", type=Path, required=True, help="JSON file")
     flags.add_argument("--model", default="smollm2-135m")
     flags.add_argument("--drafter", default="none")
-    flags.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter")
+    flags.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter that is named")
     flags.add_argument("--max-tokens", type=int, default=64)
     flags.add_argument("--repeats", type=int, default=3)
     flags.add_argument(
         "--engine-cores", default="", help="cores that a CPU engine computes on, as 0 or 0,1; default: all"
     )
+    flags.add_argument(
+        "--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="start without compiling"
+    )
     return flags
+
+
+def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
+    """Rows of HumanEval: `id`, `prompt`, and `text`, the prompt in the target's chat template."""
+    tokenizer = load_tokenizer(model_path)
+    rows = []
+    for number, problem in enumerate(read_humaneval()[:limit]):
+        chat = [{"role": "user", "content": problem["prompt"]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        rows.append({"id": f"row-{number}", "prompt": problem["prompt"], "text": text})
+    return rows
+
+
+def read_clock(path: Path) -> list[tuple[float, float]]:
+    """Seconds and tokens of each step that the token clock wrote down."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [(float(at), float(tokens)) for at, tokens, *_ in map(str.split, lines)]
+
+
+def whole_rate(steps: Sequence[tuple[float, float]]) -> float:
+    """Tokens/s from the first step to the last; those of the first came before the clock began."""
+    return (sum(tokens for _, tokens in steps) - steps[0][1]) / (steps[-1][0] - steps[0][0])
 
 
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
@@ -39,14 +66,14 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
-    """The engine of all systems: eager, so that none of them compiles."""
+    """The engine of all systems."""
     keys = EngineKeys(
         model=options.model,
         drafter=options.drafter,
         num_speculative_tokens=_k(options),
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
-        enforce_eager=True,
+        enforce_eager=options.enforce_eager,
     )
     return resolve_engine(keys, hardware.detect(), num_engines_on_node=1, announce=print)
 
@@ -54,7 +81,9 @@ def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
 def peagle_flags(options: argparse.Namespace, max_num_seqs: int) -> list[str]:
     """The flags with which a command of peagle has that engine."""
     flags = ["--model", options.model, "--drafter", options.drafter, "--max-num-seqs", str(max_num_seqs)]
-    flags += ["--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
+    flags += ["--max-model-len", str(MAX_MODEL_LEN)]
+    if options.enforce_eager:
+        flags.append("--enforce-eager")
     k = _k(options)
     return flags if k is None else [*flags, "--num-speculative-tokens", str(k)]
 
@@ -71,10 +100,11 @@ def record(options: argparse.Namespace, measured: Mapping[str, Sequence[Any] | M
         "drafter": options.drafter,
         "k": _k(options),
         "max_tokens": options.max_tokens,
+        "enforce_eager": options.enforce_eager,
         "engine_cores": options.engine_cores or "all",
         "measured": measured,
     }
 
 
 def _k(options: argparse.Namespace) -> int | None:
-    return None if options.drafter == "none" else int(options.k)
+    return None if options.drafter in ("none", "auto") else int(options.k)

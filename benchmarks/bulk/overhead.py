@@ -53,19 +53,12 @@ def _options() -> argparse.Namespace:
 def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Prompts, engine arguments and sampling that all systems share, and the environment of the engine."""
     from peagle import hardware
-    from peagle.catalog.tokenizer import load_tokenizer
     from peagle.engine import engine_args, environment
-    from peagle.humaneval import read_humaneval
 
     here = hardware.detect()
     engine = same_engine.resolve(options, options.max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path}
-    tokenizer = load_tokenizer(engine.model.path)
-    rows = []
-    for number, problem in enumerate(read_humaneval()[: options.rows]):
-        chat = [{"role": "user", "content": problem["prompt"]}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        rows.append({"id": f"row-{number}", "prompt": problem["prompt"], "text": text})
+    rows = same_engine.prompts(options.rows, engine.model.path)
     flags = same_engine.peagle_flags(options, options.max_num_seqs)
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
@@ -98,7 +91,7 @@ def _rates(clock: Path, num_expected: int) -> dict[str, float]:
     Raises:
         SystemExit: the tokens are not those of the job, so the systems did not do the same work.
     """
-    steps = [tuple(map(float, line.split()[:2])) for line in clock.read_text(encoding="utf-8").splitlines()]
+    steps = same_engine.read_clock(clock)
     total = sum(tokens for _, tokens in steps)
     if total != num_expected:
         raise SystemExit(f"{clock}: {total:.0f} tokens, and the job has {num_expected}; see log.txt beside it")
@@ -110,8 +103,10 @@ def _rates(clock: Path, num_expected: int) -> dict[str, float]:
                 passed[n] = (at, so_far + tokens)
         so_far += tokens
     (start, before), (end, after) = passed
-    whole = (total - steps[0][1]) / (steps[-1][0] - steps[0][0])
-    return {"steady_tokens_per_s": round((after - before) / (end - start), 2), "whole_tokens_per_s": round(whole, 2)}
+    return {
+        "steady_tokens_per_s": round((after - before) / (end - start), 2),
+        "whole_tokens_per_s": round(same_engine.whole_rate(steps), 2),
+    }
 
 
 def _table(measured: dict[str, list[dict[str, float]]]) -> str:

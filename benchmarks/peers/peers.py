@@ -1,0 +1,108 @@
+"""The systems that `compare.py` measures and that are not vLLM, a process each: `peers.py SYSTEM JOB.json`.
+
+They write what vLLM's token clock writes: "seconds tokens requests" for each step, here for each answer or batch of
+answers, behind a first line of no tokens at the moment when the first request is made.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+_START_S, _ANSWER_S = 300, 600
+
+Tick = Callable[[int], None]
+
+
+def main() -> None:
+    """Run one system to its end; its answers are not kept, its tokens are counted."""
+    system, path = sys.argv[1:]
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
+    with Path(os.environ["TOKEN_CLOCK"]).open("a", buffering=1, encoding="utf-8") as clock:
+
+        def tick(num_tokens: int) -> None:
+            clock.write(f"{time.monotonic():.6f} {num_tokens} 0\n")
+
+        (_llama_cpp if system == "llama.cpp" else _transformers)(job, tick)
+
+
+def _transformers(job: dict[str, Any], tick: Tick) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = job["engine"]["model"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    greedy = {"max_new_tokens": job["sampling"]["max_tokens"], "do_sample": False}
+    if job["system"] == "transformers-lookup":
+        greedy["prompt_lookup_num_tokens"] = 10  # the default of its documentation
+    texts = [row["text"] for row in job["rows"]]
+    tick(0)
+    for start in range(0, len(texts), job["concurrency"]):
+        batch = tokenizer(texts[start : start + job["concurrency"]], return_tensors="pt", padding=True)
+        answers = model.generate(**batch, **greedy)[:, batch["input_ids"].shape[1] :]
+        tick(sum(_num_tokens(answer.tolist(), tokenizer.eos_token_id) for answer in answers))
+
+
+def _num_tokens(answer: list[int], end: int) -> int:
+    """Tokens up to the end of the answer, that token included, as vLLM counts; what follows in a batch is padding."""
+    return answer.index(end) + 1 if end in answer else len(answer)
+
+
+def _llama_cpp(job: dict[str, Any], tick: Tick) -> None:
+    from peagle.catalog.embedded import gguf_path
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = job["engine"]["max_model_len"] * job["concurrency"]  # it is shared among the requests
+    command = [job["llama_server"], "-m", str(gguf_path(job["model"])), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-np", str(job["concurrency"]), "-c", str(context), "-t", str(os.cpu_count())]
+    server = subprocess.Popen(command)
+    try:
+        _wait_until_up(server, port)
+
+        def answer(row: dict[str, Any]) -> None:
+            body = {"messages": [{"role": "user", "content": row["prompt"]}], **job["sampling"]}
+            tick(_post(port, body)["usage"]["completion_tokens"])
+
+        tick(0)
+        with ThreadPoolExecutor(job["concurrency"]) as threads:
+            list(threads.map(answer, job["rows"]))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_until_up(server: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+    raise SystemExit("llama-server did not start")
+
+
+def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+if __name__ == "__main__":
+    main()
