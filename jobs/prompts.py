@@ -6,13 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peagle.drafter.prompts import SOURCES
+from peagle.drafter.prompts import STDLIB
 from peagle.errors import ConfigError
 
 HELP = """\
-Write code prompts made from the signatures and docstrings of the Python standard library.
+Write code prompts made from the signatures and docstrings of the Python standard library or of an installed package.
 
   peagle prompts --output prompts.jsonl --limit 4000
+  peagle prompts --source package:networkx --output more.jsonl
 
 Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem are left out and
 listed. The order depends on --seed and the interpreter alone; each function is asked for once before any is again.
@@ -22,7 +23,7 @@ listed. The order depends on --seed and the interpreter alone; each function is 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle prompts`."""
     parser.add_argument(
-        "--source", choices=SOURCES, default="stdlib", help="where prompts come from (default: %(default)s)"
+        "--source", default=STDLIB, help="stdlib, or package:NAME for an installed package (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet to write")
     parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: every function once")
@@ -35,15 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print what was dropped."""
     from peagle.drafter.decontamination import decontaminate, index_of
-    from peagle.drafter.prompts import generate_prompts, stdlib_snippets
+    from peagle.drafter.prompts import generate_prompts, source_snippets
 
     if args.output.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    checked = decontaminate(stdlib_snippets(), index_of(args.exclude), text=lambda snippet: snippet.code)
+    checked = decontaminate(source_snippets(args.source), index_of(args.exclude), text=lambda snippet: snippet.code)
     limit = len(checked.kept) if args.limit is None else args.limit
-    prompts = [asdict(prompt) for prompt in generate_prompts(checked.kept, seed=args.seed, limit=limit)]
+    generated = generate_prompts(checked.kept, source=args.source, seed=args.seed, limit=limit)
+    prompts = [asdict(prompt) for prompt in generated]
     _write(prompts, args.output)
     for drop in checked.dropped:
         print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {args.exclude}")

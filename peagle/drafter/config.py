@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from peagle.drafter.prompts import SOURCES
+from peagle.drafter.prompts import is_code_source
 
 WAYS = ("greedy", "sampled")
 
@@ -21,7 +21,7 @@ class TrainConfig(BaseModel):
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
     prompts: list[Path] = Field(
         min_length=1,
-        description="JSONL, Parquet or a bulk run's directory; or stdlib, the prompts that ship (see `peagle prompts`)",
+        description="JSONL, Parquet or a bulk run's directory; or code: stdlib, or package:NAME (see `peagle prompts`)",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
     features: Path | None = Field(
@@ -117,8 +117,9 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "TrainConfig":
-        if self.responses == "given" and any(str(source) in SOURCES for source in self.prompts):
-            raise ValueError("prompts: stdlib has no responses: leave --responses given out")
+        code = [str(source) for source in self.prompts if is_code_source(str(source))]
+        if self.responses == "given" and code:
+            raise ValueError(f"prompts: {code[0]} has no responses: leave --responses given out")
         if self.responses == "given" and self.limit is not None:
             raise ValueError("limit is for prompts to be answered: with --responses given all responses are taken")
         if self.on_the_fly and self.features is not None:

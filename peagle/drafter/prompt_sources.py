@@ -10,7 +10,7 @@ from pathlib import Path
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Row, read_rows, row_text, source_files
 from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, index_of, tell_dropped
-from peagle.drafter.prompts import SOURCES, generate_prompts, stdlib_snippets
+from peagle.drafter.prompts import generate_prompts, is_code_source, source_snippets
 from peagle.errors import InputError, did_you_mean
 
 MESSAGES = "messages"
@@ -26,7 +26,10 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
-        found, own = _stdlib(config, index) if str(source) in SOURCES else _file(source, config.prompt_column, index)
+        if is_code_source(str(source)):
+            found, own = _code(str(source), config, index)
+        else:
+            found, own = _file(source, config.prompt_column, index)
         rows += found
         dropped += own
     rows = rows[: config.limit]
@@ -47,10 +50,10 @@ def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row
     return parts
 
 
-def _stdlib(config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
     """The prompts of `peagle prompts`: every function once, or as many as are asked for."""
-    checked = decontaminate(stdlib_snippets(), index, text=lambda snippet: snippet.code)
-    prompts = generate_prompts(checked.kept, limit=config.limit or len(checked.kept))
+    checked = decontaminate(source_snippets(source), index, text=lambda snippet: snippet.code)
+    prompts = generate_prompts(checked.kept, source=source, limit=config.limit or len(checked.kept))
     dropped = [Dropped(item={"id": f"{d.item.module}.{d.item.name}"}, overlap=d.overlap) for d in checked.dropped]
     return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
 

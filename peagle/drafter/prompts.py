@@ -1,8 +1,9 @@
-"""Code prompts from the Python standard library: signatures and docstrings put as chat requests.
+"""Code prompts from Python sources at hand: signatures and docstrings put as chat requests.
 
 The standard library is on every machine, is documented, and overlaps with no evaluation set, so a head for
-the domain of code can be trained without downloading anything. Modules are parsed, never imported. This file
-knows how a request is worded; it knows nothing of models, tokens or evaluation sets (see decontamination.py).
+the domain of code can be trained without downloading anything; installed packages add functions of other kinds. Modules
+are parsed, never imported. This file knows how a request is worded; it knows nothing of models, tokens or evaluation
+sets (see decontamination.py).
 """
 
 import ast
@@ -12,11 +13,13 @@ import sysconfig
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from peagle.errors import ConfigError
 
-SOURCES = ("stdlib",)
+STDLIB = "stdlib"
+PACKAGE = "package:"
 MAX_DOCSTRING_CHARS = 1200
 MIN_DOCSTRING_CHARS = 24
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "config-3", "idlelib_test"})
@@ -91,13 +94,35 @@ class Prompt:
     name: str
 
 
-def stdlib_snippets(root: Path | None = None) -> list[Snippet]:
-    """Every distinct documented function below `root` (default: this interpreter's standard library).
+def is_code_source(source: str) -> bool:
+    """Whether prompts are made from code: `stdlib`, or `package:NAME` for an installed package."""
+    return source == STDLIB or source.startswith(PACKAGE)
+
+
+def source_snippets(source: str) -> list[Snippet]:
+    """The documented functions of a code source.
+
+    Raises:
+        ConfigError: neither the standard library nor an installed package of Python files.
+    """
+    if source == STDLIB:
+        return folder_snippets(Path(sysconfig.get_paths()["stdlib"]))
+    name = source.removeprefix(PACKAGE)
+    spec = find_spec(name) if source.startswith(PACKAGE) and name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{source}: no such source of prompts",
+            hint="stdlib, or package:NAME with the import name of an installed package",
+        )
+    return folder_snippets(Path(next(iter(spec.submodule_search_locations))))
+
+
+def folder_snippets(root: Path) -> list[Snippet]:
+    """Every distinct documented function below `root`.
 
     Functions equal in name, arguments and docstring count once, whichever module has them first. The order is
-    that of the paths and lines, hence the same on every machine with the same interpreter.
+    that of the paths and lines, hence the same on every machine with the same files.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
     distinct: dict[tuple[str, str, str], Snippet] = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -108,7 +133,9 @@ def stdlib_snippets(root: Path | None = None) -> list[Snippet]:
     return list(distinct.values())
 
 
-def generate_prompts(snippets: Sequence[Snippet], *, seed: int = 0, limit: int | None = None) -> Iterator[Prompt]:
+def generate_prompts(
+    snippets: Sequence[Snippet], *, source: str = STDLIB, seed: int = 0, limit: int | None = None
+) -> Iterator[Prompt]:
     """Prompts in an order that depends on `seed` and the snippets alone.
 
     Every snippet is asked for once before any is asked for again, each time in another wording, until
@@ -125,14 +152,14 @@ def generate_prompts(snippets: Sequence[Snippet], *, seed: int = 0, limit: int |
         order = list(range(len(snippets)))
         random.Random(f"{seed}/{round_index}").shuffle(order)
         for index in order[:left]:
-            yield _prompt(snippets[index], seed, round_index)
+            yield _prompt(snippets[index], source.removeprefix(PACKAGE), seed, round_index)
         left -= min(left, len(order))
 
 
-def _prompt(snippet: Snippet, seed: int, round_index: int) -> Prompt:
+def _prompt(snippet: Snippet, origin: str, seed: int, round_index: int) -> Prompt:
     text = _forms_in_order(snippet, seed)[round_index].put(snippet)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Prompt(id=f"stdlib-{digest}", prompt=text, module=snippet.module, name=snippet.name)
+    return Prompt(id=f"{origin}-{digest}", prompt=text, module=snippet.module, name=snippet.name)
 
 
 def _forms_in_order(snippet: Snippet, seed: int) -> list[Form]:

@@ -10,7 +10,7 @@ import pytest
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.prompt_sources import part_by_hash, read_prompts
-from peagle.drafter.prompts import generate_prompts, stdlib_snippets
+from peagle.drafter.prompts import generate_prompts, source_snippets
 from peagle.errors import InputError
 
 Write = Callable[..., Path]
@@ -49,11 +49,10 @@ def test_evaluation_problems_are_left_out_and_told(write_jsonl: Write) -> None:
         _read(write_jsonl(leaks))
 
 
-def test_stdlib_is_the_source_that_ships(monkeypatch: pytest.MonkeyPatch) -> None:
-    snippets = stdlib_snippets(Path(json.__file__).parent)  # the whole library takes a minute
-    monkeypatch.setattr("peagle.drafter.prompt_sources.stdlib_snippets", lambda: snippets)
-    rows = _read("stdlib", limit=20, exclude="none")
-    assert rows == [{"id": p.id, "prompt": p.prompt} for p in generate_prompts(snippets, limit=20)]
+def test_code_is_a_source() -> None:
+    rows = _read("package:json", limit=20, exclude="none")
+    prompts = generate_prompts(source_snippets("package:json"), source="package:json", limit=20)
+    assert rows == [{"id": p.id, "prompt": p.prompt} for p in prompts]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.
     [
         (["--output", "prompts.csv"], "must end in .jsonl or .parquet"),
         (["--output", "p.jsonl", "--limit", "0"], "--limit must be at least 1"),
+        (["--output", "p.jsonl", "--source", "stdlibs"], "stdlibs: no such source of prompts"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
