@@ -1,12 +1,15 @@
 """What comparisons of systems over the same engine share: their flags, the engine, and what a result says of itself."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from peagle import hardware
 from peagle.catalog.engines import EngineKeys, ResolvedEngine, resolve_engine
@@ -27,7 +30,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--max-tokens", type=int, default=64)
     flags.add_argument("--repeats", type=int, default=3)
     flags.add_argument(
-        "--engine-cores", default="", help="cores that a CPU engine computes on, as 0 or 0,1; default: all"
+        "--engine-cores",
+        default="",
+        help="a CPU engine computes on these, as 0 or 0,1, the rest on others; default: all",
     )
     flags.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="start without compiling"
@@ -44,6 +49,28 @@ def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         rows.append({"id": f"row-{number}", "prompt": problem["prompt"], "text": text})
     return rows
+
+
+def leave_cores(process: int, options: argparse.Namespace) -> None:
+    """Keep all that runs below a process, and itself, off the cores that engines compute on, as `--engine-cores` asks.
+
+    Those that compute keep theirs. OpenMP binds threads within the cores that a process starts with, so this is done
+    once an engine is up, and `take_cores` before another starts.
+    """
+    others = set(range(os.cpu_count() or 1)) - {int(core) for core in options.engine_cores.split(",") if core}
+    if not options.engine_cores or not others:
+        return
+    root = psutil.Process(process)
+    for found in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if "VLLM::Worker" not in " ".join(found.cmdline()):
+                for thread in found.threads():
+                    os.sched_setaffinity(thread.id, others)
+
+
+def take_cores() -> None:
+    """What is started from here on may run anywhere."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def read_clock(path: Path) -> list[tuple[float, float]]:

@@ -36,7 +36,7 @@ def main() -> None:
     measured: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
     for repeat in range(options.repeats):
         for system in systems[repeat % len(systems) :] + systems[: repeat % len(systems)]:
-            measured[system].append(_measure(options.folder / f"{system}-{repeat}", system, job, environment))
+            measured[system].append(_measure(options, f"{system}-{repeat}", job, environment))
             print(f"repeat {repeat} {system}: {measured[system][-1]}", flush=True)  # noqa: T201
     options.output.write_text(json.dumps(_record(options, job, measured), indent=2) + "\n", encoding="utf-8")
     print(_table(measured))  # noqa: T201
@@ -66,7 +66,10 @@ def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     return job, environment(engine.spec, here, inherited=os.environ)
 
 
-def _measure(folder: Path, system: str, job: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+def _measure(
+    options: argparse.Namespace, run: str, job: dict[str, Any], environment: dict[str, str]
+) -> dict[str, float]:
+    folder, system = options.folder / run, run.rpartition("-")[0]
     clock = folder / "clock.txt"
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,12 @@ def _measure(folder: Path, system: str, job: dict[str, Any], environment: dict[s
         command = [sys.executable, str(HERE / "overhead_systems.py"), name, str(folder / "job.json")]
         started = time.monotonic()
         with (folder / "log.txt").open("w", encoding="utf-8") as log:
-            subprocess.run(command, env=variables, stdout=log, stderr=subprocess.STDOUT, check=True)
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+            while process.poll() is None and not clock.exists():
+                time.sleep(0.5)
+            same_engine.leave_cores(process.pid, options)
+            if process.wait():
+                raise SystemExit(f"{system} ended with status {process.returncode}; see {folder / 'log.txt'}")
         (folder / "done").write_text(f"{time.monotonic() - started:.1f}\n", encoding="utf-8")
     expected = len(job["rows"]) * job["sampling"]["max_tokens"]
     return _rates(clock, expected) | {"command_s": float((folder / "done").read_text())}

@@ -104,6 +104,7 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
     if left:
         with _serving(endpoint, system, folder) as port:
             for concurrency in left:
+                same_engine.leave_cores(os.getpid(), options)
                 _load(options, endpoint, port, concurrency, folder)
     return {str(c): _figures(folder / f"c{c}.json") for c in options.concurrency}
 
@@ -120,9 +121,11 @@ def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
     else:
         variables |= endpoint.environment
     with (folder / "server.log").open("w", encoding="utf-8") as log:
+        same_engine.take_cores()
         server = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
         try:
             _wait_until_up(server, port, folder)
+            _ask(endpoint, port)
             yield port
         finally:
             server.send_signal(signal.SIGTERM)
@@ -137,6 +140,14 @@ def _wait_until_up(server: "subprocess.Popen[bytes]", port: int, folder: Path) -
                 return
         time.sleep(1)
     raise SystemExit(f"the server did not start; see {folder / 'server.log'}")
+
+
+def _ask(endpoint: Endpoint, port: int) -> None:
+    """One short answer: `/v1/models` may be there before the engine is."""
+    body = {"model": endpoint.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=_START_S).close()
 
 
 def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path) -> None:

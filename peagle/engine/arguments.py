@@ -198,7 +198,7 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
 
 
 def requests_in_flight(slots: int) -> int:
-    """Requests to give an engine that decodes so many at once: an eighth more, one at least.
+    """Requests to give an engine of the endpoint that decodes so many at once: an eighth more, one at least.
 
     A finished request is then replaced in the next step, without a round trip to whoever holds the others.
 

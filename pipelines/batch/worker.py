@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from peagle.economics.prices import Device
 from peagle.economics.usage import UnitUsage
-from peagle.engine.arguments import requests_in_flight
 from peagle.engine.generation import Engine, Generation, RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
@@ -65,7 +64,20 @@ class EngineJob:
 
 
 _STOP_POLL_S = 1.0
+_MOST_WAITING = 32
 _KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
+
+
+def rows_in_engine(slots: int) -> int:
+    """Rows to give an engine that decodes so many at once: those, and some that wait in it.
+
+    Rows of equal length end in the same step; where fewer wait than end, the next step computes less than it could.
+    With many slots few end at once, and what is in an engine when it dies is under suspicion.
+
+    >>> [rows_in_engine(slots) for slots in (1, 8, 64, 512)]
+    [2, 16, 96, 576]
+    """
+    return slots + max(min(slots, _MOST_WAITING), slots // 8)
 
 
 class EngineWorker:
@@ -95,7 +107,7 @@ class EngineWorker:
             self._session.keep_log()
         self._meter.ready(compile_s)
         self._session.beat()
-        self._slots = asyncio.Semaphore(requests_in_flight(job.spec.max_num_seqs))
+        self._slots = asyncio.Semaphore(rows_in_engine(job.spec.max_num_seqs))
         self._turns = Turns()
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)

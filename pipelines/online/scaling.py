@@ -36,7 +36,7 @@ def request_counts(
 ) -> RequestCounts:
     """The counts for an engine; `target` and `queued` are a user's own.
 
-    An engine is given somewhat more than it decodes at once, as in bulk (`requests_in_flight`). As many as all engines
+    An engine is given somewhat more than it decodes at once (`requests_in_flight`). As many as all engines
     decode at once may wait, so that one who waits has about one request's time before it.
     """
     slots = decode_slots(spec, hardware)
