@@ -2,9 +2,14 @@
 
 import argparse
 import contextlib
+import json
 import os
+import socket
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,8 @@ from peagle.catalog.tokenizer import load_tokenizer
 from peagle.humaneval import read_humaneval
 
 MAX_MODEL_LEN = 1024
+_ROOT = Path(__file__).parents[1]
+_TOKEN_CLOCK = _ROOT / "benchmarks" / "bulk" / "token_clock"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -29,11 +36,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter that is named")
     flags.add_argument("--max-tokens", type=int, default=64)
     flags.add_argument("--repeats", type=int, default=3)
-    flags.add_argument(
-        "--engine-cores",
-        default="",
-        help="a CPU engine computes on these, as 0 or 0,1, the rest on others; default: all",
-    )
     flags.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="start without compiling"
     )
@@ -73,6 +75,38 @@ def take_cores() -> None:
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
+@contextlib.contextmanager
+def system(script: Path, name: str, job: Mapping[str, Any], folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that does a job, `SCRIPT NAME job.json`, with the token clock in the folder; its end is waited for.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    clock_file(folder).unlink(missing_ok=True)
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    path = os.pathsep.join([str(_TOKEN_CLOCK), str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = os.environ | {"TOKEN_CLOCK": str(clock_file(folder)), "PYTHONPATH": path}
+    command = [sys.executable, str(script), name, str(folder / "job.json")]
+    with (
+        (folder / "log.txt").open("w", encoding="utf-8") as log,
+        subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            yield process
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    if status:
+        raise SystemExit(f"{name} ended with status {status}; see {folder / 'log.txt'}")
+
+
+def clock_file(folder: Path) -> Path:
+    """Where the token clock writes."""
+    return folder / "clock.txt"
+
+
 def read_clock(path: Path) -> list[tuple[float, float]]:
     """Seconds and tokens of each step that the token clock wrote down."""
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -85,7 +119,12 @@ def whole_rate(steps: Sequence[tuple[float, float]]) -> float:
 
 
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
-    """What was asked; every engine started from here on computes on those cores."""
+    """What was asked, with `--engine-cores`; every engine started from here on computes on those cores."""
+    flags.add_argument(
+        "--engine-cores",
+        default="",
+        help="a CPU engine computes on these, as 0 or 0,1, the rest on others; default: all",
+    )
     options = flags.parse_args()
     if options.engine_cores:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = options.engine_cores
@@ -115,6 +154,20 @@ def peagle_flags(options: argparse.Namespace, max_num_seqs: int) -> list[str]:
     return flags if k is None else [*flags, "--num-speculative-tokens", str(k)]
 
 
+def free_port() -> int:
+    """One that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def median_and_spread(runs: Iterable[Mapping[str, float]], figure: str) -> tuple[float, str]:
+    """Of a figure over repeats; the spread is from the smallest to the largest."""
+    found = [run[figure] for run in runs]
+    return statistics.median(found), f"{min(found):.1f} to {max(found):.1f}"
+
+
 def record(options: argparse.Namespace, measured: Mapping[str, Sequence[Any] | Mapping[str, Any]]) -> dict[str, Any]:
     """What was measured, on what; JSON-ready."""
     here = hardware.detect()
@@ -128,7 +181,7 @@ def record(options: argparse.Namespace, measured: Mapping[str, Sequence[Any] | M
         "k": _k(options),
         "max_tokens": options.max_tokens,
         "enforce_eager": options.enforce_eager,
-        "engine_cores": options.engine_cores or "all",
+        "engine_cores": getattr(options, "engine_cores", "") or "all",
         "measured": measured,
     }
 

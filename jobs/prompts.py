@@ -35,17 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print what was dropped."""
-    from peagle.drafter.decontamination import decontaminate, index_of
-    from peagle.drafter.prompts import generate_prompts, source_snippets
+    from peagle.drafter.decontamination import index_of
+    from peagle.drafter.prompt_sources import code_prompts
 
     if args.output.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    checked = decontaminate(source_snippets(args.source), index_of(args.exclude), text=lambda snippet: snippet.code)
-    limit = len(checked.kept) if args.limit is None else args.limit
-    generated = generate_prompts(checked.kept, source=args.source, seed=args.seed, limit=limit)
-    prompts = [asdict(prompt) for prompt in generated]
+    made, checked = code_prompts(args.source, index_of(args.exclude), limit=args.limit, seed=args.seed)
+    prompts = [asdict(prompt) for prompt in made]
     _write(prompts, args.output)
     for drop in checked.dropped:
         print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {args.exclude}")

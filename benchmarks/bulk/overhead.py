@@ -14,14 +14,13 @@ tail is in it. "whole" is from the first token to the last. Time to load is in n
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import same_engine
+from peagle import hardware
+from peagle.engine import engine_args, environment
 
 HERE = Path(__file__).parent
 _EDGE = 0.1
@@ -31,12 +30,12 @@ def main() -> None:
     """Run what has not run yet, write every measurement, print the table."""
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
-    job, environment = _job(options)
+    job = _job(options)
     systems = [*(f"async-llm@{n or 'all'}" for n in options.concurrency), "ray-data-llm", "run-batch", "peagle"]
     measured: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
     for repeat in range(options.repeats):
         for system in systems[repeat % len(systems) :] + systems[: repeat % len(systems)]:
-            measured[system].append(_measure(options, f"{system}-{repeat}", job, environment))
+            measured[system].append(_measure(options, system, repeat, job))
             print(f"repeat {repeat} {system}: {measured[system][-1]}", flush=True)  # noqa: T201
     options.output.write_text(json.dumps(_record(options, job, measured), indent=2) + "\n", encoding="utf-8")
     print(_table(measured))  # noqa: T201
@@ -50,11 +49,8 @@ def _options() -> argparse.Namespace:
     return same_engine.parse(parser)
 
 
-def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _job(options: argparse.Namespace) -> dict[str, Any]:
     """Prompts, engine arguments and sampling that all systems share, and the environment of the engine."""
-    from peagle import hardware
-    from peagle.engine import engine_args, environment
-
     here = hardware.detect()
     engine = same_engine.resolve(options, options.max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path}
@@ -62,32 +58,22 @@ def _job(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     flags = same_engine.peagle_flags(options, options.max_num_seqs)
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
-    job = {"engine": arguments, "rows": rows, "sampling": sampling, "peagle": flags}
-    return job, environment(engine.spec, here, inherited=os.environ)
+    variables = environment(engine.spec, here, inherited=os.environ)
+    return {"engine": arguments, "environment": variables, "rows": rows, "sampling": sampling, "peagle": flags}
 
 
-def _measure(
-    options: argparse.Namespace, run: str, job: dict[str, Any], environment: dict[str, str]
-) -> dict[str, float]:
-    folder, system = options.folder / run, run.rpartition("-")[0]
-    clock = folder / "clock.txt"
+def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[str, Any]) -> dict[str, float]:
+    folder = options.folder / f"{system}-{repeat}"
+    clock = same_engine.clock_file(folder)
     if not (folder / "done").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        clock.unlink(missing_ok=True)
         name, _, concurrency = system.partition("@")
         own = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
-        (folder / "job.json").write_text(json.dumps(job | own | {"environment": environment}), encoding="utf-8")
-        path = os.pathsep.join([str(HERE / "token_clock"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        variables = os.environ | {"TOKEN_CLOCK": str(clock), "PYTHONPATH": path}
-        command = [sys.executable, str(HERE / "overhead_systems.py"), name, str(folder / "job.json")]
         started = time.monotonic()
-        with (folder / "log.txt").open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        with same_engine.system(HERE / "overhead_systems.py", name, job | own, folder) as process:
             while process.poll() is None and not clock.exists():
                 time.sleep(0.5)
-            same_engine.leave_cores(process.pid, options)
-            if process.wait():
-                raise SystemExit(f"{system} ended with status {process.returncode}; see {folder / 'log.txt'}")
+            if process.poll() is None:
+                same_engine.leave_cores(process.pid, options)
         (folder / "done").write_text(f"{time.monotonic() - started:.1f}\n", encoding="utf-8")
     expected = len(job["rows"]) * job["sampling"]["max_tokens"]
     return _rates(clock, expected) | {"command_s": float((folder / "done").read_text())}
@@ -119,14 +105,12 @@ def _rates(clock: Path, num_expected: int) -> dict[str, float]:
 
 def _table(measured: dict[str, list[dict[str, float]]]) -> str:
     """Medians and spread (smallest to largest), and each system against the best direct drive."""
-    medians = {name: statistics.median(r["steady_tokens_per_s"] for r in runs) for name, runs in measured.items()}
-    best = max(rate for name, rate in medians.items() if name.startswith("async-llm"))
+    steady = {name: same_engine.median_and_spread(runs, "steady_tokens_per_s") for name, runs in measured.items()}
+    best = max(rate for name, (rate, _) in steady.items() if name.startswith("async-llm"))
     lines = ["| system | steady output tokens/s | spread | whole | of the best AsyncLLM |", "|---|--:|--:|--:|--:|"]
-    for name, runs in measured.items():
-        steady = [r["steady_tokens_per_s"] for r in runs]
-        whole = statistics.median(r["whole_tokens_per_s"] for r in runs)
-        spread = f"{min(steady):.1f} to {max(steady):.1f}"
-        lines.append(f"| {name} | {medians[name]:.1f} | {spread} | {whole:.1f} | {medians[name] / best:.3f} |")
+    for name, (rate, spread) in steady.items():
+        whole, _ = same_engine.median_and_spread(measured[name], "whole_tokens_per_s")
+        lines.append(f"| {name} | {rate:.1f} | {spread} | {whole:.1f} | {rate / best:.3f} |")
     return "\n".join(lines)
 
 

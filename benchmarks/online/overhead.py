@@ -12,8 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import same_engine
+from peagle import hardware
+from peagle.engine import engine_args, environment
+from peagle.engine.arguments import command_line
+from peagle.humaneval import read_humaneval
 
 SYSTEMS = ("vllm serve", "peagle serve")
 ROOT = Path(__file__).parents[2]
@@ -74,17 +76,11 @@ def _options() -> argparse.Namespace:
 
 
 def _write_prompts(path: Path) -> None:
-    from peagle.humaneval import read_humaneval
-
     rows = [{"prompt": problem["prompt"]} for problem in read_humaneval()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _endpoint(options: argparse.Namespace) -> Endpoint:
-    from peagle import hardware
-    from peagle.engine import engine_args, environment
-    from peagle.engine.arguments import command_line
-
     here, max_num_seqs = hardware.detect(), max(options.concurrency)
     engine = same_engine.resolve(options, max_num_seqs)
     arguments = engine_args(engine.spec, here) | {"model": engine.model.path, "served_model_name": options.model}
@@ -111,9 +107,7 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
 
 @contextlib.contextmanager
 def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = same_engine.free_port()
     command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     if system == "peagle serve":
@@ -187,13 +181,12 @@ def _table(measured: dict[str, dict[str, list[dict[str, float]]]]) -> str:
         rates, waits = {}, {}
         for system in SYSTEMS:
             runs = measured[system][concurrency]
-            speeds = [run["output_tokens_per_s"] for run in runs]
-            rates[system] = statistics.median(speeds)
-            waits[system] = statistics.median(run["median_ttft_ms"] for run in runs)
+            rates[system], spread = same_engine.median_and_spread(runs, "output_tokens_per_s")
+            waits[system], _ = same_engine.median_and_spread(runs, "median_ttft_ms")
             ratio = rates[system] / rates[SYSTEMS[0]]
             added = waits[system] - waits[SYSTEMS[0]]
             lines.append(
-                f"| {concurrency} | {system} | {rates[system]:.1f} | {min(speeds):.1f} to {max(speeds):.1f} "
+                f"| {concurrency} | {system} | {rates[system]:.1f} | {spread} "
                 f"| {ratio:.3f} | {waits[system]:.1f} | {added:+.1f} |"
             )
     return "\n".join(lines)

@@ -13,27 +13,26 @@ systems in turns, `--repeats` times:
     transformers-lookup   the same with prompt lookup, its assisted generation without a second model; one at once only
     llama.cpp             `llama-server` on the GGUF file that the target was made from; its weights have 4 bits
 
-Tokens count from the first to the last, so loading is in `command_s` alone. Memory is the most that the command and all
-below it held; pages that two processes share count twice. llama-server is what `--llama-server` names, built from
-llama.cpp's own sources (README.md beside this file); without it that row is left out.
+Tokens count from the first to the last (from the first request on where the system is not vLLM), so loading is in
+`command_s` alone. Memory is the most that the command and all below it held; pages that two processes share count
+twice. llama-server is what `--llama-server` names, built from llama.cpp's own sources for this machine; without it that
+row is left out.
 """
 
 import argparse
 import json
 import os
 import shutil
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import same_engine
+from peagle import hardware
 from peagle.bench.memory import PeakMemory, tree_rss_gib
+from peagle.engine import engine_args, environment
 
 HERE = Path(__file__).parent
-BULK = HERE.parent / "bulk"
 _VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch", "peagle": "peagle"}
 _ONE_AT_ONCE = ("transformers-lookup",)
 _LLAMA_CPP = "llama.cpp"
@@ -68,43 +67,30 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows-at-once", type=int, default=8, help="prompts for each of the requests at once")
     parser.add_argument("--llama-server", type=shutil.which, help="llama.cpp's server")
     parser.set_defaults(enforce_eager=False, drafter="auto", max_tokens=128)
-    return same_engine.parse(parser)
+    return parser.parse_args()
 
 
 def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat: int) -> Figures:
     folder = options.folder / f"{system}-{concurrency}-{repeat}"
-    clock = folder / "clock.txt"
     if not (folder / "done.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        clock.unlink(missing_ok=True)
-        (folder / "job.json").write_text(json.dumps(_job(options, system, concurrency, folder)), encoding="utf-8")
-        script = BULK / "overhead_systems.py" if system in _VLLM else HERE / "peers.py"
-        path = os.pathsep.join([str(BULK / "token_clock"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        variables = os.environ | {"TOKEN_CLOCK": str(clock), "PYTHONPATH": path}
-        command = [sys.executable, str(script), _VLLM.get(system, system), str(folder / "job.json")]
+        script = HERE.parent / "bulk" / "overhead_systems.py" if system in _VLLM else HERE / "peers.py"
+        job = _job(options, system, concurrency, folder)
         started = time.monotonic()
-        with (folder / "log.txt").open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
-            with PeakMemory(lambda: tree_rss_gib(process.pid)) as memory:
-                status = process.wait()
-        if status:
-            raise SystemExit(f"{system} ended with status {status}; see {folder / 'log.txt'}")
+        with (
+            same_engine.system(script, _VLLM.get(system, system), job, folder) as process,
+            PeakMemory(lambda: tree_rss_gib(process.pid)) as memory,
+        ):
+            process.wait()
         done = {"command_s": round(time.monotonic() - started, 1), "memory_gib": round(memory.gib or 0.0, 2)}
         (folder / "done.json").write_text(json.dumps(done), encoding="utf-8")
-    steps = same_engine.read_clock(clock)
-    done = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-    return {
-        "output_tokens_per_s": round(same_engine.whole_rate(steps), 2),
-        "output_tokens": sum(tokens for _, tokens in steps),
-        **done,
-    }
+    steps = same_engine.read_clock(same_engine.clock_file(folder))
+    figures: Figures = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+    rate = round(same_engine.whole_rate(steps), 2)
+    return {"output_tokens_per_s": rate, "output_tokens": sum(tokens for _, tokens in steps), **figures}
 
 
 def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Path) -> dict[str, Any]:
     """What a system is to do; only peagle drafts."""
-    from peagle import hardware
-    from peagle.engine import engine_args, environment
-
     plain = argparse.Namespace(**vars(options) | {"drafter": "none"})
     here = hardware.detect()
     engine = same_engine.resolve(plain, concurrency)
@@ -130,13 +116,13 @@ def _table(measured: dict[str, dict[str, list[Figures]]]) -> str:
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for concurrency, systems in measured.items():
-        plain = statistics.median(run["output_tokens_per_s"] for run in systems["vllm"])
+        plain, _ = same_engine.median_and_spread(systems["vllm"], "output_tokens_per_s")
         for system, runs in systems.items():
-            rates = [run["output_tokens_per_s"] for run in runs]
-            rate = statistics.median(rates)
-            memory, command = (statistics.median(run[name] for run in runs) for name in ("memory_gib", "command_s"))
+            rate, spread = same_engine.median_and_spread(runs, "output_tokens_per_s")
+            memory, _ = same_engine.median_and_spread(runs, "memory_gib")
+            command, _ = same_engine.median_and_spread(runs, "command_s")
             lines.append(
-                f"| {concurrency} | {system} | {rate:.1f} | {min(rates):.1f} to {max(rates):.1f} | {rate / plain:.2f} "
+                f"| {concurrency} | {system} | {rate:.1f} | {spread} | {rate / plain:.2f} "
                 f"| {memory:.1f} | {command:.0f} |"
             )
     return "\n".join(lines)

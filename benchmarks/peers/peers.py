@@ -6,7 +6,6 @@ answers, behind a first line of no tokens at the moment when the first request i
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -58,11 +57,10 @@ def _num_tokens(answer: list[int], end: int) -> int:
 
 
 def _llama_cpp(job: dict[str, Any], tick: Tick) -> None:
+    from benchmarks.same_engine import free_port
     from peagle.catalog.embedded import gguf_path
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = job["engine"]["max_model_len"] * job["concurrency"]  # it is shared among the requests
     command = [job["llama_server"], "-m", str(gguf_path(job["model"])), "--host", "127.0.0.1", "--port", str(port)]
     command += ["-np", str(job["concurrency"]), "-c", str(context), "-t", str(os.cpu_count())]

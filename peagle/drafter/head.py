@@ -6,7 +6,7 @@ vocabulary, the few rows of lm_head that it needs are, since vLLM cannot take th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,14 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
-    if spec.init != "random":
-        _warm_start(head, target, range(target_layers - spec.num_layers, target_layers))
-    if spec.init not in INITS:
-        _go_on_from(head, Path(spec.init))
+    last_layers = range(target_layers - spec.num_layers, target_layers)
+    if spec.init == "warm":
+        _warm_start(head, target, last_layers)
+    elif spec.init != "random":
+        saved = _read_weights(Path(spec.init))
+        if _num_layers(saved) < spec.num_layers:
+            _warm_start(head, target, last_layers)
+        _go_on_from(head, Path(spec.init), saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
 
@@ -143,8 +147,8 @@ def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def _go_on_from(head: Any, folder: Path) -> None:
-    """Take the weights of a saved head.
+def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Take the weights of the head saved in `folder`.
 
     A mask state that it has not learnt, as an EAGLE-3 head, starts where all do. Layers behind its last one keep what
     they have, but add nothing to what passes through them until they are trained: the head drafts what it drafted.
@@ -152,11 +156,10 @@ def _go_on_from(head: Any, folder: Path) -> None:
     Raises:
         ConfigError: it has another shape; names the first weight that differs.
     """
-    weights = _read_weights(folder)
     own = {name: parameter for name, parameter in head.named_parameters() if _is_saved(head, name)}
     if "mask_hidden" not in weights:
         own.pop("mask_hidden", None)
-    num_saved = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+    num_saved = _num_layers(weights)
     for index, layer in enumerate(head.layers[num_saved:], start=num_saved):
         for name, parameter in layer.named_parameters():
             own.pop(f"layers.{index}.{name}")
@@ -170,6 +173,10 @@ def _go_on_from(head: Any, folder: Path) -> None:
                 hint="give the algorithm, layers and vocabulary of that head, or another init",
             )
         own[name].copy_(weights[name])
+
+
+def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
+    return len({name.split(".")[1] for name in weights if name.startswith("layers.")})
 
 
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:

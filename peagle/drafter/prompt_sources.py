@@ -9,8 +9,15 @@ from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Row, read_rows, row_text, source_files
-from peagle.drafter.decontamination import Dropped, NgramIndex, decontaminate, index_of, tell_dropped
-from peagle.drafter.prompts import generate_prompts, is_code_source, source_snippets
+from peagle.drafter.decontamination import (
+    Decontaminated,
+    Dropped,
+    NgramIndex,
+    decontaminate,
+    index_of,
+    tell_dropped,
+)
+from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, source_snippets
 from peagle.errors import InputError, did_you_mean
 
 MESSAGES = "messages"
@@ -50,10 +57,21 @@ def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row
     return parts
 
 
-def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    """The prompts of `peagle prompts`: every function once, or as many as are asked for."""
+def code_prompts(
+    source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
+) -> tuple[list[Prompt], Decontaminated[Snippet]]:
+    """The prompts of a code source, every function once or as many as are asked for, and the functions themselves.
+
+    Raises:
+        ConfigError: no such source, or it holds fewer prompts.
+    """
     checked = decontaminate(source_snippets(source), index, text=lambda snippet: snippet.code)
-    prompts = generate_prompts(checked.kept, source=source, limit=config.limit or len(checked.kept))
+    limit = len(checked.kept) if limit is None else limit
+    return list(generate_prompts(checked.kept, source=source, seed=seed, limit=limit)), checked
+
+
+def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+    prompts, checked = code_prompts(source, index, limit=config.limit)
     dropped = [Dropped(item={"id": f"{d.item.module}.{d.item.name}"}, overlap=d.overlap) for d in checked.dropped]
     return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
 

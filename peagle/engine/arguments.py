@@ -197,17 +197,6 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
     return 2 * k if drafter.method == "peagle" else 1 + k
 
 
-def requests_in_flight(slots: int) -> int:
-    """Requests to give an engine of the endpoint that decodes so many at once: an eighth more, one at least.
-
-    A finished request is then replaced in the next step, without a round trip to whoever holds the others.
-
-    >>> [requests_in_flight(slots) for slots in (1, 8, 256)]
-    [2, 9, 288]
-    """
-    return slots + max(1, slots // 8)
-
-
 def _check_extra(extra: Mapping[str, Any]) -> None:
     """Refuse arguments that the spec manages: set twice, one of the two would be silently lost."""
     if _DYNAMIC_K in json.dumps(extra, default=str):

@@ -6,7 +6,7 @@ Pure arithmetic on an engine's spec. It knows nothing of Ray Serve's names (`dep
 import math
 from dataclasses import dataclass
 
-from peagle.engine.arguments import max_num_batched_tokens, requests_in_flight, slots_per_request
+from peagle.engine.arguments import max_num_batched_tokens, slots_per_request
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
 
@@ -45,6 +45,17 @@ def request_counts(
         admitted=requests_in_flight(slots),
         queued=slots * max_replicas if queued is None else queued,
     )
+
+
+def requests_in_flight(slots: int) -> int:
+    """Requests to give an engine that decodes so many at once: an eighth more, one at least.
+
+    A finished request is then replaced in the next step, without a round trip to whoever holds the others.
+
+    >>> [requests_in_flight(slots) for slots in (1, 8, 256)]
+    [2, 9, 288]
+    """
+    return slots + max(1, slots // 8)
 
 
 def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from peagle.engine.arguments import requests_in_flight
 from peagle.engine.fake_engine import CORE_NAME
+from pipelines.online.scaling import requests_in_flight
 from tests.chaos.processes import command_line, descendants
 from tests.chaos.ray_nodes import ROOT
 
