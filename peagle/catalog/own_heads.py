@@ -19,9 +19,10 @@ import yaml
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, SpeculationRow
 from peagle.catalog.embedded import EMBEDDED_TARGETS
 from peagle.catalog.fit import HeadFacts, check_fit, read_head
+from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.loader import load_catalog
-from peagle.catalog.targets import folder_fingerprint, read_config, resolve_model
+from peagle.catalog.targets import resolve_model
 from peagle.catalog.weights import check_weights, read_shapes
 from peagle.errors import CatalogError, ConfigError, DrafterError
 from peagle.files import write_atomic

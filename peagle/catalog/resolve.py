@@ -11,22 +11,14 @@ from pathlib import Path
 
 from peagle.catalog.cards import HeadCard, Platform
 from peagle.catalog.fit import HeadFacts, check_fit
+from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.hub import hub_commit, hub_config
-from peagle.catalog.targets import (
-    HEADS_FOLDER,
-    ResolvedModel,
-    folder_fingerprint,
-    is_hub_id,
-    local_path,
-    max_model_len,
-    read_config,
-    resolve_model,
-)
+from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.catalog.targets import ResolvedModel, is_hub_id, local_path, max_model_len, resolve_model
 from peagle.engine import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
 
 __all__ = [
-    "HEADS_FOLDER",
     "ResolvedDrafter",
     "ResolvedModel",
     "local_path",
@@ -117,7 +109,7 @@ def _build(
     return ResolvedDrafter(
         spec=DrafterSpec(
             method=head.method,
-            model=str(folder.resolve()) if is_local else path,
+            model=str(whole_head(folder.resolve())) if is_local else path,
             num_speculative_tokens=k,
         ),
         name=folder.resolve().name if is_local else path,

@@ -3,8 +3,6 @@
 It reads configurations, never weights. Drafters are resolved in `resolve.py`.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +10,13 @@ from typing import Any
 
 from peagle.catalog.cards import ModelCard
 from peagle.catalog.embedded import embedded_name, ensure_embedded
+from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.hub import hub_commit, hub_config
 from peagle.catalog.loader import load_catalog
+from peagle.catalog.shipped_heads import HEADS, find_shipped_head
 from peagle.errors import CatalogError, ConfigError
 
-HEADS_FOLDER = Path(__file__).parent / "heads"
-_SAMPLE_BYTES = 64 * 1024
 _REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -87,10 +85,10 @@ def local_path(name: str) -> str:
     folder = Path(name).expanduser()
     if folder.exists():
         return str(folder.resolve())
-    if folder.parent.name == HEADS_FOLDER.name and (HEADS_FOLDER / folder.name).exists():
-        return str(HEADS_FOLDER / folder.name)
-    if folder.parent.name == HEADS_FOLDER.name and (peagle_home() / HEADS_FOLDER.name / folder.name).exists():
-        return str((peagle_home() / HEADS_FOLDER.name / folder.name).resolve())
+    if folder.parent.name == HEADS and (shipped := find_shipped_head(folder.name)):
+        return str(shipped)
+    if folder.parent.name == HEADS and (peagle_home() / HEADS / folder.name).exists():
+        return str((peagle_home() / HEADS / folder.name).resolve())
     card = load_catalog().find(name)
     if card is not None:
         is_packaged = card.source.kind == "package"
@@ -130,33 +128,6 @@ def is_hub_id(name: str) -> bool:
     """Whether a name has the form ORG/NAME."""
     owner, _, rest = name.partition("/")
     return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
-
-
-def read_config(folder: Path, error_type: type[ConfigError]) -> dict[str, Any]:
-    """`config.json` of a folder; faults are raised as `error_type`."""
-    path = folder / "config.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except OSError as error:
-        raise error_type(f"{path} cannot be read: {error.strerror}", hint="give the folder that holds it") from error
-    except ValueError as error:
-        raise error_type(f"{path} is not valid JSON: {error}") from error
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """A short hash of a model folder: every file's name and size, small files whole, large ones by both ends.
-
-    Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedModel:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from peagle.catalog.fit import read_head
-from peagle.catalog.targets import read_config
+from peagle.catalog.folders import read_config
 from peagle.drafter.fp8 import (
     FP8,
     OPTIONAL,

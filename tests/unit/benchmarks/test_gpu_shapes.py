@@ -12,7 +12,8 @@ from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, head_shapes, target_
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import make_plan
 from peagle.catalog.fit import check_fit
-from peagle.catalog.targets import HEADS_FOLDER, resolve_model
+from peagle.catalog.shipped_heads import HEADS_FOLDER
+from peagle.catalog.targets import resolve_model
 from peagle.hardware import Hardware
 
 GPU = Hardware(

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from peagle.catalog import load_catalog, own_heads
 from peagle.catalog.own_heads import add_head, front_matter
 from peagle.catalog.resolve import resolve_drafter
-from peagle.catalog.targets import HEADS_FOLDER, local_path, resolve_model
+from peagle.catalog.shipped_heads import HEADS_FOLDER
+from peagle.catalog.targets import local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError, DrafterError
 
 HIDDEN, VOCABULARY = 8, 64

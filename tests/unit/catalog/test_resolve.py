@@ -3,6 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from peagle.catalog import load_catalog, resolve
 from peagle.catalog.cards import ModelCard
@@ -136,9 +138,9 @@ def test_a_folder_that_was_not_measured_has_its_own_k(tmp_path: Path, changes: d
 
 def test_retraining_a_head_changes_its_fingerprint(model: ResolvedModel, tmp_path: Path) -> None:
     head = make_head(tmp_path / "my-head")
-    (head / "model.safetensors").write_bytes(b"one")
+    save_file({"norm.weight": torch.zeros(1)}, head / "model.safetensors")
     before = resolve_drafter(str(head), model, 1).fingerprint
-    (head / "model.safetensors").write_bytes(b"two")
+    save_file({"norm.weight": torch.ones(1)}, head / "model.safetensors")
     assert resolve_drafter(str(head), model, 1).fingerprint != before
 
 

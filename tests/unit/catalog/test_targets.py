@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from peagle.catalog import targets
-from peagle.catalog.targets import context_tokens, folder_fingerprint, is_hub_id, local_path, resolve_model
+from peagle.catalog import shipped_heads, targets
+from peagle.catalog.folders import folder_fingerprint
+from peagle.catalog.targets import context_tokens, is_hub_id, local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -102,7 +103,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | Non
 def test_a_shipped_head_is_found_in_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = tmp_path / "here" / "heads"
     (heads / "m-peagle").mkdir(parents=True)
-    monkeypatch.setattr(targets, "HEADS_FOLDER", heads)
+    monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", heads)
     assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from jobs import cli
-from peagle.catalog.targets import HEADS_FOLDER
+from peagle.catalog.shipped_heads import HEADS_FOLDER
 
 SHIPPED = str(HEADS_FOLDER / "smollm2-135m-peagle")
 

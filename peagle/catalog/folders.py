@@ -1,0 +1,37 @@
+"""What a model folder says of itself: its `config.json`, and a fingerprint of its files. It never loads weights."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import ConfigError
+
+_SAMPLE_BYTES = 64 * 1024
+
+
+def read_config(folder: Path, error_type: type[ConfigError]) -> dict[str, Any]:
+    """`config.json` of a folder; faults are raised as `error_type`."""
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror}", hint="give the folder that holds it") from error
+    except ValueError as error:
+        raise error_type(f"{path} is not valid JSON: {error}") from error
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A short hash of a model folder: every file's name and size, small files whole, large ones by both ends.
+
+    Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

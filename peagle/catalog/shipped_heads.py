@@ -1,0 +1,135 @@
+"""Heads inside this package, made whole on first use.
+
+vLLM reads a draft vocabulary's rows of lm_head from the head's own file. Where they were not trained they are the
+target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once:
+
+    $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
+
+It knows files and the embedded targets; it knows nothing of engines, or of who chooses a head.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_folder, ensure_embedded
+from peagle.catalog.folders import folder_fingerprint, read_config
+from peagle.catalog.home import peagle_home
+from peagle.catalog.weights import read_shapes
+from peagle.errors import ConfigError, DrafterError
+
+if TYPE_CHECKING:
+    import torch
+
+HEADS = "heads"
+HEADS_FOLDER = Path(__file__).parent / HEADS
+
+_WEIGHTS = "model.safetensors"
+_LM_HEAD = "lm_head.weight"
+_TIED_LM_HEAD = "model.embed_tokens.weight"
+
+
+def find_shipped_head(name: str) -> Path | None:
+    """The whole folder of a head by its id, or by the name of its whole folder on another machine; None for others."""
+    for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
+        if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
+            return whole_head(folder)
+    return None
+
+
+def whole_head(folder: Path) -> Path:
+    """The folder of a head as vLLM takes it: its own, or a copy with the target's rows of lm_head put back.
+
+    Safe when several processes ask at once: each makes the same copy, and one of them stays.
+
+    Args:
+        folder: a head, below `HEADS_FOLDER` or not.
+
+    Raises:
+        DrafterError: rows are missing, and are not an embedded target's.
+        ConfigError: `$PEAGLE_HOME` cannot be written to.
+    """
+    if not _lacks_rows(folder):
+        return folder
+    whole = _whole_folder(folder)
+    if not whole.exists():
+        target = ensure_embedded(_target_of(folder))
+        try:
+            _put_rows_back(folder, target, whole)
+        except OSError as error:
+            raise ConfigError(
+                f"{whole} cannot be written: {error.strerror}",
+                hint="free some space, or set PEAGLE_HOME to a folder that you can write to",
+            ) from error
+    return whole
+
+
+def without_rows(folder: Path, target: Path, output: Path) -> None:
+    """Write a head as the package has it, without the rows of lm_head that are its target's.
+
+    Raises:
+        DrafterError: the rows are not the target's, so leaving them out would lose what was trained.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / _WEIGHTS)
+    rows = tensors.pop(_LM_HEAD)
+    if not torch.equal(rows, _rows_of(target, tensors["d2t"])):
+        raise DrafterError(f"{folder}: its lm_head is not the target's", hint="train it with --no-train-lm-head")
+    shutil.copytree(folder, output)
+    save_file(tensors, output / _WEIGHTS, metadata={"format": "pt"})
+
+
+def _lacks_rows(folder: Path) -> bool:
+    if not any(folder.glob("*.safetensors")):
+        return False  # whoever loads it says what is missing
+    shapes = read_shapes(folder)
+    return "d2t" in shapes and _LM_HEAD not in shapes
+
+
+def _whole_folder(folder: Path) -> Path:
+    """Named after what it is made of, so that another head or another target has another one."""
+    key = f"{folder_fingerprint(folder)}:{embedded_folder(_target_of(folder)).name}"
+    return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def _target_of(folder: Path) -> str:
+    verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
+    for name, target in EMBEDDED_TARGETS.items():
+        if target.upstream_id == verifier.get("name_or_path"):
+            return name
+    raise DrafterError(
+        f"{folder}: a draft vocabulary needs lm_head.weight, and its target is not one that peagle carries",
+        hint="save the head with its lm_head",
+    )
+
+
+def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / _WEIGHTS)
+    tensors[_LM_HEAD] = _rows_of(target, tensors["d2t"])
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
+        head = Path(shutil.copytree(folder, Path(staging) / whole.name))
+        save_file(tensors, head / _WEIGHTS, metadata={"format": "pt"})
+        (head / _WEIGHTS).chmod(0o644)
+        try:
+            head.rename(whole)
+        except OSError:
+            if not whole.is_dir():  # another process was first, with the same bytes
+                raise
+
+
+def _rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
+    """The target's rows of lm_head for a draft vocabulary, whose ids are d2t + their index."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(target / _WEIGHTS, framework="pt") as weights:
+        name = _LM_HEAD if _LM_HEAD in weights.keys() else _TIED_LM_HEAD  # noqa: SIM118 (not a mapping)
+        rows: torch.Tensor = weights.get_tensor(name)[d2t + torch.arange(len(d2t))]
+        return rows

@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peagle.catalog import shipped_heads
+from peagle.catalog.shipped_heads import find_shipped_head, whole_head, without_rows
+from peagle.errors import ConfigError, DrafterError
+
+ROWS = (1, 4, 5, 9)
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An embedded target of ten tokens, whose lm_head is its embedding."""
+    folder = tmp_path / "targets" / "tiny-0123"
+    folder.mkdir(parents=True)
+    embedding = torch.arange(20, dtype=torch.bfloat16).view(10, 2)
+    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(shipped_heads, "embedded_folder", lambda name: folder)
+    monkeypatch.setattr(shipped_heads, "ensure_embedded", lambda name: folder)
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path, target: Path) -> Path:
+    """A head as `peagle train --no-train-lm-head` saves it."""
+    folder = tmp_path / "trained" / "m-peagle"
+    folder.mkdir(parents=True)
+    verifier = {"name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+    (folder / "config.json").write_text(json.dumps({"speculators_config": {"verifier": verifier}}))
+    (folder / "README.md").write_text("its card")
+    rows = load_file(target / "model.safetensors")["model.embed_tokens.weight"][list(ROWS)]
+    d2t = torch.tensor(ROWS) - torch.arange(len(ROWS))
+    save_file({"fc.weight": torch.ones(2, 6), "lm_head.weight": rows, "d2t": d2t}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, trained: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same head as the package has it."""
+    folder = tmp_path / "package" / "heads" / trained.name
+    folder.parent.mkdir(parents=True)
+    without_rows(trained, target, folder)
+    monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", folder.parent)
+    return folder
+
+
+def test_what_ships_is_made_whole_again(trained: Path, shipped: Path, tmp_path: Path) -> None:
+    assert set(load_file(shipped / "model.safetensors")) == {"fc.weight", "d2t"}
+    whole = whole_head(shipped)
+    assert whole.parent == tmp_path / "home" / "heads"
+    tensors = load_file(whole / "model.safetensors")
+    assert tensors.keys() == load_file(trained / "model.safetensors").keys()
+    assert all(torch.equal(tensors[name], value) for name, value in load_file(trained / "model.safetensors").items())
+    assert sorted(path.name for path in whole.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
+
+
+def test_it_is_made_once(shipped: Path) -> None:
+    before = (whole_head(shipped) / "model.safetensors").stat()
+    assert (whole_head(shipped) / "model.safetensors").stat() == before
+
+
+def test_a_head_trained_again_gets_a_folder_of_its_own(shipped: Path) -> None:
+    before = whole_head(shipped)
+    save_file(load_file(shipped / "model.safetensors") | {"norm": torch.ones(2)}, shipped / "model.safetensors")
+    assert whole_head(shipped) != before
+
+
+def test_a_head_with_its_rows_stays_where_it_is(trained: Path, tmp_path: Path) -> None:
+    assert whole_head(trained) == trained
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_driver_elsewhere_may_have_named_either_folder(shipped: Path) -> None:
+    whole = whole_head(shipped)
+    assert find_shipped_head(shipped.name) == whole
+    assert find_shipped_head(whole.name) == whole
+    assert find_shipped_head("another") is None
+
+
+def test_trained_rows_are_not_left_out(trained: Path, target: Path, tmp_path: Path) -> None:
+    tensors = load_file(trained / "model.safetensors")
+    tensors["lm_head.weight"][0] += 1
+    save_file(tensors, trained / "model.safetensors")
+    with pytest.raises(DrafterError, match="not the target's") as caught:
+        without_rows(trained, target, tmp_path / "shipped")
+    assert "--no-train-lm-head" in caught.value.hint
+    assert not (tmp_path / "shipped").exists()
+
+
+def test_rows_of_another_target_cannot_be_put_back(shipped: Path) -> None:
+    (shipped / "config.json").write_text("{}")
+    with pytest.raises(DrafterError, match="not one that peagle carries"):
+        whole_head(shipped)
+
+
+def test_a_home_that_cannot_be_written_is_named(shipped: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        whole_head(shipped)
+    assert "PEAGLE_HOME" in caught.value.hint
