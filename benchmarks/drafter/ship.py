@@ -1,0 +1,52 @@
+"""Puts a trained head in the place of the one that ships, without the rows of lm_head that are its target's.
+
+    python -m benchmarks.drafter.ship heads/peagle/head --target smollm2-135m
+
+The head is one of `peagle train --no-train-lm-head`. What users get is put together on first use
+(peagle/catalog/shipped_heads.py); its card is the trained head's README.md, to which measurements are added by hand.
+"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from peagle.catalog.fit import read_head
+from peagle.catalog.folders import read_config
+from peagle.catalog.shipped_heads import HEADS_FOLDER, without_rows
+from peagle.catalog.targets import resolve_model
+from peagle.errors import DrafterError
+
+
+def main() -> None:
+    """Write the head, and say where."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path, help="folder of a trained head")
+    parser.add_argument("--target", default="smollm2-135m", help="the embedded target that it is for")
+    options = parser.parse_args()
+    print(ship(options.head, options.target, Path(resolve_model(options.target).path)))  # noqa: T201
+
+
+def ship(head: Path, name: str, target: Path) -> Path:
+    """Write a head into the package as that of its method; the folder.
+
+    Args:
+        head: folder of the trained head.
+        name: catalog name of its target.
+        target: folder of its target.
+
+    Raises:
+        DrafterError: not a head, or its lm_head was trained.
+    """
+    place = HEADS_FOLDER / f"{name}-{read_head(read_config(head, DrafterError)).method}"
+    with tempfile.TemporaryDirectory(prefix=".", dir=HEADS_FOLDER) as staging:
+        reduced = Path(staging) / place.name
+        without_rows(head, target, reduced)
+        if place.exists():
+            shutil.rmtree(place)
+        reduced.rename(place)
+    return place
+
+
+if __name__ == "__main__":
+    main()
