@@ -46,7 +46,7 @@ def s3(s3_server, monkeypatch):
     }
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    s3_client.store.cache_clear()
+    s3_client.forget_store()
     s3_server.reset()
     client = s3_client.store().api
     client.create_bucket(Bucket="bucket")

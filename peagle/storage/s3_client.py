@@ -32,6 +32,7 @@ _PATIENCE_S = 120.0
 SHORT_PATIENCE_S = 15.0  # with a store that has not answered yet, or does not any more
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _MARK = "peagle-writer"
+_making = threading.Lock()  # of the store; two would not share what they keep
 _KEPT, _KEPT_BYTES = 4096, 1 << 15  # small objects that are read again and again, such as heartbeats
 
 
@@ -242,7 +243,18 @@ class ObjectStore:
         raise AssertionError("patience ends before numbers do")
 
 
-@functools.cache
 def store() -> ObjectStore:
-    """The store of this process."""
+    """The store of this process: one, however many threads are the first to ask."""
+    with _making:
+        return _store()
+
+
+def forget_store() -> None:
+    """Make a new store when one is asked for again: the AWS variables have changed."""
+    with _making:
+        _store.cache_clear()
+
+
+@functools.cache
+def _store() -> ObjectStore:
     return ObjectStore()
