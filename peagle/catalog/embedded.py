@@ -69,6 +69,12 @@ def embedded_name(distribution: str) -> str:
     raise CatalogError(f"the package {distribution} carries no model that peagle knows")
 
 
+def embedded_of_upstream(model_id: str) -> str | None:
+    """The embedded target that is this model of the hub, None where no package carries it."""
+    upstream = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
+    return upstream.get(model_id.lower())
+
+
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
     """The folder of the converted target, converted now where it is missing or damaged.
 

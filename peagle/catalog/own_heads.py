@@ -17,11 +17,12 @@ from typing import Any
 import yaml
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, SpeculationRow
-from peagle.catalog.embedded import EMBEDDED_TARGETS
+from peagle.catalog.embedded import embedded_of_upstream
 from peagle.catalog.fit import HeadFacts, check_fit, read_head
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.loader import load_catalog
+from peagle.catalog.shipped_heads import HEADS
 from peagle.catalog.targets import resolve_model
 from peagle.catalog.weights import check_weights, read_shapes
 from peagle.errors import CatalogError, ConfigError, DrafterError
@@ -83,7 +84,7 @@ def add_head(
     check_fit(config, base.config)
     check_weights(read_shapes(folder), facts)
     card = base.card.model_copy(update={"name": _checked_name(name or base.card.name)})
-    copy = peagle_home().resolve() / "heads" / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
+    copy = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
     former = card.heads.get(facts.method)
     card = _with_head(card, facts, copy, _describe(folder, facts, matter), num_speculative_tokens, max_concurrency)
     _copy(folder, copy)
@@ -146,9 +147,8 @@ def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str,
 
 
 def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[str], None]) -> _Base:
-    upstream = {entry.upstream_id.lower(): own for own, entry in EMBEDDED_TARGETS.items()}
     catalog = load_catalog()
-    card = catalog.find(upstream.get(target.lower(), target))
+    card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
         try:
             model = resolve_model(target, announce=announce)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_folder, ensure_embedded
+from peagle.catalog.embedded import embedded_folder, embedded_of_upstream, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.weights import read_shapes
@@ -73,14 +73,13 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
         DrafterError: the rows are not the target's, so leaving them out would lose what was trained.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     tensors = load_file(folder / _WEIGHTS)
     rows = tensors.pop(_LM_HEAD)
     if not torch.equal(rows, _rows_of(target, tensors["d2t"])):
         raise DrafterError(f"{folder}: its lm_head is not the target's", hint="train it with --no-train-lm-head")
-    shutil.copytree(folder, output)
-    save_file(tensors, output / _WEIGHTS, metadata={"format": "pt"})
+    _copy_with(folder, tensors, output)
 
 
 def _lacks_rows(folder: Path) -> bool:
@@ -98,9 +97,9 @@ def _whole_folder(folder: Path) -> Path:
 
 def _target_of(folder: Path) -> str:
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
-    for name, target in EMBEDDED_TARGETS.items():
-        if target.upstream_id == verifier.get("name_or_path"):
-            return name
+    name = embedded_of_upstream(str(verifier.get("name_or_path")))
+    if name is not None:
+        return name
     raise DrafterError(
         f"{folder}: a draft vocabulary needs lm_head.weight, and its target is not one that peagle carries",
         hint="save the head with its lm_head",
@@ -108,20 +107,28 @@ def _target_of(folder: Path) -> str:
 
 
 def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     tensors = load_file(folder / _WEIGHTS)
     tensors[_LM_HEAD] = _rows_of(target, tensors["d2t"])
     whole.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
-        head = Path(shutil.copytree(folder, Path(staging) / whole.name))
-        save_file(tensors, head / _WEIGHTS, metadata={"format": "pt"})
-        (head / _WEIGHTS).chmod(0o644)
+        head = Path(staging) / whole.name
+        _copy_with(folder, tensors, head)
         try:
             head.rename(whole)
         except OSError:
             if not whole.is_dir():  # another process was first, with the same bytes
                 raise
+
+
+def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:
+    """The head's files, but with these weights."""
+    from safetensors.torch import save
+
+    shutil.copytree(folder, output, ignore=shutil.ignore_patterns(_WEIGHTS))
+    # `save_file` would make a file that only its owner may read.
+    (output / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def _rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":

@@ -125,12 +125,14 @@ def test_what_a_listing_saw_unchanged_is_not_read_again(s3):
     write_atomic(FOLDER / "beat-2", b"one")
     assert read() == [b"one", b"one"]
     seen = s3.count("GET", "beat-")
+    assert seen == 2
     assert read() == [b"one", b"one"]
     assert s3.count("GET", "beat-") == seen
     write_atomic(FOLDER / "beat-2", b"two")
     seen_of_the_other = s3.count("GET", "beat-1")
     assert read() == [b"one", b"two"]
     assert s3.count("GET", "beat-1") == seen_of_the_other
+    assert s3.count("GET", "beat-") == 3
 
 
 def test_threads_that_ask_first_at_the_same_time_share_one_store(s3):
