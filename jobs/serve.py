@@ -44,6 +44,7 @@ _GROUPS = {
         "downscale_delay_s",
         "max_queued_requests",
         "stream_interval_ms",
+        "stream_pieces_per_s",
         "drain_s",
         "heartbeat_s",
         "engine",

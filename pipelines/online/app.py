@@ -25,7 +25,7 @@ from pipelines.online.gate import GateSettings
 from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
 from pipelines.online.llm_config import Sizes
 from pipelines.online.requests import ServedModel
-from pipelines.online.scaling import request_counts
+from pipelines.online.scaling import pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
@@ -208,6 +208,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
             downscale_delay_s=keys.downscale_delay_s,
             drain_s=keys.drain_s,
             stream_interval_ms=keys.stream_interval_ms,
+            stream_pieces_per_s=keys.stream_pieces_per_s or pieces_per_s(placement),
             num_cpus=placement.num_cpus,
         ),
         num_engines_on_node=placement.num_engines_on_node,

@@ -50,6 +50,12 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         description="tokens of a stream are sent together that arrive within this time after the last ones were; "
         "0 sends each step's",
     )
+    stream_pieces_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="what all streams of an engine send in a second at most; with more of them each waits longer; "
+        "default: 20 for each core of an engine on CPUs, which it shares with what passes them on; 400 on accelerators",
+    )
     drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
 
     @property

@@ -36,6 +36,7 @@ class Sizes:
     downscale_delay_s: float
     drain_s: float
     stream_interval_ms: float
+    stream_pieces_per_s: float
     num_cpus: float
 
 

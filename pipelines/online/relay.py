@@ -11,7 +11,7 @@ from typing import Any
 from peagle.economics.usage import Outcome
 from pipelines.online.account import RequestAccount, summary
 from pipelines.online.answers import OURS, events, is_usage_alone, to_text
-from pipelines.online.coalesce import coalesce
+from pipelines.online.coalesce import Pace, coalesce
 from pipelines.online.errors import is_engine_death
 
 _CUT: Outcome = "cut"
@@ -48,9 +48,9 @@ async def relay(
             request.write(outcome)
 
 
-async def in_pieces(answers: AsyncGenerator[Any, None], interval_s: float) -> AsyncGenerator[Any, None]:
-    """The same answer, the texts of a stream in one text at most every `interval_s`; the first is never kept back."""
-    async with contextlib.aclosing(coalesce(answers, interval_s)) as pieces:
+async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
+    """The same answer, the texts of a stream joined at the engine's pace; the first is never kept back."""
+    async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_text, several in itertools.groupby(piece, key=_is_text):
                 if is_text:

@@ -1,4 +1,5 @@
-"""How many requests an engine should have, how many it may have, and how many may wait: from its slots.
+"""How many requests an engine should have, how many it may have, how many may wait, and how often it sends: from its
+slots and its cores.
 
 Pure arithmetic on an engine's spec. It knows nothing of Ray Serve's names (`deployment.py`) or of measured load.
 """
@@ -9,6 +10,11 @@ from dataclasses import dataclass
 from peagle.engine.arguments import max_num_batched_tokens, slots_per_request
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
+from pipelines.batch.cluster import Placement
+
+# A piece of a stream takes about two milliseconds of a core between the engine and the client (`coalesce.py`): 4 % of
+# the cores that an engine shares with that on CPUs, most of one core beside an accelerator.
+_PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,11 @@ def request_counts(
         admitted=requests_in_flight(slots),
         queued=slots * max_replicas if queued is None else queued,
     )
+
+
+def pieces_per_s(placement: Placement) -> float:
+    """Pieces of streams that an engine sends in a second at most."""
+    return _PIECES_PER_CORE_S * placement.num_devices if placement.device == "vcpu" else _PIECES_PER_S
 
 
 def requests_in_flight(slots: int) -> int:

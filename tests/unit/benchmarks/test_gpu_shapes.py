@@ -12,7 +12,6 @@ from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, head_shapes, target_
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import make_plan
 from peagle.catalog.fit import check_fit
-from peagle.catalog.shipped_heads import HEADS_FOLDER
 from peagle.catalog.targets import resolve_model
 from peagle.hardware import Hardware
 
@@ -58,12 +57,12 @@ def test_the_eagle3_head_is_as_large_as_a_published_one() -> None:
     )  # "~350MB", card of JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct
 
 
-def test_a_head_has_the_weights_that_a_trained_one_has(shapes: Path) -> None:
+def test_a_head_has_the_weights_that_a_trained_one_has(shapes: Path, shipped_head: Path) -> None:
     def names(folder: Path) -> set[str]:
         with safe_open(folder / "model.safetensors", "pt") as file:
             return {name for name in file.keys() if not name.startswith(("layers.2", "layers.3"))}  # noqa: SIM118
 
-    shipped = names(HEADS_FOLDER / "smollm2-135m-peagle")
+    shipped = names(shipped_head)
     assert names(shapes / "peagle") == shipped - {"lm_head.weight", "d2t"}  # the whole vocabulary: the target's lm_head
     assert names(shapes / "eagle3") == {name for name in shipped if not name.startswith("layers.1")} - {"mask_hidden"}
 

@@ -11,12 +11,10 @@ from safetensors.torch import save_file
 from peagle.catalog import load_catalog, own_heads
 from peagle.catalog.own_heads import add_head, front_matter
 from peagle.catalog.resolve import resolve_drafter
-from peagle.catalog.shipped_heads import HEADS_FOLDER
 from peagle.catalog.targets import local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError, DrafterError
 
 HIDDEN, VOCABULARY = 8, 64
-SHIPPED = HEADS_FOLDER / "smollm2-135m-peagle"
 
 
 @pytest.fixture
@@ -84,9 +82,9 @@ def test_the_copy_outlives_its_source_and_other_homes_find_theirs(
     assert local_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
 
 
-def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home: Path) -> None:
+def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home: Path, shipped_head: Path) -> None:
     before = load_catalog().get("smollm2-135m")
-    added = add_head(SHIPPED)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
+    added = add_head(shipped_head)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
     after = load_catalog().get("smollm2-135m")
     assert after == added.card
     assert added.replaced == "smollm2-135m-peagle"
@@ -97,11 +95,11 @@ def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home
         (r.max_concurrency, r.method, r.num_speculative_tokens) for r in measured
     ]
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
-    assert add_head(SHIPPED).card.speculation == after.speculation  # said once, however often a head is added
+    assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
 
 
-def test_the_user_sets_k_and_how_far_it_goes(peagle_home: Path) -> None:
-    card = add_head(SHIPPED, num_speculative_tokens=7, max_concurrency=16).card
+def test_the_user_sets_k_and_how_far_it_goes(peagle_home: Path, shipped_head: Path) -> None:
+    card = add_head(shipped_head, num_speculative_tokens=7, max_concurrency=16).card
     for platform in ("cpu", "cuda"):
         for concurrency, expected in ((16, ("peagle", 7)), (17, ("none", 0))):
             row = card.speculation_for(concurrency, platform)  # type: ignore[arg-type]
@@ -131,12 +129,12 @@ def test_heads_added_before_stay_on_the_disk(tmp_path: Path, target: Path) -> No
 
 
 def test_a_card_of_another_name_leaves_the_targets_own_alone(
-    peagle_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path
+    peagle_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path, shipped_head: Path
 ) -> None:
     from peagle.catalog import targets
 
     shipped = load_catalog().get("smollm2-135m")
-    add_head(SHIPPED, name="mine")
+    add_head(shipped_head, name="mine")
     assert load_catalog().get("smollm2-135m") == shipped
     converted: list[str] = []
     monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: converted.append(name) or target)
@@ -145,9 +143,9 @@ def test_a_card_of_another_name_leaves_the_targets_own_alone(
 
 
 @pytest.mark.parametrize("name", ["add", "My Model", "../outside", "-x"])
-def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str) -> None:
+def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str, shipped_head: Path) -> None:
     with pytest.raises(CatalogError, match="cannot be called"):
-        add_head(SHIPPED, name=name)
+        add_head(shipped_head, name=name)
     assert not peagle_home.exists()
 
 
@@ -159,22 +157,24 @@ def test_a_folder_called_like_a_command_needs_a_name(tmp_path: Path, target: Pat
     assert add_head(head, target=str(odd), name="other").card.name == "other"
 
 
-def test_the_name_of_another_model_is_not_taken(peagle_home: Path) -> None:
+def test_the_name_of_another_model_is_not_taken(peagle_home: Path, shipped_head: Path) -> None:
     with pytest.raises(CatalogError, match="has a gpt-oss-20b already, which is another model"):
-        add_head(SHIPPED, name="gpt-oss-20b")
+        add_head(shipped_head, name="gpt-oss-20b")
 
 
-def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(tmp_path: Path, target: Path, peagle_home: Path) -> None:
+def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
+    tmp_path: Path, target: Path, peagle_home: Path, shipped_head: Path
+) -> None:
     with pytest.raises(DrafterError, match="hidden size is 576, the target's is 2,880"):
-        add_head(SHIPPED, target="gpt-oss-20b")
+        add_head(shipped_head, target="gpt-oss-20b")
     with pytest.raises(DrafterError, match="says 2 layers, the weights hold"):
         add_head(published_head(tmp_path / "a", num_hidden_layers=2), target=str(target))
     with pytest.raises(DrafterError, match="names neither P-EAGLE nor EAGLE-3"):
         add_head(target, target=str(target))
     with pytest.raises(ConfigError, match="K must be at least 1"):
-        add_head(SHIPPED, num_speculative_tokens=0)
+        add_head(shipped_head, num_speculative_tokens=0)
     with pytest.raises(ConfigError, match="max_concurrency must be at least 1"):
-        add_head(SHIPPED, max_concurrency=0)
+        add_head(shipped_head, max_concurrency=0)
     assert not peagle_home.exists()
 
 
@@ -188,14 +188,14 @@ def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_pa
 
 
 def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, shipped_head: Path
 ) -> None:
     added = add_head(published_head(tmp_path / "head"), target=str(target))
     unknown = added.card.architecture.model_copy(update={"hidden_size": None})
     vague = added.card.model_copy(update={"architecture": unknown})
     monkeypatch.setattr(own_heads, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
     with pytest.raises(DrafterError, match="hidden size is 576, the target's is 8"):
-        add_head(SHIPPED, target="my-llama")
+        add_head(shipped_head, target="my-llama")
 
 
 @pytest.mark.parametrize("text", ["# no front matter", "---\n: : :\n---\n", "---\nonly text\n---\n", None])

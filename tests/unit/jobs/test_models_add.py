@@ -4,9 +4,6 @@ from pathlib import Path
 import pytest
 
 from jobs import cli
-from peagle.catalog.shipped_heads import HEADS_FOLDER
-
-SHIPPED = str(HEADS_FOLDER / "smollm2-135m-peagle")
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +12,10 @@ def peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_add_says_what_auto_does_from_now_on(peagle_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["models", "add", SHIPPED, "--max-concurrency", "4", "--num-speculative-tokens", "6"]) == 0
+def test_add_says_what_auto_does_from_now_on(
+    peagle_home: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["models", "add", str(shipped_head), "--max-concurrency", "4", "--num-speculative-tokens", "6"]) == 0
     printed = capsys.readouterr().out
     assert str(peagle_home / "models" / "smollm2-135m.yaml") in printed
     assert "on cpu: up to 4 requests at once: peagle at K=6" in printed
@@ -25,9 +24,9 @@ def test_add_says_what_auto_does_from_now_on(peagle_home: Path, capsys: pytest.C
     assert "yours" in capsys.readouterr().out
 
 
-def test_the_result_as_data(tmp_path: Path, peagle_home: Path) -> None:
+def test_the_result_as_data(tmp_path: Path, peagle_home: Path, shipped_head: Path) -> None:
     result = tmp_path / "result.json"
-    assert cli.run(["models", "add", SHIPPED, "--json", str(result)]) == 0
+    assert cli.run(["models", "add", str(shipped_head), "--json", str(result)]) == 0
     written = json.loads(result.read_text())
     assert written["card"]["heads"]["peagle"]["id"] == written["folder"]
     assert Path(written["folder"]).parent == peagle_home / "heads"

@@ -4,15 +4,14 @@ from pathlib import Path
 import pytest
 
 from jobs import cli
-from peagle.catalog.shipped_heads import HEADS_FOLDER
-
-SHIPPED = HEADS_FOLDER / "smollm2-135m-peagle"
 
 
-def test_the_shipped_head_to_fp8_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_head_to_fp8_and_back(
+    tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = tmp_path / "result.json"
     fp8, back = str(tmp_path / "fp8"), str(tmp_path / "back")
-    assert cli.run(["quantize-drafter", str(SHIPPED), "--output", fp8, "--json", str(result)]) == 0
+    assert cli.run(["quantize-drafter", str(shipped_head), "--output", fp8, "--json", str(result)]) == 0
     printed = capsys.readouterr().out
     written = json.loads(result.read_text())
     assert f"{written['num_bytes_after']:,} bytes, {written['num_bytes_before']:,} before" in printed
@@ -22,10 +21,12 @@ def test_the_shipped_head_to_fp8_and_back(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "back" / "model.safetensors").stat().st_size == written["num_bytes_before"]
 
 
-def test_bad_use_is_told_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_use_is_told_with_its_exit_code(
+    tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = str(tmp_path / "out")
     assert cli.run(["quantize-drafter", str(tmp_path), "--output", output]) == 2
     assert "peagle quantize-drafter: " in capsys.readouterr().err
-    assert cli.run(["quantize-drafter", str(SHIPPED), "--output", output, "--dequantize", "--keep", "fc"]) == 2
+    assert cli.run(["quantize-drafter", str(shipped_head), "--output", output, "--dequantize", "--keep", "fc"]) == 2
     assert "--keep" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,8 +1,9 @@
 import asyncio
+import contextlib
 
 import pytest
 
-from pipelines.online.coalesce import coalesce
+from pipelines.online.coalesce import Pace, coalesce
 from pipelines.online.relay import in_pieces
 
 INTERVAL_S = 0.05
@@ -31,7 +32,7 @@ def test_the_first_goes_at_once_and_the_rest_together():
     async def watch():
         clock = asyncio.get_running_loop().time
         began, seen = clock(), []
-        async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), 5):
+        async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), Pace(5)):
             seen.append((piece, clock() - began))
         return seen
 
@@ -51,7 +52,7 @@ def test_after_a_silence_nothing_waits():
                 yield item, clock()
                 await asyncio.sleep(1.2 * SILENCE_S)
 
-        async for piece in coalesce(source(), SILENCE_S):
+        async for piece in coalesce(source(), Pace(SILENCE_S)):
             waits += [clock() - said for _, said in piece]
         return waits
 
@@ -61,13 +62,46 @@ def test_after_a_silence_nothing_waits():
 
 
 def test_without_an_interval_each_step_is_a_piece():
-    assert collected(coalesce(steps([1], [2], [3], pause_s=0.01), 0)) == [[1], [2], [3]]
+    assert collected(coalesce(steps([1], [2], [3], pause_s=0.01), Pace(0))) == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "num_streams", "expected"), [(0.05, 1, 0.05), (0.05, 2, 0.05), (0.05, 8, 0.2), (0, 8, 0)]
+)
+def test_the_more_streams_the_longer_their_intervals(interval_s, num_streams, expected):
+    pace = Pace(interval_s, pieces_per_s=40)
+    with contextlib.ExitStack() as streams:
+        for _ in range(num_streams):
+            streams.enter_context(pace.stream())
+        assert pace.interval_s == expected
+    assert pace.interval_s == interval_s
+
+
+def test_streams_share_the_pieces():
+    pieces_per_s, run_s = 40, 1.0
+
+    async def source(end):
+        while asyncio.get_running_loop().time() < end:
+            yield 1
+            await asyncio.sleep(0.002)
+
+    async def count(pace, end):
+        return len([piece async for piece in coalesce(source(end), pace)])
+
+    async def listen():
+        pace, end = Pace(0.01, pieces_per_s), asyncio.get_running_loop().time() + run_s
+        return await asyncio.gather(*(count(pace, end) for _ in range(8)))
+
+    counts = asyncio.run(listen())
+    # The first of each and the last are beside the pace.
+    assert sum(counts) <= pieces_per_s * run_s + 2 * len(counts)
+    assert min(counts) >= 3
 
 
 @pytest.mark.parametrize("items", [[], [1, 2]])
 def test_an_error_comes_after_what_came_before_it(items):
     async def watch():
-        seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), INTERVAL_S)
+        seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), Pace(INTERVAL_S))
         if items:
             seen += await anext(pieces)
         with pytest.raises(ValueError, match="broken"):
@@ -94,7 +128,7 @@ def test_who_leaves_ends_the_source(is_cancelled):
             heard.set()
 
     async def leave():
-        pieces, heard = coalesce(source(), INTERVAL_S), asyncio.Event()
+        pieces, heard = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
         if is_cancelled:
             listener = asyncio.create_task(listen(pieces, heard))
             await heard.wait()
@@ -110,4 +144,4 @@ def test_who_leaves_ends_the_source(is_cancelled):
 
 def test_texts_are_joined_and_whole_answers_left_as_they_are():
     answers = steps([["a", "b"]], [["c"], ["d"], {"error": 1}, ["e"]], pause_s=0.001)
-    assert collected(in_pieces(answers, INTERVAL_S)) == [["ab"], ["cd"], {"error": 1}, ["e"]]
+    assert collected(in_pieces(answers, Pace(INTERVAL_S))) == [["ab"], ["cd"], {"error": 1}, ["e"]]

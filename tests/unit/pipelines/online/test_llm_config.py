@@ -17,6 +17,7 @@ def options(max_replicas=1, queued=8, on_gpu=False, **spec):
         downscale_delay_s=300,
         drain_s=60,
         stream_interval_ms=50,
+        stream_pieces_per_s=40,
         num_cpus=1.0,
     )
     return deployment_config(EngineSpec(model="m", **spec), sizes, on_gpu=on_gpu)

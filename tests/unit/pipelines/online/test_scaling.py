@@ -4,7 +4,8 @@ import pytest
 
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
-from pipelines.online.scaling import decode_slots, request_counts, target_ongoing_requests
+from pipelines.batch.cluster import Placement
+from pipelines.online.scaling import decode_slots, pieces_per_s, request_counts, target_ongoing_requests
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 
@@ -37,3 +38,9 @@ def test_an_engine_is_given_a_few_more_than_it_decodes_and_the_rest_waits():
 def test_a_users_own_figures_win():
     counts = request_counts(spec(max_num_seqs=16), CPU, max_replicas=3, target=2.5, queued=0)
     assert (counts.target, counts.queued) == (2.5, 0)
+
+
+def test_an_engine_that_shares_its_cores_sends_by_their_number():
+    shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+    alone = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
+    assert (pieces_per_s(shared), pieces_per_s(alone)) == (40, 400)
