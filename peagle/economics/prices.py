@@ -190,7 +190,7 @@ def default_instance(accelerator: str | None, table: PriceTable | None = None) -
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = (table or PriceTable.load()).offers
-    carrying = sorted({offer.instance_type for offer in offers if _is_accelerator(offer.accelerator, accelerator)})
+    carrying = sorted({offer.instance_type for offer in offers if is_accelerator(offer.accelerator, accelerator)})
     if len(carrying) == 1:
         return carrying[0]
     found = f"these have it: {', '.join(carrying)}" if carrying else "no instance type in the table has it"
@@ -200,7 +200,7 @@ def default_instance(accelerator: str | None, table: PriceTable | None = None) -
     )
 
 
-def _is_accelerator(name: str | None, device_name: str) -> bool:
+def is_accelerator(name: str | None, device_name: str) -> bool:
     """Whether the table's `name` ("RTXPRO6000") is what the driver calls "NVIDIA RTX PRO 6000 Blackwell".
 
     A run of the driver's words has to spell the name, so "L4" is no "NVIDIA L40S".

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from peagle.engine.spec import LOOKUP_METHODS
 from peagle.errors import ConfigError
 
 NONE = "none"
@@ -54,6 +55,11 @@ class Cell(BaseModel):
     def drafts(self) -> bool:
         """Whether it speculates."""
         return self.method != NONE
+
+    @property
+    def drafts_each_step(self) -> bool:
+        """Whether its speed is in proportion to its acceptance length. With a lookup many steps have no draft."""
+        return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
         """Whether its p95 latencies keep these limits; without latencies it keeps none."""

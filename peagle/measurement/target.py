@@ -50,6 +50,8 @@ def target_fingerprint(
         "max_model_len": spec.max_model_len,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": spec.enforce_eager,
+        "kv_cache_gib": spec.kv_cache_gib,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
         "sampling": config.sampling(),
         "dataset": {"content": dataset.fingerprint, "prompts": dataset.spec.to_dict()},
         "hardware": hardware.describe(),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.economics.prices import Price, PriceTable
+from peagle.economics.prices import Price, PriceTable, is_accelerator
 from peagle.errors import ConfigError, PriceError
 from peagle.measurement.cells import Cell
 from peagle.planning.config import PlanConfig
@@ -156,7 +156,7 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 def scaled(cell: Cell, factor: float) -> Cell:
     """The same cell at another acceptance length: a step takes as long, and yields that much more or less."""
-    assert cell.acceptance_length is not None, "it drafts"
+    assert cell.acceptance_length is not None and cell.drafts_each_step, "its speed follows its length"
     return cell.model_copy(
         update={
             "acceptance_length": cell.acceptance_length * factor,
@@ -217,13 +217,21 @@ def _markets(config: PlanConfig) -> tuple[Market, ...]:
 
 
 def _check_same(sweep: Sweep, price: Price, table: PriceTable) -> None:
-    if sweep.instance_type is None or sweep.instance_type == price.instance_type:
+    """Whether what was measured says how fast an engine is there."""
+    if sweep.instance_type == price.instance_type:
         return
-    measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
-    on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
-    if price.accelerator is None or (measured and price.accelerator not in measured):
+    if sweep.instance_type is None:
+        # The machine has no name here, so a CPU is taken at its word; an accelerator says what it is.
+        where = sweep.accelerator or "CPUs"
+        is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
+    else:
+        measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
+        on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
+        where = f"{sweep.instance_type} ({on or 'not in the price table'})"
+        is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
+    if not is_same:
         raise ConfigError(
-            f"{sweep.name} was measured on {sweep.instance_type} ({on or 'not in the price table'}), and "
+            f"{sweep.name} was measured on {where}, and "
             f"{price.instance_type} has {price.accelerator or 'no accelerator'}: its speed is not known",
             hint="measure there: peagle bench; or name instance types with the same accelerator",
         )

@@ -116,9 +116,9 @@ def _best_of_each(found: Sequence[Option]) -> list[Option]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """The same machines and cell, were more or less accepted than measured; nothing without speculation."""
+    """The same machines and cell, were more or less accepted than measured; nothing where speed does not follow it."""
     length = chosen.cell.acceptance_length
-    if length is None:
+    if length is None or not chosen.cell.drafts_each_step:
         return []
     rows = []
     for factor in _FACTORS:
@@ -134,7 +134,7 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     """The acceptance length below which no speculation, at its best concurrency within the limits, is cheaper."""
     length = chosen.cell.acceptance_length
     plain = [cell for cell in chosen.sweep.cells if not cell.drafts and within_limits(config, cell)]
-    if length is None or not plain:
+    if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
     # Of one engine; a token of a step without drafts takes 1 / speed, and so on.

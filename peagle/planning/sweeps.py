@@ -25,6 +25,7 @@ class Sweep:
         name: of the file.
         instance_type: what it was measured on, by the price table's name; None where a price was stated instead.
         devices_per_engine: accelerators that an engine holds, or vCPUs.
+        accelerator: what it was measured on, by the driver's name; None on CPUs, and where only the type is known.
         stated: the price that was stated outright; None where the table has it.
         labels: what must be said with every figure of it.
     """
@@ -35,6 +36,7 @@ class Sweep:
     devices_per_engine: int
     cells: list[Cell]
     stated: Price | None = None
+    accelerator: str | None = None
     labels: tuple[str, ...] = ()
 
 
@@ -61,6 +63,7 @@ def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
     try:
         price = Price.from_dict(data["price"]) if data["price"] else None
         on_gpu = data["hardware"]["platform"] == "cuda"
+        accelerator = str(data["hardware"]["accelerator"]) if on_gpu else None
         devices = data["engine"]["tensor_parallel_size"] if on_gpu else data["hardware"]["num_cpus"]
         model, labels = str(data["model"]), tuple(map(str, data["labels"]))
     except (KeyError, TypeError, PriceError) as error:
@@ -73,6 +76,7 @@ def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
         devices_per_engine=devices,
         cells=read_cells(data["cells"], f"measured {path}"),
         stated=price if is_stated else None,
+        accelerator=accelerator,
         labels=labels,
     )
 

@@ -92,6 +92,37 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
     assert found["labels"] == ["DUMMY WEIGHTS: x"]
     assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
+    with pytest.raises(ConfigError, match="measured on CPUs, and box-2 has BIG: its speed is not known"):
+        plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, instance_types="box-2")
+
+
+@pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
+def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price: Any, plan: Any, tmp_path: Path) -> None:
+    from peagle.economics.prices import Price
+
+    report = {
+        "model": "m", "labels": [], "cells": [{"method": "none", "k": 0, "concurrency": 4,
+        "output_tokens_per_s": 100.0, "start_s": 60.0}], "price": price and Price.fixed(**price).to_dict(),
+        "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "NVIDIA BIG 80GB"},
+        "engine": {"tensor_parallel_size": 1},
+    }  # fmt: skip
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    assert plan(measured=[file], within=None, instance_types="box-8")["chosen"]["num_engines"] == 8
+    for other, has in (("small-2", "LITTLE"), ("cpu-2", "no accelerator")):
+        with pytest.raises(ConfigError, match=f"measured on NVIDIA BIG 80GB, and {other} has {has}"):
+            plan(measured=[file], within=None, instance_types=other)
+
+
+def test_a_lookups_speed_does_not_follow_its_length(plan: Any, sweep: Any) -> None:
+    cells = [
+        {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 40.0},
+        {"method": "ngram", "k": 3, "concurrency": 1, "output_tokens_per_s": 46.0, "acceptance_length": 3.0},
+    ]
+    found = plan(measured=[sweep(cells=cells)], within=None)
+    assert found["chosen"]["method"] == "ngram"
+    assert found["sensitivity"] == []
+    assert found["break_even_acceptance_length"] is None
 
 
 @pytest.mark.parametrize(
