@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
-from peagle.catalog.shipped_heads import HEADS_FOLDER, without_rows
+from peagle.catalog.shipped_heads import HEADS_FOLDER, target_of, without_rows
 from peagle.catalog.targets import resolve_model
 from peagle.errors import DrafterError
 
@@ -36,8 +36,10 @@ def ship(head: Path, name: str, target: Path) -> Path:
         target: folder of its target.
 
     Raises:
-        DrafterError: not a head, or its lm_head was trained.
+        DrafterError: not a head, one for another target, or its lm_head was trained.
     """
+    if (own := target_of(head)) != name:
+        raise DrafterError(f"{head}: is for {own}, not for {name}")
     place = HEADS_FOLDER / f"{name}-{read_head(read_config(head, DrafterError)).method}"
     with tempfile.TemporaryDirectory(prefix=".", dir=HEADS_FOLDER) as staging:
         reduced = Path(staging) / place.name

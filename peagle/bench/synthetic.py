@@ -101,7 +101,10 @@ def _numbers(words: str, entry: str) -> Numbers:
     try:
         if ":" in words:
             pairs = [word.partition(":") for word in words.split(",")]
-            return rates_of_lengths({int(k): float(length) for k, _, length in pairs})
+            lengths = {int(k): float(length) for k, _, length in pairs}
+            if min(lengths) < 1 or len(lengths) < len(pairs):
+                raise ValueError("the same K twice, or one below 1, cannot be")
+            return rates_of_lengths(lengths)
         numbers = tuple(float(word) for word in words.split(","))
     except ValueError as error:
         reason = str(error) if "cannot be" in str(error) else "it holds something that is no number"

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.catalog.embedded import embedded_folder, embedded_of_upstream, ensure_embedded
+from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_folder, embedded_of_upstream, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.weights import read_shapes
@@ -55,7 +55,7 @@ def whole_head(folder: Path) -> Path:
         return folder
     whole = _whole_folder(folder)
     if not whole.exists():
-        target = ensure_embedded(_target_of(folder))
+        target = ensure_embedded(target_of(folder))
         try:
             _put_rows_back(folder, target, whole)
         except OSError as error:
@@ -82,6 +82,23 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
     _copy_with(folder, tensors, output)
 
 
+def target_of(folder: Path) -> str:
+    """The embedded target that a head says it is for.
+
+    Raises:
+        DrafterError: another one, or none.
+    """
+    verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
+    stated = str(verifier.get("name_or_path"))
+    name = stated if stated in EMBEDDED_TARGETS else embedded_of_upstream(stated)
+    if name is not None:
+        return name
+    raise DrafterError(
+        f"{folder}: a draft vocabulary needs lm_head.weight, and its target is not one that peagle carries",
+        hint="save the head with its lm_head",
+    )
+
+
 def _lacks_rows(folder: Path) -> bool:
     if not any(folder.glob("*.safetensors")):
         return False  # whoever loads it says what is missing
@@ -91,19 +108,8 @@ def _lacks_rows(folder: Path) -> bool:
 
 def _whole_folder(folder: Path) -> Path:
     """Named after what it is made of, so that another head or another target has another one."""
-    key = f"{folder_fingerprint(folder)}:{embedded_folder(_target_of(folder)).name}"
+    key = f"{folder_fingerprint(folder)}:{embedded_folder(target_of(folder)).name}"
     return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-
-
-def _target_of(folder: Path) -> str:
-    verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
-    name = embedded_of_upstream(str(verifier.get("name_or_path")))
-    if name is not None:
-        return name
-    raise DrafterError(
-        f"{folder}: a draft vocabulary needs lm_head.weight, and its target is not one that peagle carries",
-        hint="save the head with its lm_head",
-    )
 
 
 def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:

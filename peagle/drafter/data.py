@@ -67,7 +67,7 @@ def read_responses(source: Path) -> Iterator[Row]:
 
 def row_text(row: Row, prompt_column: str) -> str:
     """All that a row says: messages, prompt and response."""
-    messages = "\n".join(str(message.get("content", "")) for message in row.get("messages") or ())
+    messages = "\n".join(str(message.get("content", "")) for message in _messages(row) or ())
     return f"{messages}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
 
 
@@ -101,12 +101,16 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
     """The sample of a row, or why there is none."""
     if not row.get("response"):
         return "no response"
-    messages = row.get("messages")
+    if not isinstance(row["response"], str):
+        return f"its response is no text but {type(row['response']).__name__}"
+    messages = _messages(row)
+    if row.get("messages") and messages is None:
+        return "its messages are no list of objects with a 'role'"
     if not messages:
         if not isinstance(row.get(prompt_column), str):
             return f"neither 'messages' nor a text in {prompt_column!r}"
         messages = [{"role": "user", "content": row[prompt_column]}]
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
     if row.get("finish_reason") == "stop":
@@ -115,6 +119,15 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
     if len(token_ids) <= len(prompt_ids):
         return f"the prompt alone has {len(prompt_ids)} tokens, the limit is {max_tokens}"
     return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
+
+
+def _messages(row: Row) -> list[dict[str, Any]] | None:
+    """The messages of a row; None where there are none, or what stands there are not."""
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        return None
+    are_messages = all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    return messages if are_messages else None
 
 
 def source_files(source: Path) -> list[Path]:
@@ -138,25 +151,39 @@ def read_rows(file: Path) -> Iterator[Row]:
     """Rows of one `.parquet` or `.jsonl` file.
 
     Raises:
-        InputError: an unknown suffix, or invalid JSON.
+        InputError: an unknown suffix, no such file, damaged Parquet, invalid JSON, or another encoding than UTF-8.
     """
-    if file.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    if file.suffix not in (".parquet", ".jsonl"):
+        raise InputError(f"{file}: cannot read '{file.suffix}'", hint="give a .jsonl or .parquet file")
+    try:
+        yield from _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
 
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
         for batch in pq.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
-    elif file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse(line, file, number)
-    else:
-        raise InputError(f"{file}: cannot read '{file.suffix}'", hint="give a .jsonl or .parquet file")
+    except pa.ArrowException as error:
+        raise InputError(f"{file}: not whole Parquet: {error}") from error
 
 
-def _parse(line: str, file: Path, number: int) -> Row:
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _parse(line, file, number)
+
+
+def _parse(line: bytes, file: Path, number: int) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}:{number}: not UTF-8: {error}", hint="convert the file to UTF-8") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{number}: invalid JSON: {error}") from error
     if not isinstance(row, dict):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from peagle.catalog.fit import read_head
+from peagle.catalog.folders import read_config
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError, DrafterError
@@ -67,19 +69,16 @@ class HeadSpec:
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target in the folder `target`."""
-    from transformers import AutoConfig
+    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target in the folder `target`.
 
+    Raises:
+        ConfigError: there can be no such head for it, or the head to go on from is another one.
+    """
     _silence_library()
-    config = AutoConfig.from_pretrained(target)
-    if config.model_type != "llama":
-        raise ConfigError(f"{target}: heads are made for Llama-like targets, not {config.model_type!r}")
+    config = require_buildable(target, spec)
     target_layers = config.num_hidden_layers
     config.num_hidden_layers = spec.num_layers
-    if spec.num_key_value_heads is not None:
-        if config.num_attention_heads % spec.num_key_value_heads:
-            raise ConfigError(f"{spec.num_key_value_heads} KV heads do not divide {config.num_attention_heads} heads")
-        config.num_key_value_heads = spec.num_key_value_heads
+    config.num_key_value_heads = spec.num_key_value_heads or config.num_key_value_heads
     torch.manual_seed(seed)
     head = (
         _model_class(spec.algorithm)
@@ -114,6 +113,45 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         _go_on_from(head, Path(spec.init), saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
+
+
+def require_buildable(target: Path, spec: HeadSpec) -> Any:
+    """Make sure that there can be such a head for a target, from its configuration alone, which is returned.
+
+    Raises:
+        ConfigError: there cannot.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target)
+    if config.model_type != "llama":
+        raise ConfigError(f"{target}: heads are made for Llama-like targets, not {config.model_type!r}")
+    num_heads, num_kv_heads, own = config.num_attention_heads, config.num_key_value_heads, spec.num_key_value_heads
+    if own is not None and num_heads % own:
+        raise ConfigError(f"{own} KV heads do not divide {num_heads} heads")
+    if own is not None and own % num_kv_heads and spec.init != "random":
+        raise ConfigError(
+            f"{own} KV heads cannot start as copies of the target's {num_kv_heads}",
+            hint="give a multiple of them, or --init random",
+        )
+    if spec.init not in INITS:
+        _require_same_reading(Path(spec.init), spec)
+    return config
+
+
+def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
+    """Whether a saved head reads the layers, and knows the mask token, that the one to train does."""
+    saved = read_head(read_config(folder, ConfigError))
+    if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
+        raise ConfigError(
+            f"{folder}: reads layers {list(saved.aux_layer_ids)}, the head to train {list(spec.aux_layers)}",
+            hint="give its --aux-layers, or another init",
+        )
+    if saved.method == spec.algorithm == "peagle" and saved.mask_token_id != spec.mask_token_id:
+        raise ConfigError(
+            f"{folder}: its mask token is {saved.mask_token_id}, that of the head to train {spec.mask_token_id}",
+            hint="give its --mask-token-id, or another init",
+        )
 
 
 def _model_class(algorithm: str) -> Any:

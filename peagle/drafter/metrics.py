@@ -56,8 +56,8 @@ class Metrics:
             stream.write(json.dumps(asdict(progress)) + "\n")
 
     def cut(self, num_bytes: int) -> None:
-        """Drop what stands behind `num_bytes`: steps that will be done again."""
-        if not num_bytes:
+        """Drop what stands behind `num_bytes`: steps that will be done again. A file that was lost begins anew."""
+        if not num_bytes or not self._file.exists():
             self._file.write_bytes(b"")
             return
         with self._file.open("r+b") as stream:

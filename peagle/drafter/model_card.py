@@ -15,6 +15,7 @@ class CardFacts:
         verifier: public name of the target.
         licence: of the head, as of its target; None when unknown.
         num_parameters: trained ones.
+        num_passes: over the documents, as far as the training went.
         held_out: estimated acceptance on documents that were not trained on.
     """
 
@@ -27,6 +28,8 @@ class CardFacts:
     num_documents: int
     num_response_tokens: int
     num_tokens_seen: int
+    num_passes: float
+    vocabulary_size: int
     vocabulary_coverage: float
     train_s: float
     hardware: str
@@ -65,9 +68,9 @@ speculative_config = {{
 |---|---|
 | Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
-| Draft vocabulary | {config.draft_vocab_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
+| Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
-| Seen | {facts.num_tokens_seen:,} tokens in {config.epochs:g} passes |
+| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |

@@ -21,7 +21,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
-from peagle.drafter.head import INITS, HeadSpec, build_head
+from peagle.drafter.head import INITS, HeadSpec, build_head, require_buildable
 from peagle.drafter.hidden_states import load_reader
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.on_the_fly import ComputedFeatures
@@ -74,18 +74,7 @@ class Prepared:
     @cached_property
     def spec(self) -> HeadSpec:
         """The shape of the head."""
-        config = self.config
-        return HeadSpec(
-            aux_layers=self.store.spec.aux_layers,
-            algorithm=config.algorithm,
-            num_layers=config.num_layers,
-            num_key_value_heads=config.num_key_value_heads,
-            num_depths=config.num_depths,
-            mask_token_id=config.mask_token_id,
-            init=config.init,
-            train_lm_head=config.train_lm_head,
-            train_embeddings=config.train_embeddings,
-        )
+        return _head_spec(self.config, self.target)
 
     @cached_property
     def recipe(self) -> TrainingConfig:
@@ -127,12 +116,17 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     return finish(prepared, head, train_prepared(prepared, head, progress=listener.step))
 
 
-def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract) -> Prepared:
-    """Read the documents and have the target's states computed, as far as they are not there; `extract` does it."""
+def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
+    """Read the documents and have the target's states computed, as far as they are not there; `extract` does it.
+
+    Args:
+        verify: compare stored states with their checksums. Of several processes one does it for all.
+    """
     device = _device(config.device)
     target = load_target(config.target, config.aux_layers, listener.say)
+    require_buildable(target.folder, _head_spec(config, target))
     corpus = read_corpus(config, target, listener.say)
-    store = _features(config, target, corpus, device, listener, extract)
+    store = _features(config, target, corpus, device, listener, extract, verify=verify)
     vocabulary = _vocabulary(config, target, corpus)
     listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
     return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
@@ -164,7 +158,8 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
     """
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
-    write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
+    if steps:  # none where the file was lost after the last of them
+        write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
     with torch.autocast(prepared.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         estimate = estimate_acceptance(
             head.eval(),
@@ -181,12 +176,34 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             store=prepared.store,
             vocabulary=prepared.vocabulary,
             outcome=outcome,
+            num_passes=config.epochs * outcome.step / prepared.recipe.num_steps,
             estimate=estimate,
         )
 
 
+def _head_spec(config: TrainConfig, target: Target) -> HeadSpec:
+    return HeadSpec(
+        aux_layers=target.aux_layers,
+        algorithm=config.algorithm,
+        num_layers=config.num_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        num_depths=config.num_depths,
+        mask_token_id=config.mask_token_id,
+        init=config.init,
+        train_lm_head=config.train_lm_head,
+        train_embeddings=config.train_embeddings,
+    )
+
+
 def _features(
-    config: TrainConfig, target: Target, corpus: Corpus, device: torch.device, listener: Listener, extract: Extract
+    config: TrainConfig,
+    target: Target,
+    corpus: Corpus,
+    device: torch.device,
+    listener: Listener,
+    extract: Extract,
+    *,
+    verify: bool,
 ) -> Features:
     """The features of the documents: the finished store, or what computes them."""
     samples = corpus.samples
@@ -210,7 +227,7 @@ def _features(
     extract(
         FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)), listener.shard
     )
-    return FeatureStore(folder)
+    return FeatureStore(folder, verify=verify)
 
 
 def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVocabulary:

@@ -27,9 +27,14 @@ def publish(
     store: Features,
     vocabulary: DraftVocabulary,
     outcome: TrainingOutcome,
+    num_passes: float,
     estimate: SpeculationStats,
 ) -> dict[str, Any]:
-    """Save head, model card and run.json in `config.output`; what run.json says."""
+    """Save head, model card and run.json in `config.output`; what run.json says.
+
+    Args:
+        num_passes: over the documents, as far as the training went.
+    """
     verifier = config.verifier or (model.card.name if model.card else model.name)
     folder = config.output / "head"
     save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)
@@ -43,6 +48,8 @@ def publish(
         num_documents=len(corpus.trained),
         num_response_tokens=sum(corpus.samples[index].num_response_tokens for index in corpus.trained),
         num_tokens_seen=outcome.num_tokens,
+        num_passes=num_passes,
+        vocabulary_size=vocabulary.size,
         vocabulary_coverage=vocabulary.coverage,
         train_s=outcome.train_s,
         hardware=_hardware(),

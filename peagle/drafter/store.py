@@ -116,6 +116,10 @@ class StoreWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._index = _open_index(folder, spec, num_shards)
+        # A damaged shard is repaired by deleting it: what is named but gone is not there.
+        self._index["shards"] = {
+            name: checksum for name, checksum in self._index["shards"].items() if (folder / name).is_file()
+        }
 
     @property
     def num_shards(self) -> int:
@@ -181,9 +185,14 @@ class FeatureStore:
         self.spec = _spec_from(index["spec"])
         self._shards = []
         for name in sorted(index["shards"]):
-            if verify and sha256(folder / name) != index["shards"][name]:
-                raise InputError(f"{folder / name}: does not match its checksum", hint="delete it and extract again")
-            self._shards.append(_load(folder / name))
+            file = folder / name
+            if not file.is_file():
+                raise InputError(f"{file}: is not there any more", hint="the same command extracts it again")
+            if verify and sha256(file) != index["shards"][name]:
+                raise InputError(
+                    f"{file}: does not match its checksum", hint="delete it; the same command extracts it again"
+                )
+            self._shards.append(_load(file))
         self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
         self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
 

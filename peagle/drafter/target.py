@@ -57,11 +57,13 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Make sure that the target has the layers that are to be read.
+    """Make sure that the target has the layers that are to be read, and each is read once.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not so.
     """
+    if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
+        raise ConfigError(f"aux layers {repeated} are named twice; an engine reads each layer once")
     if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
         raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {num_layers - 1}")
 
@@ -82,7 +84,7 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
     if not folder.is_dir():
         raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
     shape = _shape(folder)
-    layers = tuple(aux_layers or default_aux_layers(shape.num_hidden_layers))
+    layers = tuple(sorted(aux_layers or default_aux_layers(shape.num_hidden_layers)))
     require_layers(layers, shape.num_hidden_layers)
     return Target(
         model=model,

@@ -156,7 +156,8 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 def scaled(cell: Cell, factor: float) -> Cell:
     """The same cell at another acceptance length: a step takes as long, and yields that much more or less."""
-    assert cell.acceptance_length is not None and cell.drafts_each_step, "its speed follows its length"
+    assert cell.acceptance_length is not None, "it drafts"
+    assert cell.drafts_each_step, "its speed follows its length"
     return cell.model_copy(
         update={
             "acceptance_length": cell.acceptance_length * factor,

@@ -83,7 +83,7 @@ def _run(prepared: Prepared) -> None:
 
 def _work(settings: dict[str, Any]) -> None:
     """What each worker runs; it reads what the driver has prepared."""
-    prepared = prepare(TrainConfig(**settings), Listener(), extract=_leave)
+    prepared = prepare(TrainConfig(**settings), Listener(), extract=_leave, verify=False)
     train_prepared(prepared, prepared.new_head(), workers=Distributed(prepared.device), progress=lambda _: None)
 
 

@@ -57,7 +57,21 @@ def test_what_does_not_reach_a_k_is_refused(entry: str, k: int, message: str) ->
 
 
 @pytest.mark.parametrize(
-    "entries", [["x"], ["-1"], ["1.5,0.5"], ["none=2"], ["peagle:x=2"], ["2", "3"], ["inf"], ["3:x"], ["3:3,2"]]
+    "entries",
+    [
+        ["x"],
+        ["-1"],
+        ["1.5,0.5"],
+        ["none=2"],
+        ["peagle:x=2"],
+        ["2", "3"],
+        ["inf"],
+        ["3:x"],
+        ["3:3,2"],
+        ["0:1,4:3"],
+        ["4:3,4:2"],
+        ["-1:1,4:3"],
+    ],
 )
 def test_what_is_of_no_form_is_refused(entries: list[str]) -> None:
     with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.drafter.data import Sample, build_samples, read_responses
+from peagle.drafter.data import Sample, build_samples, read_responses, read_rows, row_text
 from peagle.errors import InputError
 
 
@@ -61,6 +61,9 @@ def test_long_documents_are_cut() -> None:
     [
         ({"response": ""}, "no response"),
         ({"response": None}, "no response"),
+        ({"response": 5}, "its response is no text but int"),
+        ({"messages": "hi"}, "its messages are no list of objects with a 'role'"),
+        ({"messages": ["hi"]}, "its messages are no list of objects with a 'role'"),
         ({"prompt": None}, "neither 'messages' nor a text in 'prompt'"),
         ({"prompt": "x" * 10}, "the prompt alone has 12 tokens, the limit is 12"),
     ],
@@ -90,12 +93,32 @@ def test_reads_a_run_directory_and_files_alike(tmp_path: Path) -> None:
         ("rows.jsonl", "[1]", "rows.jsonl:1: expected an object, got list"),
         ("rows.jsonl", '{"respones": "x"}', "no column 'response'"),
         ("rows.csv", "x", "cannot read '.csv'"),
+        ("rows.parquet", "text", "rows.parquet: not whole Parquet"),
     ],
 )
 def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message.replace("[", r"\[")):
         list(read_responses(tmp_path / name))
+
+
+def test_another_encoding_is_refused_with_the_line_and_a_mark_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"response": "x"}\n{"response": "caf\xe9"}\n')
+    rows = read_responses(file)
+    assert next(rows) == {"response": "x"}
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: not UTF-8"):
+        next(rows)
+
+
+def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rows\.jsonl: cannot be read: No such file"):
+        list(read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_what_a_row_says_is_read_of_messages_alone() -> None:
+    assert row_text({"messages": "hi", "prompt": "p", "response": "r"}, "prompt") == "\np\nr"
+    assert row_text({"messages": [{"role": "user", "content": "x"}], "response": "r"}, "prompt") == "x\n\nr"
 
 
 def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:

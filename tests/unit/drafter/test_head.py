@@ -66,6 +66,15 @@ def test_kv_heads_that_do_not_divide_the_heads_are_refused(
         _head(target, spec, vocabulary, num_key_value_heads=3)
 
 
+def test_kv_heads_that_cannot_be_copies_start_at_random_alone(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    with pytest.raises(ConfigError, match="1 KV heads cannot start as copies of the target's 2"):
+        _head(target, spec, vocabulary, num_key_value_heads=1)
+    head = _head(target, spec, vocabulary, num_key_value_heads=1, init="random")
+    assert head.layers[0].self_attn.k_proj.weight.shape[0] == 32
+
+
 def test_only_the_heads_own_weights_are_trained(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> None:
     trained = {name for name, p in _head(target, spec, vocabulary).named_parameters() if p.requires_grad}
     assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
@@ -176,6 +185,26 @@ def test_going_on_from_a_head_of_another_shape_is_refused(
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
     with pytest.raises(ConfigError, match=r"mask_hidden is .*, the head to train wants None"):
         _head(target, spec, vocabulary, num_layers=2, algorithm="eagle3", init=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": 7}, "its mask token is 0, that of the head to train 7"),
+        ({"aux_layers": (0, 1)}, r"reads layers \[2, 3\], the head to train \[0, 1\]"),
+    ],
+)
+def test_going_on_from_a_head_that_reads_something_else_is_refused(
+    tmp_path: Path,
+    target: Path,
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    save_head(_head(target, replace(spec, aux_layers=(2, 3)), vocabulary), tmp_path, verifier="org/target")
+    with pytest.raises(ConfigError, match=message):
+        build_head(target, HeadSpec(**{"aux_layers": (2, 3), "init": str(tmp_path), **changes}), vocabulary)
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])

@@ -62,3 +62,10 @@ def test_a_place_within_a_line_is_read_from_the_next_line_on(tmp_path: Path) -> 
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
     assert [step.step for step in metrics.read(metrics.num_bytes // 2 - 5)[0]] == [2]
+
+
+def test_a_file_that_was_lost_begins_anew(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.cut(100)
+    metrics.append(STEP)
+    assert metrics.read()[0] == [STEP]

@@ -64,3 +64,22 @@ def test_a_disk_that_fills_up_leaves_no_part_of_a_shard(
     with full_disk(), pytest.raises(CapacityError, match=told):
         writer.add(0, _shard(40_000))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_shard_is_told_and_extracted_again_once_deleted(tmp_path: Path) -> None:
+    StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
+    file = tmp_path / "shard-00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(
+        InputError, match="does not match its checksum\n  delete it; the same command extracts it again"
+    ):
+        FeatureStore(tmp_path, verify=True)
+    file.unlink()
+    with pytest.raises(InputError, match="is not there any more\n  the same command extracts it again"):
+        FeatureStore(tmp_path)
+    writer = StoreWriter(tmp_path, SPEC, num_shards=1)
+    assert not writer.has(0)
+    writer.add(0, _shard(3))
+    assert len(FeatureStore(tmp_path, verify=True)) == 1

@@ -33,6 +33,12 @@ def test_a_target_without_the_named_layers_is_refused(speaking_target: Path) -> 
         load_target(str(speaking_target), [1, 4, 9], _silent)
 
 
+def test_layers_are_read_once_each_and_in_order(speaking_target: Path) -> None:
+    assert load_target(str(speaking_target), [3, 0], _silent).aux_layers == (0, 3)
+    with pytest.raises(ConfigError, match=r"aux layers \[1\] are named twice"):
+        load_target(str(speaking_target), [1, 3, 1], _silent)
+
+
 def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_target: Path) -> None:
     target = load_target(str(speaking_target), None, _silent)
     fitting, foreign = (
