@@ -304,6 +304,36 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask
     assert cancelled == [True]
 
 
+@pytest.mark.parametrize("is_hung_up", [True, False])
+def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(settings, keys, engine_account, is_hung_up):
+    """Alone by the engine's record, since nothing of it reached the gate: here more than the key's budget."""
+    engine_account.ready()
+
+    async def hangs(scope, receive, send):
+        request = engine_account.begin(dict(scope["headers"])[b"x-request-id"].decode(), "small")
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            engine_account._monotonic.now += 20  # 20 s x 2 x 0.01 USD
+            request.write("cut")
+            raise
+
+    async def scene():
+        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2))
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
+            arguments, body = post(keys["small"])
+            first = asyncio.create_task(http.request(*arguments, **body))
+            await asyncio.sleep(0.1)
+            if is_hung_up:
+                first.cancel()
+            await asyncio.wait([first])
+            await asyncio.sleep(1)  # how often the ledger is looked at
+            return await http.request(*arguments, **body)
+
+    assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
+
+
 def test_requests_under_way_are_counted_while_they_are(ask, keys):
     load, seen = Load(), []
 
