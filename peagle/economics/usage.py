@@ -196,9 +196,16 @@ class EngineSession:
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """What a session did after an earlier heartbeat of its own, as if it had started then."""
+    """What a session did after an earlier heartbeat of its own, as if it had started then.
+
+    While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
+    are taken together, and none counts twice.
+    """
     states = ("load_s", "compile_s", "busy_s", "idle_s")
     passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
+    passed["compile_s"] = min(passed["compile_s"], start_s)
+    passed["load_s"] = start_s - passed["compile_s"]
     return replace(
         session,
         started_at=session.last_seen_at - sum(passed.values()),

@@ -183,3 +183,12 @@ def test_a_session_since_a_heartbeat_of_its_own():
     assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 0, 40, 10)
     assert since.started_at == pytest.approx(earlier.last_seen_at)
     assert since.num_output_tokens == 1700
+
+
+def test_seconds_that_become_compile_when_the_engine_is_up_count_once():
+    loading = dataclasses.replace(
+        SESSION, last_seen_at=SESSION.started_at + 25, load_s=25.0, compile_s=0.0, busy_s=0.0, idle_s=0.0
+    )
+    since = session_since(SESSION, dataclasses.replace(loading, num_output_tokens=0))
+    assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 5, 60, 10)
+    assert since.started_at == pytest.approx(loading.last_seen_at)
