@@ -17,6 +17,7 @@ from pathlib import Path
 from peagle.economics.usage import (
     EngineSession,
     RequestUsage,
+    session_at,
     session_since,
     sessions_from_table,
     sessions_to_table,
@@ -54,18 +55,23 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 def read_sessions_since(folder: Path, since: float) -> list[EngineSession]:
-    """What every engine process did after a Unix time, to the minute; those that had ended are left out.
+    """What every engine process did after a Unix time; those that had ended are left out.
 
     Raises:
         PeagleError: a file is no such record.
     """
-    found = []
-    for session in read_sessions(folder):
-        if session.last_seen_at <= since:
-            continue
-        earlier = [beat for beat in _beats(folder, session) if beat.last_seen_at <= since]
-        found.append(session_since(session, earlier[-1]) if earlier else session)
-    return found
+    alive = [session for session in read_sessions(folder) if session.last_seen_at > since]
+    return [
+        session if session.started_at >= since else session_since(session, _session_then(folder, session, since))
+        for session in alive
+    ]
+
+
+def _session_then(folder: Path, session: EngineSession, moment: float) -> EngineSession:
+    """A session as it was at a moment of its life: between the kept heartbeats before and after it."""
+    beats = [beat for beat in _beats(folder, session) if beat.last_seen_at < session.last_seen_at] + [session]
+    earlier = [beat for beat in beats if beat.last_seen_at <= moment]
+    return session_at(moment, earlier[-1] if earlier else None, beats[len(earlier)])
 
 
 def _beats(folder: Path, session: EngineSession) -> list[EngineSession]:

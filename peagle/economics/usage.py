@@ -28,6 +28,7 @@ SESSION_KEY = b"peagle.session"
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
+_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +202,7 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
     While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
     are taken together, and none counts twice.
     """
-    states = ("load_s", "compile_s", "busy_s", "idle_s")
-    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
     passed["compile_s"] = min(passed["compile_s"], start_s)
     passed["load_s"] = start_s - passed["compile_s"]
@@ -211,6 +211,29 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
         started_at=session.last_seen_at - sum(passed.values()),
         num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
         **passed,
+    )
+
+
+def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
+    """A session as it was at a Unix time between two heartbeats of its own, what happened between them divided evenly.
+
+    Args:
+        earlier: the last one before; None if there was none since the session began.
+    """
+    began = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - began) / (later.last_seen_at - began)
+
+    def between(name: str) -> float:
+        before = getattr(earlier, name) if earlier else 0
+        return float((1 - share) * before + share * getattr(later, name))
+
+    states: dict[str, Any] = {name: between(name) for name in _STATES}
+    return replace(
+        later,
+        last_seen_at=later.started_at + sum(states.values()),
+        num_output_tokens=round(between("num_output_tokens")),
+        ended=False,
+        **states,
     )
 
 
