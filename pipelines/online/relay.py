@@ -68,7 +68,7 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
     passed = []
     for event in events(text):
         if isinstance(event, dict):
-            request.tally.read(event)
+            request.tally.read_event(event)
             if "error" in event:
                 request.finish("failed")
             elif is_usage_alone(event):

@@ -99,6 +99,22 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
 
 
+def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
+    def chosen(index, count):
+        return event(choices=[{"index": index, "delta": {}}], usage={"prompt_tokens": 5, "completion_tokens": count})
+
+    async def leave():
+        answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
+        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 5)
+    assert record(tmp_path).usage.num_prompt_tokens == 5
+
+
 def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
     with pytest.raises(RuntimeError, match="dead"):
         passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), wants_each_usage=False)
