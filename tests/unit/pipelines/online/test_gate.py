@@ -301,6 +301,7 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask
 
     (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
     assert error_of(answer) == (504, "timeout")
+    assert answer.json()["error"]["type"] == "timeout_error"
     assert cancelled == [True]
 
 
