@@ -169,7 +169,7 @@ class RequestAccount:
         self._record: RequestUsage | None = None
 
     def first_token(self) -> None:
-        """Something of the answer is there; what is said again later does not count."""
+        """Something of a streamed answer is there; what is said again later does not count."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
 

@@ -32,7 +32,7 @@ OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
-_SUMMARY_HEADERS = ("usd", "ttft_s", "engine_s", "acceptance_length")
+_SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
 
 

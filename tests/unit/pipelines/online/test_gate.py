@@ -11,7 +11,7 @@ from pipelines.online.requests import ServedModel
 
 CHAT = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-SUMMARY = {"usd": 0.25, "ttft_s": 0.5, "acceptance_length": 1.5}
+SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
 EVENTS = [
     {"choices": [{"delta": {"content": "Hello"}}]},
     {"choices": [], "usage": USAGE, "peagle": SUMMARY},

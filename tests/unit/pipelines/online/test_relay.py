@@ -132,6 +132,23 @@ class Whole(SimpleNamespace):
         return {name: getattr(self, name) for name in include}
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Whole(usage=USAGE, metrics=DRAFTS),
+        SimpleNamespace(error=SimpleNamespace(code=400)),
+        [event(error={"message": "no"})],
+    ],
+)
+def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, clock, tmp_path, answer):
+    async def slow():
+        clock.now += 2
+        yield answer
+
+    passed(engine_account, slow(), wants_each_usage=False)
+    assert record(tmp_path).ttft_s is None
+
+
 def test_a_whole_answer_gets_the_summary(engine_account, tmp_path):
     (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), wants_each_usage=False)
     assert answer.peagle["acceptance_length"] == 1.5
