@@ -147,7 +147,7 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
         for note in watch.at_start():
             print(f"{name}: {note}", flush=True)
     if watches:
-        view = CostView(config.state.expanduser() / "ledger", resolve_price(config, here))
+        view = CostView(config.state / "ledger", resolve_price(config, here))
         watch_profiles(watches, view, stopped, print)
     stopped.wait()
 

@@ -196,7 +196,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     return GateSettings(
         models=tuple(_served_model(one, hardware) for one in served),
         ledger=_state(config) / "ledger",
-        key_file=config.keys.expanduser().absolute() if config.keys else None,
+        key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
         requires_key=requires_key,
         max_body_bytes=config.max_body_kib * 1024,
@@ -285,4 +285,4 @@ def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
 
 
 def _state(config: ServeConfig) -> Path:
-    return config.state.expanduser().absolute()
+    return config.state.absolute()
