@@ -263,6 +263,9 @@ def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys)
     assert engine.asked["max_tokens"] == 30
     ask(post(keys["alice"]), app=engine)
     assert "max_tokens" not in engine.asked
+    for most, tokens in ((8, 8), (30, 16), (None, 16)):
+        ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
+        assert engine.asked["max_tokens"] == tokens
 
 
 def streamed(answer):
