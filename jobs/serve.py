@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.batch import cluster
     from pipelines.batch.stopping import stop_on_signal
     from pipelines.online import front
-    from pipelines.online.app import gate_settings, resolve
+    from pipelines.online.app import endpoint_price, gate_settings, resolve
 
     with QuietStderr() as quiet:
         here = hardware.detect()
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate_settings(config, here, served)  # it and the price refuse before anything starts
         if not is_remote:
-            resolve_price(config, here)
+            endpoint_price(config, here, served)
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")
@@ -147,7 +147,7 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
         for note in watch.at_start():
             print(f"{name}: {note}", flush=True)
     if watches:
-        view = CostView(config.state.expanduser() / "ledger", resolve_price(config, here))
+        view = CostView(config.state / "ledger", resolve_price(config, here))
         watch_profiles(watches, view, stopped, print)
     stopped.wait()
 

@@ -9,20 +9,29 @@ Bulk keeps a ledger in its run directory and the endpoint in a folder of its own
 cost is `cost.py`.
 """
 
+import errno
 import io
 import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from peagle.economics.usage import (
     EngineSession,
     RequestUsage,
+    session_at,
     session_since,
     sessions_from_table,
     sessions_to_table,
 )
 from peagle.errors import PeagleError
 from peagle.storage import Place, write_atomic, write_once
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def write_session(folder: Place, session: EngineSession) -> None:
@@ -48,24 +57,32 @@ def read_sessions(folder: Place) -> list[EngineSession]:
 
 
 def append_beat(folder: Path, session: EngineSession) -> None:
-    """Keep a heartbeat beside those before it."""
-    with (folder / f"beats-{session.session_id}.jsonl").open("ab", buffering=0) as file:
-        file.write(json.dumps(asdict(session)).encode() + b"\n")
+    """Keep a heartbeat beside those before it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    _append(folder / f"beats-{session.session_id}.jsonl", json.dumps(asdict(session)).encode())
 
 
 def read_sessions_since(folder: Path, since: float) -> list[EngineSession]:
-    """What every engine process did after a Unix time, to the minute; those that had ended are left out.
+    """What every engine process did after a Unix time; those that had ended are left out.
 
     Raises:
         PeagleError: a file is no such record.
     """
-    found = []
-    for session in read_sessions(folder):
-        if session.last_seen_at <= since:
-            continue
-        earlier = [beat for beat in _beats(folder, session) if beat.last_seen_at <= since]
-        found.append(session_since(session, earlier[-1]) if earlier else session)
-    return found
+    alive = [session for session in read_sessions(folder) if session.last_seen_at > since]
+    return [
+        session if session.started_at >= since else session_since(session, _session_then(folder, session, since))
+        for session in alive
+    ]
+
+
+def _session_then(folder: Path, session: EngineSession, moment: float) -> EngineSession:
+    """A session as it was at a moment of its life: between the kept heartbeats before and after it."""
+    beats = [beat for beat in _beats(folder, session) if beat.last_seen_at < session.last_seen_at] + [session]
+    earlier = [beat for beat in beats if beat.last_seen_at <= moment]
+    return session_at(moment, earlier[-1] if earlier else None, beats[len(earlier)])
 
 
 def _beats(folder: Path, session: EngineSession) -> list[EngineSession]:
@@ -73,17 +90,35 @@ def _beats(folder: Path, session: EngineSession) -> list[EngineSession]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # a last line without its end is torn
-    try:
-        return [EngineSession(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise PeagleError(f"{path}: not heartbeats: {error}") from error
+    return list(_readable(path, lines, lambda line: EngineSession(**json.loads(line))))
 
 
 def append_request(folder: Path, request: RequestUsage) -> None:
-    """Add a request to its process's file, in one write: a process that is killed leaves at most its last line torn."""
-    path = folder / f"requests-{request.usage.session_id}.jsonl"
+    """Add a request to its process's file, in one write: a process that is killed leaves at most its last line torn.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    _append(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, or nothing. A disk that is nearly full takes a part and says so by its length only; the next line
+    would then be joined to that part, and both lost."""
     with path.open("ab", buffering=0) as file:
-        file.write(request.to_json() + b"\n")
+        end = file.seek(0, io.SEEK_END)
+        if file.write(line + b"\n") <= len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+    """The records of these lines. One that is none is logged and left out: what all the others say still holds."""
+    for line in lines:
+        try:
+            yield read(line)
+        except (PeagleError, ValueError, TypeError) as error:
+            _log.error("%s: a line is left out: %s", path, error)
 
 
 def write_batch(folder: Path, batch: RequestUsage) -> None:
@@ -100,21 +135,19 @@ class RequestReader:
         self._read_bytes: dict[Path, int] = {}
 
     def new(self) -> list[RequestUsage]:
-        """The requests since the last call. A line without its end is left for the next.
-
-        Raises:
-            PeagleError: a whole line is no such record.
-        """
-        return [
-            RequestUsage.from_json(line)
-            for path in sorted(self._folder.glob("requests-*.jsonl"))
-            for line in self._new_lines(path)
-        ]
+        """The requests since the last call. A line without its end is left for the next; one that is no record is
+        logged and left out."""
+        found: list[RequestUsage] = []
+        read_bytes = {}
+        for path in sorted(self._folder.glob("requests-*.jsonl")):
+            lines = self._new_lines(path)
+            read_bytes[path] = self._read_bytes.get(path, 0) + sum(map(len, lines))
+            found += _readable(path, lines, RequestUsage.from_json)
+        self._read_bytes |= read_bytes  # at the end: where a file cannot be read, all of them are read again
+        return found
 
     def _new_lines(self, path: Path) -> list[bytes]:
         with path.open("rb") as file:
             file.seek(self._read_bytes.get(path, 0))
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes[path] = self._read_bytes.get(path, 0) + len(whole)
-        return whole.splitlines()
+        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)

@@ -28,6 +28,7 @@ SESSION_KEY = b"peagle.session"
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
+_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,8 @@ class RequestUsage:
         model: what the client called it.
         outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
             "failed" if there was no answer.
-        ttft_s: from the engine's taking the request to its first token; None without one.
+        ttft_s: from the engine's taking the request to its first token; None without one, and where the answer was not
+            streamed, since nobody saw it.
         usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
         usd: price of those seconds; loading and idling is not in it.
     """
@@ -196,14 +198,43 @@ class EngineSession:
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """What a session did after an earlier heartbeat of its own, as if it had started then."""
-    states = ("load_s", "compile_s", "busy_s", "idle_s")
-    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in states}
+    """What a session did after an earlier heartbeat of its own, as if it had started then.
+
+    While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
+    are taken together, and none counts twice.
+    """
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
+    passed["compile_s"] = min(passed["compile_s"], start_s)
+    passed["load_s"] = start_s - passed["compile_s"]
     return replace(
         session,
         started_at=session.last_seen_at - sum(passed.values()),
         num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
         **passed,
+    )
+
+
+def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
+    """A session as it was at a Unix time between two heartbeats of its own, what happened between them divided evenly.
+
+    Args:
+        earlier: the last one before; None if there was none since the session began.
+    """
+    began = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - began) / (later.last_seen_at - began)
+
+    def between(name: str) -> float:
+        before = getattr(earlier, name) if earlier else 0
+        return float((1 - share) * before + share * getattr(later, name))
+
+    states: dict[str, Any] = {name: between(name) for name in _STATES}
+    return replace(
+        later,
+        last_seen_at=later.started_at + sum(states.values()),
+        num_output_tokens=round(between("num_output_tokens")),
+        ended=False,
+        **states,
     )
 
 

@@ -19,7 +19,7 @@ from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsa
 from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.online.answers import Tally
 
-_KEPT_EVERY_S = 60.0
+_KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class EngineAccount:
         )
         write_session(self._folder, session)
         if session.last_seen_at >= self._next_kept_at or session.ended:
-            self._next_kept_at = session.last_seen_at + _KEPT_EVERY_S
+            self._next_kept_at = (session.last_seen_at // _KEPT_EVERY_S + 1) * _KEPT_EVERY_S
             append_beat(self._folder, session)
         if self._listener:
             self._listener.heartbeat(session)
@@ -169,7 +169,7 @@ class RequestAccount:
         self._record: RequestUsage | None = None
 
     def first_token(self) -> None:
-        """Something of the answer is there; what is said again later does not count."""
+        """Something of a streamed answer is there; what is said again later does not count."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
 

@@ -3,7 +3,8 @@
 It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
 them on.
 
-    usage                           tokens of the prompt, cached ones, output; in each event when it was asked for
+    usage                           tokens of the prompt, cached ones, output; of a stream at its end, and in each event
+                                    when it was asked for: there it is of that event's one choice alone
     metrics.speculative_decoding    drafts of the request; with the last usage
     peagle                          ours: what the request cost; with the last usage
 """
@@ -22,15 +23,16 @@ _END = "\n\n"
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of an answer so far; a later statement replaces an earlier one."""
+    """What is known of an answer so far; a later statement replaces an earlier one about the same."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+    _of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
 
     def read(self, answer: Mapping[str, Any]) -> None:
-        """Take what an answer or an event says of itself."""
+        """Take what a whole answer says of itself, or the last event of a stream."""
         if usage := answer.get("usage"):
             self.num_prompt_tokens = usage.get("prompt_tokens") or 0
             self.num_output_tokens = usage.get("completion_tokens") or 0
@@ -41,6 +43,13 @@ class Tally:
             self.speculation = SpeculationStats.from_histogram(
                 drafts["acceptance_histogram"], drafts["num_draft_tokens"]
             )
+
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        """Take what an event of a stream says. Of several prompts, those before the last event are one prompt's."""
+        self.read(event)
+        if event.get("usage") and (choices := event.get("choices")):
+            self._of_choice[choices[0].get("index") or 0] = self.num_output_tokens
+            self.num_output_tokens = sum(self._of_choice.values())
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:

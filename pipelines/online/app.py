@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
+from peagle.economics.ledger import read_sessions
 from peagle.economics.price_keys import resolve_price
-from peagle.economics.prices import Price
-from peagle.errors import ConfigError
+from peagle.economics.prices import Device, Price
+from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement, inspect, num_nodes, place
 from pipelines.online.batches.setup import batch_settings, num_engines
@@ -29,8 +30,7 @@ from pipelines.online.scaling import pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
-# A fake engine computes nothing: as many as are asked for fit on a node.
-_FAKE_PLACEMENT = Placement(num_cpus=0.05, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
+_FAKE_CPUS = 0.05  # a fake engine computes nothing: as many as are asked for fit on a node
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -79,7 +79,8 @@ def resolve(
     served = []
     for keys in config.served:
         if keys.engine == "fake":
-            served.append(Served(keys=keys, engine=compose_fake_engine(keys, hardware), placement=_FAKE_PLACEMENT))
+            engine = compose_fake_engine(keys, hardware)
+            served.append(Served(keys=keys, engine=engine, placement=_fake_placement(hardware)))
             continue
         placement = place(
             hardware,
@@ -93,11 +94,42 @@ def resolve(
     return served
 
 
+def _fake_placement(hardware: Hardware) -> Placement:
+    """Of a fake engine, which is charged for one device of the kind that a real one would have there."""
+    device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
+    return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
+
+
+def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
+    """The price of the endpoint's engines, and of all that its ledger holds.
+
+    Raises:
+        PriceError: there is none, or it is for another kind of device than engines have here, or had in this ledger.
+            `/v1/cost` could never answer.
+    """
+    price = resolve_price(config, hardware)
+    for one in served:
+        if one.placement.device != price.device:
+            raise PriceError(
+                f"the price of {price.instance_type} is per {price.device}, and the engines of "
+                f"{one.keys.served_name} are paid for by the {one.placement.device}",
+                hint="name the machine that they run on with --instance-type, or its price with --usd-per-hour",
+            )
+    ledger = _state(config) / "ledger"
+    if others := {session.device for session in read_sessions(ledger)} - {price.device}:
+        raise PriceError(
+            f"{ledger}: it has engines that are paid for by the {others.pop()}, and the price of "
+            f"{price.instance_type} is per {price.device}",
+            hint="name another folder with --state: one ledger is about one kind of device",
+        )
+    return price
+
+
 def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     """The Serve application of models that are decided. Ray must be up, and vLLM installed here.
 
     Raises:
-        ConfigError: the endpoint would be open to others without keys, or has no price.
+        ConfigError: the endpoint would be open to others without keys, or has no price that fits.
     """
     from ray import serve
     from ray.serve.llm import build_llm_deployment
@@ -106,7 +138,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     from pipelines.online.llm_config import make_llm_config
     from pipelines.online.server import PeagleServer
 
-    settings, price = gate_settings(config, hardware, served), resolve_price(config, hardware)
+    settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
     deployments, cards = {}, {}
     for one in served:
@@ -164,7 +196,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     return GateSettings(
         models=tuple(_served_model(one, hardware) for one in served),
         ledger=_state(config) / "ledger",
-        key_file=config.keys.expanduser().absolute() if config.keys else None,
+        key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
         requires_key=requires_key,
         max_body_bytes=config.max_body_kib * 1024,
@@ -253,4 +285,4 @@ def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
 
 
 def _state(config: ServeConfig) -> Path:
-    return config.state.expanduser().absolute()
+    return config.state.absolute()

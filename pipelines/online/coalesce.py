@@ -64,7 +64,8 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
     clock = asyncio.get_running_loop().time
     earliest = clock()
     try:
-        with pace.stream():
+        await news.wait()
+        with pace.stream():  # whatever says nothing yet, as a whole answer does until its end, takes no share
             while True:
                 await news.wait()
                 if (early := earliest - clock()) > 0:

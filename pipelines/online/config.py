@@ -119,6 +119,11 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         entries = [common | entry if isinstance(entry, dict) else entry for entry in values["models"]]
         return {**values, "models": entries}
 
+    @field_validator("state", "keys")
+    @classmethod
+    def _home_is_meant(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser()
+
     @field_validator("batch_engines", mode="before")
     @classmethod
     def _engines_are_a_range(cls, value: Any) -> Any:

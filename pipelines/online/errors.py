@@ -14,6 +14,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _OF_A_BODY_UNDER_WAY = (408, 413)
 _OVERLOADED_RETRY_S = 5

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # The controller's loop takes 5 % of a core when it turns ten times a second, as it does else.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    # Ray's limit for a first token is 600 s; request_timeout_s is ours, and may be longer. A year is none.
+    "RAY_SERVE_LLM_ROUTER_HTTP_TIMEOUT": "31536000",
     # Each hand-over between threads costs every piece of a stream; nothing here holds up an event loop.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

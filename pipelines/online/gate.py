@@ -32,7 +32,7 @@ OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
-_SUMMARY_HEADERS = ("usd", "ttft_s", "engine_s", "acceptance_length")
+_SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
 
 
@@ -112,9 +112,13 @@ class Gate:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
                 with self._load.request(intake.model.name):
                     await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+        except asyncio.CancelledError:
+            answer.give_up()
+            raise
         except TimeoutError:
             if not limit.expired():
                 raise
+            answer.give_up()
             message = f"the answer took longer than {settings.request_timeout_s:g} s"
             raise ApiError(504, message, code="timeout") from None
         finally:
@@ -187,7 +191,7 @@ class _Answer:
         self._is_stream = False
         self.is_started = False
         self.is_complete = True
-        """Whether `tally` and `usd` are all that the request used; not when its client left in between."""
+        """Whether `tally` and `usd` are all that the request used; not when nobody waited for the end of its answer."""
         self.tally = Tally()
         self.usd = 0.0
 
@@ -199,6 +203,11 @@ class _Answer:
         self._headers["x-peagle-drafter"] = model.drafter or "none"
         if model.num_speculative_tokens:
             self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more: before its first byte, only its engine knows what it used."""
+        if self._start is None:
+            self.is_complete = False
 
     def close_unless_read(self, upload: Upload) -> None:
         """Answered before its end, as what is no form, a body is not read on: the connection closes."""

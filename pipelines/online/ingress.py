@@ -25,6 +25,7 @@ from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError, from_exception, is_engine_death
 from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.handles import Cancelling
 from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
 from pipelines.online.replicas import replica_counts
@@ -58,7 +59,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         price: Price,
         batches: BatchSettings | None = None,
     ) -> None:
-        super().__init__(llm_deployments, model_cards)
+        super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self.batches = Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd) if batches else None

@@ -34,7 +34,6 @@ async def relay(
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
-                request.first_token()
                 if _is_text(answer):
                     yield [_pass_on(text, request, wants_each_usage) for text in answer]
                 else:
@@ -68,7 +67,9 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
     passed = []
     for event in events(text):
         if isinstance(event, dict):
-            request.tally.read(event)
+            request.tally.read_event(event)
+            if event.get("choices"):
+                request.first_token()
             if "error" in event:
                 request.finish("failed")
             elif is_usage_alone(event):

@@ -157,7 +157,7 @@ def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedMode
             )
         return asked
     tokens = default_tokens(path, key, model, most)
-    if path != COMPLETIONS and tokens < model.max_model_len:
+    if path == COMPLETIONS or tokens < model.max_model_len:  # vLLM would give a completion its own 16
         values["max_tokens"] = tokens
     return tokens
 

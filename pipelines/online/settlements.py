@@ -1,4 +1,5 @@
-"""Limits kept true to the ledger: what keys have spent before and on batches, and what requests used whose client left.
+"""Limits kept true to the ledger: what keys have spent before and on batches, and what requests used whose client left
+or whose time was over.
 
 Such a request's usage never reaches the ingress; its engine writes it to the ledger, and until it is read there the
 request holds what it reserved. So nobody gets tokens for nothing by hanging up. It knows no HTTP.
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peagle.economics.ledger import RequestReader
+from peagle.economics.usage import RequestUsage
 from pipelines.online.batches.records import BATCH_PREFIX
 from pipelines.online.limits import Limiter, Permit
 
@@ -30,6 +32,7 @@ class Settlements:
         self._reader = RequestReader(folder)
         self._monotonic = monotonic
         self._waiting: dict[str, tuple[float, Permit]] = {}
+        self._unclaimed: dict[str, tuple[float, RequestUsage]] = {}  # in the order in which they were read
         self._looked_at = -math.inf
         self._is_looking = False
         spent: dict[str, float] = {}
@@ -38,8 +41,11 @@ class Settlements:
         self.limiter = Limiter(spent, monotonic=monotonic)
 
     def defer(self, request_id: str, permit: Permit) -> None:
-        """The ledger will say what this request used."""
-        self._waiting[request_id] = (self._monotonic(), permit)
+        """The ledger will say what this request used, or has said so: an engine may be done before the ingress is."""
+        if unclaimed := self._unclaimed.pop(request_id, None):
+            self._settle(permit, unclaimed[1])
+        else:
+            self._waiting[request_id] = (self._monotonic(), permit)
 
     async def catch_up(self) -> None:
         """Settle what the ledger has by now; looks at it once a second at most, and seldom when nothing waits."""
@@ -54,10 +60,24 @@ class Settlements:
             self._looked_at = now
         for request in found:
             if waiting := self._waiting.pop(request.request_id, None):
-                self.limiter.settle(waiting[1], output_tokens=request.usage.num_output_tokens, usd=request.usd)
+                self._settle(waiting[1], request)
             elif request.request_id.startswith(BATCH_PREFIX):
                 self.limiter.charge(request.key, request.usd)
+            else:
+                self._unclaimed[request.request_id] = (now, request)
+        self._forget(now)
+
+    def _settle(self, permit: Permit, request: RequestUsage) -> None:
+        self.limiter.settle(permit, output_tokens=request.usage.num_output_tokens, usd=request.usd)
+
+    def _forget(self, now: float) -> None:
+        """Let go what nothing more will be heard of."""
         for request_id, (since, permit) in list(self._waiting.items()):
             if now - since > _GIVE_UP_S:
                 del self._waiting[request_id]
                 self.limiter.settle(permit, output_tokens=0, usd=0.0)
+        while self._unclaimed:
+            request_id, (since, _) = next(iter(self._unclaimed.items()))
+            if now - since <= _GIVE_UP_S:
+                return
+            del self._unclaimed[request_id]

@@ -165,14 +165,14 @@ class StandInEngine:
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """A stream: what each token adds, with the usage until then; then the usage alone, and the end."""
+        """A stream: what each token adds, with the usage of its choice until then; all usage alone; the end."""
         sent = [""] * sampling.get("n", 1)
         async for completions, whole in self._live().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
                 added, sent[index] = completion.text.removeprefix(sent[index]), completion.text
                 if added or whole:
                     choice = _choice(url, index, added, completion.finish_reason if whole else None)
-                    yield self._event(url, request_id, [choice], _usage(token_ids, completions))
+                    yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
             if whole:
                 yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))
         yield "data: [DONE]\n\n"

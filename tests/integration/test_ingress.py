@@ -1,4 +1,5 @@
-"""The ingress on real Ray Serve, in front of a deployment that only waits: the page, and what is under way now."""
+"""The ingress on real Ray Serve, in front of a deployment that only waits: the page, what is under way now, and what
+becomes of a request whose time is over."""
 
 import asyncio
 import socket
@@ -20,25 +21,34 @@ CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_request
 
 @serve.deployment(max_ongoing_requests=1)
 class Waits:
-    """Answers when a file is there."""
+    """Answers when a file is there; a stream has its first event at once. Writes down beside it what was cancelled."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
     async def chat(self, request, raw_request_info=None):
-        while not self._path.exists():
-            await asyncio.sleep(0.05)
-        yield ['data: {"choices": []}\n\n', "data: [DONE]\n\n"]
+        try:
+            if request.stream:
+                yield ['data: {"choices": [{"delta": {}}]}\n\n']
+            while not self._path.exists():
+                await asyncio.sleep(0.05)
+            yield ['data: {"choices": []}\n\n', "data: [DONE]\n\n"]
+        except asyncio.CancelledError:
+            self._path.with_name(f"cancelled-{raw_request_info.headers['x-request-id']}").touch()
+            raise
 
 
 @pytest.fixture
-def url(ray_cluster, tmp_path):
+def url(ray_cluster, tmp_path, request):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (tmp_path / "ledger").mkdir()
     settings = GateSettings(
-        models=(ServedModel(name="m", max_model_len=100),), ledger=tmp_path / "ledger", requires_key=False
+        models=(ServedModel(name="m", max_model_len=100),),
+        ledger=tmp_path / "ledger",
+        requires_key=False,
+        request_timeout_s=getattr(request, "param", 600),
     )
     ingress = serve.deployment(make_ingress(settings)).bind(
         llm_deployments={"m": Waits.bind(str(tmp_path / "go"))},
@@ -77,6 +87,25 @@ def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, 
         for sender in senders:
             sender.join()
         assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
+
+
+@pytest.mark.parametrize("url", [3.0], indirect=True)
+def test_a_request_whose_time_is_over_leaves_its_engine(url, tmp_path):
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    with httpx.Client(base_url=url, timeout=60) as http:
+        (tmp_path / "go").touch()
+        while http.post(CHAT, json=body | {"stream": True}).status_code != 200:
+            pass  # the first call of a handle takes seconds
+        (tmp_path / "go").unlink()
+        for is_stream in (True, False, True):  # the engine's only slot, again and again
+            answer = http.post(CHAT, json=body | {"stream": is_stream})
+            assert answer.status_code == (200 if is_stream else 504)
+            assert "took longer than 3 s" in answer.text
+            cancelled = tmp_path / f"cancelled-{answer.headers['x-peagle-request-id']}"
+            until = time.monotonic() + 10
+            while not cancelled.exists():
+                assert time.monotonic() < until, "the engine has it still"
+                time.sleep(0.05)
 
 
 def ask(url):

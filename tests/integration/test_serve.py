@@ -15,6 +15,7 @@ from pipelines.online.keys import new_key, write_keys
 MODEL = "smollm2-135m"
 START_S = 240
 NUM_ANSWERED = 7
+NUM_STREAMS = 3  # one of which its client leaves
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
@@ -224,7 +225,9 @@ def check_ledger(folder):
     assert outcomes.count("cut") == 1
     assert outcomes.count("ok") == NUM_ANSWERED
     assert {request.key for request in requests} == {"alice"}
-    assert all(request.ttft_s > 0 for request in requests if request.outcome == "ok")
+    waits = [request.ttft_s for request in requests if request.ttft_s is not None]
+    assert min(waits) > 0
+    assert len(waits) == NUM_STREAMS
     (session,) = read_sessions(folder)
     assert session.ended
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

@@ -74,21 +74,27 @@ class Scheduler:
         self._next_sweep = 0.0
 
     def tick(self) -> None:
-        """Do what can be done now; what cannot be written down is done again by the next one."""
-        for batch in self._store.unfinished():
-            try:
-                self._advance(batch)
-            except (PeagleError, OSError) as error:
-                _log.error("batch %s cannot go on: %s", batch.id, error)
-        if self._now() >= self._next_sweep:
-            self._next_sweep = self._now() + _SWEEP_S
-            self._store.remove_expired()
+        """Do what can be done now; what cannot be read or written down is done again by the next one."""
+        try:
+            for batch in self._store.unfinished():
+                self._try_to_advance(batch)
+            if self._now() >= self._next_sweep:
+                self._next_sweep = self._now() + _SWEEP_S
+                self._store.remove_expired()
+        except (PeagleError, OSError) as error:
+            _log.error("batches: the store does not answer: %s", error)
 
     def abandon(self) -> None:
         """Leave all of it as it is: somebody else goes on, or nobody for now."""
         for work in self._works.values():
             work.handle.kill()
         self._works.clear()
+
+    def _try_to_advance(self, batch: Batch) -> None:
+        try:
+            self._advance(batch)
+        except (PeagleError, OSError) as error:
+            _log.error("batch %s cannot go on: %s", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
         work = self._works.get(batch.id)

@@ -135,13 +135,17 @@ class BatchStore:
             yield at, target
 
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file; of a batch's output also what its run keeps of the answers."""
+        """Delete a file; of a batch's output or errors also what its run keeps of them."""
         (self.root / "files" / f"{file.id}.json").unlink(missing_ok=True)
         self._files.pop(file.id, None)
         self.bytes_of(file).unlink(missing_ok=True)
         if file.batch_id is not None:
-            kept = "failed" if file.id.endswith("-errors") else "data"
-            for path in list((self.run_place(file.batch_id) / kept).glob("*")):
+            run = self.run_place(file.batch_id)
+            if file.id.endswith("-errors"):  # made of the export, and a copy of it
+                kept = [*(run / "failed").glob("*"), run / "export" / "openai-batch" / "errors.jsonl"]
+            else:
+                kept = list((run / "data").glob("*"))
+            for path in kept:
                 path.unlink(missing_ok=True)
 
     def remove_expired(self) -> None:

@@ -11,6 +11,7 @@ from peagle.economics.usage import (
     EngineSession,
     RequestUsage,
     UnitUsage,
+    session_at,
     session_since,
     sessions_from_table,
     sessions_to_table,
@@ -183,3 +184,23 @@ def test_a_session_since_a_heartbeat_of_its_own():
     assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 0, 40, 10)
     assert since.started_at == pytest.approx(earlier.last_seen_at)
     assert since.num_output_tokens == 1700
+
+
+def test_seconds_that_become_compile_when_the_engine_is_up_count_once():
+    loading = dataclasses.replace(
+        SESSION, last_seen_at=SESSION.started_at + 25, load_s=25.0, compile_s=0.0, busy_s=0.0, idle_s=0.0
+    )
+    since = session_since(SESSION, dataclasses.replace(loading, num_output_tokens=0))
+    assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 5, 60, 10)
+    assert since.started_at == pytest.approx(loading.last_seen_at)
+
+
+def test_a_session_between_two_heartbeats_of_its_own():
+    earlier = dataclasses.replace(
+        SESSION, last_seen_at=SESSION.started_at + 60, busy_s=30.0, idle_s=0.0, num_output_tokens=1000, ended=False
+    )
+    then = session_at(SESSION.started_at + 70, earlier, SESSION)
+    assert (then.load_s, then.compile_s, then.busy_s, then.idle_s) == pytest.approx((20, 10, 37.5, 2.5))
+    assert (then.last_seen_at, then.num_output_tokens, then.ended) == (SESSION.started_at + 70, 1375, False)
+    begun = session_at(SESSION.started_at + 30, None, earlier)
+    assert (begun.load_s, begun.compile_s, begun.busy_s, begun.num_output_tokens) == pytest.approx((10, 5, 15, 500))

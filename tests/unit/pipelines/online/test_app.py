@@ -5,15 +5,20 @@ import pytest
 from peagle.catalog.engines import ResolvedEngine
 from peagle.catalog.resolve import ResolvedDrafter
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.errors import CapacityError, ConfigError
+from peagle.errors import CapacityError, ConfigError, PriceError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import Placement
 from pipelines.online import app
-from pipelines.online.app import Served, gate_settings, model_card
+from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.app import Served, endpoint_price, gate_settings, model_card
 from pipelines.online.config import ServeConfig
 from pipelines.online.keys import new_key, write_keys
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
+GPU = Hardware(
+    platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, accelerator="NVIDIA H100 80GB HBM3",
+    num_accelerators=8, compute_capability=(9, 0),
+)  # fmt: skip
 HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
 
@@ -73,6 +78,30 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert (folder / "runs").is_dir()
     with pytest.raises(CapacityError, match="3 engines need a CPU core each"):
         placement(batches=folder, batches_at_once=2)
+
+
+def price_of(tmp_path, hardware, **keys):
+    config = ServeConfig(state=tmp_path, engine="fake", **keys)
+    return endpoint_price(config, hardware, app.resolve(config, hardware, num_nodes=1, announce=print))
+
+
+@pytest.mark.parametrize(("hardware", "device"), [(CPU, "vcpu"), (GPU, "accelerator")])
+def test_a_fake_engine_has_the_price_of_its_machine(tmp_path, hardware, device):
+    assert price_of(tmp_path, hardware, usd_per_hour=1).device == device
+
+
+def test_a_price_of_another_kind_of_device_is_refused(tmp_path):
+    with pytest.raises(PriceError, match=r"p5\.48xlarge is per accelerator, and the engines of fake .* by the vcpu"):
+        price_of(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
+
+
+def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
+    engine = Engine(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+    EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
+    assert price_of(tmp_path, CPU, usd_per_hour=1)
+    with pytest.raises(PriceError, match="ledger: it has engines that are paid for by the vcpu") as error:
+        price_of(tmp_path, GPU, usd_per_hour=1)
+    assert "--state" in error.value.hint
 
 
 def test_a_models_card_says_what_its_engines_are(tmp_path):

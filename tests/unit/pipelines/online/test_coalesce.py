@@ -98,6 +98,31 @@ def test_streams_share_the_pieces():
     assert min(counts) >= 3
 
 
+def test_what_has_said_nothing_yet_slows_no_stream():
+    async def scene():
+        pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
+
+        async def whole():
+            await end.wait()
+            yield {"choices": []}
+
+        async def ask():
+            return [answer async for answer in in_pieces(whole(), pace)]
+
+        whole_answers = [asyncio.create_task(ask()) for _ in range(8)]
+        await asyncio.sleep(0.01)
+        stream = coalesce(steps([1], [2]), pace)
+        await anext(stream)
+        during = pace.interval_s
+        end.set()
+        answers = await asyncio.gather(*whole_answers)
+        after = pace.interval_s
+        await stream.aclose()
+        return during, after, pace.interval_s, answers
+
+    assert asyncio.run(scene()) == (1, 1, INTERVAL_S, [[{"choices": []}]] * 8)
+
+
 @pytest.mark.parametrize("items", [[], [1, 2]])
 def test_an_error_comes_after_what_came_before_it(items):
     async def watch():

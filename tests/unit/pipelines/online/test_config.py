@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +14,13 @@ def test_the_flat_keys_are_the_only_model():
 def test_keys_beside_the_list_hold_for_every_model_unless_it_says_otherwise():
     config = ServeConfig(max_num_seqs=4, enforce_eager=True, models=[{"name": "a"}, {"name": "b", "max_num_seqs": 2}])
     assert [(m.served_name, m.max_num_seqs, m.enforce_eager) for m in config.served] == [("a", 4, True), ("b", 2, True)]
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    config = ServeConfig(state="~/state", keys="~/keys.json")
+    assert (config.state, config.keys) == (Path("/home/alice/state"), Path("/home/alice/keys.json"))
+    assert ServeConfig().keys is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
+from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
 
@@ -55,17 +56,41 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
     engine_account.ready()
     request_of(50, "before")
     clock.now += 70
-    engine_account.heartbeat()  # kept: more than a minute after the first
-    clock.now += 300
+    for _ in range(5):
+        engine_account.heartbeat()  # kept: each is in a minute of its own
+        clock.now += 60
     request_of(20, "within")
     clock.now += 30
     engine_account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
     report = view.report(window_s=240)
+    window_s = 470 - ((start + 230) // 60 * 60 - start)  # with the whole minute in which it begins
     assert report["total"]["num_requests"] == 1
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
-    assert report["account"]["device_s"]["idle"] == pytest.approx(2 * 330)  # since the last kept heartbeat before it
+    assert report["account"]["device_s"]["idle"] == pytest.approx(2 * (window_s - 20))
     assert view.report()["account"]["device_s"]["total"] == pytest.approx(2 * 470)
+
+
+@pytest.mark.parametrize("second", [0.5, 17.0, 42.0])
+def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_path, clock, monkeypatch, second):
+    """A request of 1 s and 100 tokens each second, from some second of a minute on, for somewhat over ten minutes."""
+    start, began = 1_800_000_000 + second, clock.now
+    monkeypatch.setattr("pipelines.online.account.time.time", lambda: start + clock.now - began)
+    engine = Engine(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
+    account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
+    account.ready()
+    for number in range(630):
+        request = account.begin(str(number), "alice")
+        request.tally = Tally(num_output_tokens=100)
+        clock.now += 1
+        request.write("ok")
+        if number % 5 == 4:
+            account.heartbeat()
+    account.end()
+    view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + 630)
+    for window_s in (60, 300, None):
+        # The first request of a window may have begun before it.
+        assert view.report(window_s=window_s)["account"]["tokens_per_usd"] == pytest.approx(100 / 0.02, rel=0.02)
 
 
 def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_the_engines(view, tmp_path):

@@ -1,5 +1,8 @@
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -73,3 +76,11 @@ def test_ray_finds_it_by_its_name():
     assert (module, name) == (front.__name__, "middlewares")
     (middleware,) = middlewares()
     assert middleware.cls is Front
+
+
+def test_rays_limit_for_an_answer_is_none_beside_ours():
+    """It is read when Ray's module is imported, so in a process that is started with it."""
+    script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=os.environ | front.ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 30 * 24 * 3600

@@ -11,7 +11,7 @@ from pipelines.online.requests import ServedModel
 
 CHAT = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-SUMMARY = {"usd": 0.25, "ttft_s": 0.5, "acceptance_length": 1.5}
+SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
 EVENTS = [
     {"choices": [{"delta": {"content": "Hello"}}]},
     {"choices": [], "usage": USAGE, "peagle": SUMMARY},
@@ -263,6 +263,9 @@ def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys)
     assert engine.asked["max_tokens"] == 30
     ask(post(keys["alice"]), app=engine)
     assert "max_tokens" not in engine.asked
+    for most, tokens in ((8, 8), (30, 16), (None, 16)):
+        ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
+        assert engine.asked["max_tokens"] == tokens
 
 
 def streamed(answer):
@@ -301,7 +304,38 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask
 
     (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
     assert error_of(answer) == (504, "timeout")
+    assert answer.json()["error"]["type"] == "timeout_error"
     assert cancelled == [True]
+
+
+@pytest.mark.parametrize("is_hung_up", [True, False])
+def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(settings, keys, engine_account, is_hung_up):
+    """Alone by the engine's record, since nothing of it reached the gate: here more than the key's budget."""
+    engine_account.ready()
+
+    async def hangs(scope, receive, send):
+        request = engine_account.begin(dict(scope["headers"])[b"x-request-id"].decode(), "small")
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            engine_account._monotonic.now += 20  # 20 s x 2 x 0.01 USD
+            request.write("cut")
+            raise
+
+    async def scene():
+        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2))
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
+            arguments, body = post(keys["small"])
+            first = asyncio.create_task(http.request(*arguments, **body))
+            await asyncio.sleep(0.1)
+            if is_hung_up:
+                first.cancel()
+            await asyncio.wait([first])
+            await asyncio.sleep(1)  # how often the ledger is looked at
+            return await http.request(*arguments, **body)
+
+    assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
 
 
 def test_requests_under_way_are_counted_while_they_are(ask, keys):

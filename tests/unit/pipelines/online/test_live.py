@@ -56,6 +56,13 @@ def test_tokens_count_for_the_seconds_in_which_they_were_made(ledger, view):
     assert sum(series) * report["series"]["step_s"] == pytest.approx(80)
 
 
+def test_an_answer_that_was_not_streamed_counts_for_all_of_its_time(ledger, view):
+    ledger("1", ended_s_ago=10, lasted_s=8, ttft_s=None, tokens=80)
+    report = view.report()
+    assert report["series"]["output_tokens_per_s"][NUM_POINTS - 9 : NUM_POINTS - 5] == pytest.approx([10, 10, 10, 10])
+    assert report["total"]["ttft_p50_s"] is None
+
+
 def test_what_was_made_before_the_window_is_not_in_its_speed(ledger, view):
     ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
     report = view.report()

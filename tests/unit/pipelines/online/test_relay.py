@@ -99,6 +99,22 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
 
 
+def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
+    def chosen(index, count):
+        return event(choices=[{"index": index, "delta": {}}], usage={"prompt_tokens": 5, "completion_tokens": count})
+
+    async def leave():
+        answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
+        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 5)
+    assert record(tmp_path).usage.num_prompt_tokens == 5
+
+
 def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
     with pytest.raises(RuntimeError, match="dead"):
         passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), wants_each_usage=False)
@@ -114,6 +130,23 @@ def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
 class Whole(SimpleNamespace):
     def model_dump(self, include):
         return {name: getattr(self, name) for name in include}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Whole(usage=USAGE, metrics=DRAFTS),
+        SimpleNamespace(error=SimpleNamespace(code=400)),
+        [event(error={"message": "no"})],
+    ],
+)
+def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, clock, tmp_path, answer):
+    async def slow():
+        clock.now += 2
+        yield answer
+
+    passed(engine_account, slow(), wants_each_usage=False)
+    assert record(tmp_path).ttft_s is None
 
 
 def test_a_whole_answer_gets_the_summary(engine_account, tmp_path):

@@ -34,6 +34,23 @@ def test_hanging_up_gives_no_tokens_for_nothing(engine_account, clock, tmp_path)
         settlements.limiter.admit(ALICE, 1)
 
 
+def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(engine_account, clock, tmp_path):
+    engine_account.ready()
+    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+    permits = {request_id: settlements.limiter.admit(ALICE, 50) for request_id in ("r1", "r2")}
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    append_request(tmp_path / "ledger", used(engine_account, "r2", 50, 2, clock))
+    asyncio.run(settlements.catch_up())
+    settlements.defer("r1", permits["r1"])
+    settlements.limiter.admit(ALICE, 10)
+    clock.now += 121
+    asyncio.run(settlements.catch_up())  # nobody has asked for the other's meanwhile
+    assert not settlements._unclaimed
+    settlements.defer("r2", permits["r2"])
+    with pytest.raises(ApiError):
+        settlements.limiter.admit(ALICE, 41)  # 50 and 10 are reserved still
+
+
 def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(tmp_path, clock):
     settlements = Settlements(tmp_path, monotonic=clock)
     settlements.defer("r1", settlements.limiter.admit(ALICE, 100))

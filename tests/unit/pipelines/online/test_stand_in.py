@@ -53,10 +53,22 @@ def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
     tallies = Tally(), Tally()
     tallies[0].read(json.loads(whole.model_dump_json()))
     for part in parts:
-        tallies[1].read(part)
+        tallies[1].read_event(part)
     assert tallies[0] == tallies[1]
     assert tallies[0].num_output_tokens == len(whole.choices[0].message.content.split())
     assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
+
+
+def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all():
+    """As vLLM has it."""
+    parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
+    last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
+    assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
+    assert len(last) == 3
+    tally = Tally()
+    for part in parts[:-1]:
+        tally.read_event(part)
+    assert tally.num_output_tokens == sum(last.values())
 
 
 def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():

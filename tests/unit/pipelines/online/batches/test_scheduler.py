@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from peagle.errors import ConfigError, EngineError, RunInUse
+from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.validation import Checked
 
@@ -216,6 +216,24 @@ def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, 
         scheduler.tick()
     assert not run.is_killed
     assert shown(store, batch_id)["status"] == "in_progress"
+    scheduler.tick()
+    assert shown(store, batch_id)["status"] == "completed"
+
+
+@pytest.mark.parametrize("name", ["unfinished", "remove_expired"])
+@pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
+def test_a_store_that_is_away_for_a_moment_harms_no_run(
+    scheduler, store, begun, make_result, monkeypatch, clock, name, error
+):
+    def away():
+        raise error
+
+    batch_id, run = begun
+    clock.now += 3600  # expired files are looked for, too
+    with monkeypatch.context() as moment:
+        moment.setattr(store, name, away)
+        scheduler.tick()
+    run.answer = make_result(batch_id)
     scheduler.tick()
     assert shown(store, batch_id)["status"] == "completed"
 

@@ -69,16 +69,17 @@ def test_batches_are_listed_the_newest_first(store, make_order, monkeypatch):
 def test_a_deleted_output_takes_the_answers_of_its_run_along(store, make_order):
     batch = store.add_batch(make_order(output_expires_s=3600))
     run = store.run_place(batch.id)
-    for name in ("data/unit-0.parquet", "failed/unit-0.jsonl", "export/openai-batch/output.jsonl", "report.json"):
+    exported = ("export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl")
+    for name in ("data/unit-0.parquet", "failed/unit-0.jsonl", *exported, "report.json"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"x")
-    ids = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 1), 1, 100.0)
+    ids = store.add_outputs(batch, (exported[0], 1), 1, 100.0)
     assert all(store.file(file_id, "alice").expires_at == 3700 for file_id in ids)
     store.remove_file(store.file(ids[0], "alice"))
     left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    assert left == {"failed/unit-0.jsonl", "report.json"}
+    assert left == {"failed/unit-0.jsonl", exported[1], "report.json"}
     store.remove_file(store.file(ids[1], "alice"))
-    assert not (run / "failed/unit-0.jsonl").exists()
+    assert [path.name for path in run.rglob("*") if path.is_file()] == ["report.json"]
 
 
 def test_a_file_whose_time_is_over_is_not_there(store, upload, clock):

@@ -1,0 +1,52 @@
+"""A model's deployment as the ingress asks it: nobody works on an answer that nobody waits for any more.
+
+Ray 2.60 ends a call with its caller where a whole request is cancelled, as when a client hangs up. A caller that gives
+up by itself only stops listening, and the replica goes on to the last token. Here the call is cancelled in both cases.
+It knows what Serve's handles can do; it imports no Ray.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
+
+
+class Response(Protocol):
+    """Of Serve's `DeploymentResponseGenerator`, what is used here."""
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """The parts of the answer."""
+
+    def cancel(self) -> None:
+        """End the call, whether a replica has it or it still waits for one."""
+
+
+class Cancelling:
+    """A `DeploymentHandle` whose answers are cancelled with whoever waits for them.
+
+    Args:
+        handle: Serve's own, or one of its methods.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def options(self, **options: Any) -> "Cancelling":
+        """As Serve's."""
+        return Cancelling(self._handle.options(**options))
+
+    def __getattr__(self, method: str) -> "Cancelling":
+        return Cancelling(getattr(self._handle, method))
+
+    def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Call the deployment; `options(stream=True)` must have been said."""
+        return listen(self._handle.remote(*arguments))
+
+
+async def listen(response: Response) -> AsyncGenerator[Any, None]:
+    """The parts of an answer. Cancelled or closed before the last of them, the call is too."""
+    try:
+        async for part in response:
+            yield part
+    except (asyncio.CancelledError, GeneratorExit):
+        response.cancel()
+        raise

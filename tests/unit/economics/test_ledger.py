@@ -1,0 +1,98 @@
+import logging
+import resource
+import signal
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import (
+    RequestReader,
+    append_beat,
+    append_request,
+    read_sessions_since,
+    write_session,
+)
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.speculation import SpeculationStats
+
+SESSION = EngineSession(
+    session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1000.0, last_seen_at=1060.0,
+    load_s=0.0, compile_s=0.0, busy_s=60.0, idle_s=0.0, num_output_tokens=600, ended=False,
+)  # fmt: skip
+
+
+def request(request_id, session_id="s"):
+    usage = UnitUsage(
+        session_id=session_id, num_rows=1, num_failed_rows=0, num_prompt_tokens=1, num_cached_tokens=0,
+        num_output_tokens=10, busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+    )  # fmt: skip
+    return RequestUsage(
+        request_id=request_id, key="k", model="m", drafter=None, outcome="ok", ttft_s=None, usd=1.0, usage=usage
+    )
+
+
+@pytest.fixture
+def nearly_full():
+    """Have files of this process end after so many bytes; what is beyond is not written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or limits[0], limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_a_disk_that_is_full_for_a_moment_costs_one_record_only(tmp_path, nearly_full, room):
+    append_request(tmp_path, request("1"))
+    append_beat(tmp_path, SESSION)
+    write_session(tmp_path, replace(SESSION, last_seen_at=1180.0, busy_s=180.0))
+    for path, append, record in (
+        (tmp_path / "requests-s.jsonl", append_request, request("2")),
+        (tmp_path / "beats-s.jsonl", append_beat, SESSION),
+    ):
+        nearly_full(path.stat().st_size + room)
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            append(tmp_path, record)
+        nearly_full(None)
+    append_request(tmp_path, request("3"))
+    append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
+    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1", "3"]
+    (since,) = read_sessions_since(tmp_path, 1120.0)
+    assert since.busy_s == pytest.approx(60)
+
+
+def test_a_line_that_is_no_record_is_logged_and_the_others_hold(tmp_path, caplog):
+    torn = request("2").to_json()[:30]
+    append_request(tmp_path, request("1"))
+    with (tmp_path / "requests-s.jsonl").open("ab") as file:
+        file.write(torn)
+    append_request(tmp_path, request("3"))
+    append_request(tmp_path, request("4"))
+    append_request(tmp_path, request("1", session_id="t"))
+    reader = RequestReader(tmp_path)
+    with caplog.at_level(logging.ERROR):
+        assert [one.request_id for one in reader.new()] == ["1", "4", "1"]
+    assert "requests-s.jsonl: a line is left out" in caplog.text
+    append_request(tmp_path, request("5"))
+    assert [one.request_id for one in reader.new()] == ["5"]
+
+
+def test_a_beat_that_is_no_record_is_left_out(tmp_path):
+    (tmp_path / "beats-s.jsonl").write_bytes(b'{"session_id": "s", {\n')
+    append_beat(tmp_path, SESSION)
+    write_session(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
+    (since,) = read_sessions_since(tmp_path, 1060.0)
+    assert since.busy_s == pytest.approx(60)
+
+
+def test_what_could_not_be_read_is_read_again(tmp_path):
+    append_request(tmp_path, request("1", session_id="a"))
+    append_request(tmp_path, request("2", session_id="b"))
+    reader = RequestReader(tmp_path)
+    (tmp_path / "requests-b.jsonl").rename(tmp_path / "b")
+    (tmp_path / "requests-b.jsonl").mkdir()  # cannot be read
+    with pytest.raises(OSError, match="directory"):
+        reader.new()
+    (tmp_path / "requests-b.jsonl").rmdir()
+    (tmp_path / "b").rename(tmp_path / "requests-b.jsonl")
+    assert [one.request_id for one in reader.new()] == ["1", "2"]
