@@ -53,6 +53,20 @@ def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
     return rows
 
 
+def cpu_seconds(process: int) -> dict[str, float]:
+    """Processor seconds so far of a process and all below it, by what they call themselves."""
+    root = psutil.Process(process)
+    found: dict[str, float] = {}
+    for one in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            # Ray and vLLM name their processes by the command line, which then has one word.
+            title = (one.cmdline() or [""])[0].strip()
+            name = title if title.startswith(("ray::", "VLLM::")) else one.name()
+            times = one.cpu_times()
+            found[name] = found.get(name, 0.0) + times.user + times.system
+    return found
+
+
 def leave_cores(process: int, options: argparse.Namespace) -> None:
     """Keep all that runs below a process, and itself, off the cores that engines compute on, as `--engine-cores` asks.
 

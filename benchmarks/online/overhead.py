@@ -4,7 +4,7 @@
 
 `vllm serve` and `peagle serve` are started in turns with the same engine arguments and environment; vLLM's own load
 generator (`vllm bench serve`) asks each at every concurrency: HumanEval prompts as chats, streamed, greedy, as many
-output tokens for each. Every round begins with the other server.
+output tokens for each. Every round begins with the other server. What each process took of the cores stands beside.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import same_engine
 from peagle import hardware
@@ -54,7 +55,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     _write_prompts(options.folder / "prompts.jsonl")
     endpoint = _endpoint(options)
-    measured: dict[str, dict[str, list[dict[str, float]]]] = {
+    measured: dict[str, dict[str, list[dict[str, Any]]]] = {
         system: {str(c): [] for c in options.concurrency} for system in SYSTEMS
     }
     for repeat in range(options.repeats):
@@ -93,20 +94,26 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
     return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
 
 
-def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder: Path) -> dict[str, dict[str, float]]:
+def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The figures of one start of one system, by concurrency."""
     folder.mkdir(parents=True, exist_ok=True)
     left = [c for c in options.concurrency if not (folder / f"c{c}.json").exists()]
     if left:
-        with _serving(endpoint, system, folder) as port:
+        with _serving(endpoint, system, folder) as (server, port):
             for concurrency in left:
                 same_engine.leave_cores(os.getpid(), options)
+                before = same_engine.cpu_seconds(server)
                 _load(options, endpoint, port, concurrency, folder)
+                after = same_engine.cpu_seconds(server)
+                spent = {name: round(s - before.get(name, 0.0), 2) for name, s in after.items()}
+                (folder / f"c{concurrency}.cpu.json").write_text(json.dumps(spent), encoding="utf-8")
+                (folder / f"c{concurrency}.json.part").rename(folder / f"c{concurrency}.json")
     return {str(c): _figures(folder / f"c{c}.json") for c in options.concurrency}
 
 
 @contextlib.contextmanager
-def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
+def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[tuple[int, int]]:
+    """Process id and port of a server, as long as it is needed."""
     port = same_engine.free_port()
     command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -120,7 +127,7 @@ def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[int]:
         try:
             _wait_until_up(server, port, folder)
             _ask(endpoint, port)
-            yield port
+            yield server.pid, port
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(_END_S)
@@ -145,7 +152,7 @@ def _ask(endpoint: Endpoint, port: int) -> None:
 
 
 def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path) -> None:
-    name = f"c{concurrency}.json"
+    """Have vLLM's generator ask; its result is `c<CONCURRENCY>.json.part`."""
     command = [
         sys.executable, "-m", "benchmarks.vllm_command", "bench", "serve", "--backend", "openai-chat",
         "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/chat/completions", "--model", endpoint.name,
@@ -153,25 +160,29 @@ def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrenc
         "--dataset-path", str(folder.parent / "prompts.jsonl"), "--custom-output-len", str(options.max_tokens),
         "--num-prompts", str(options.prompts_at_once * concurrency), "--max-concurrency", str(concurrency),
         "--num-warmups", str(2 * concurrency), "--ignore-eos", "--temperature", "0", "--disable-shuffle",
-        "--save-result", "--result-dir", str(folder), "--result-filename", f"{name}.part", "--disable-tqdm",
+        "--save-result", "--result-dir", str(folder), "--result-filename", f"c{concurrency}.json.part",
+        "--disable-tqdm",
     ]  # fmt: skip
     with (folder / f"c{concurrency}.log").open("w", encoding="utf-8") as log:
         subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=log, stderr=log, check=True)
-    (folder / f"{name}.part").rename(folder / name)
 
 
-def _figures(path: Path) -> dict[str, float]:
+def _figures(path: Path) -> dict[str, Any]:
     result = json.loads(path.read_text(encoding="utf-8"))
+    cpu = path.with_suffix(".cpu.json").read_text(encoding="utf-8")
     if result["failed"]:
         raise SystemExit(f"{path}: {result['failed']} requests failed")
     return {
         "output_tokens_per_s": round(result["output_throughput"], 2),
         "median_ttft_ms": round(result["median_ttft_ms"], 2),
         "median_tpot_ms": round(result["median_tpot_ms"], 2),
+        "duration_s": round(result["duration"], 2),
+        # By process, warm-up included, where it is a hundredth of the time or more.
+        "cpu_s": {name: s for name, s in json.loads(cpu).items() if s >= 0.01 * result["duration"]},
     }
 
 
-def _table(measured: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+def _table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     """Medians of the repeats, spread of the throughput, and the endpoint against `vllm serve`."""
     lines = [
         "| requests at once | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
