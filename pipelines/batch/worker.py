@@ -33,7 +33,7 @@ from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
 from pipelines.batch.stopping import GraceClock
 from pipelines.batch.suspects import Note, UnitNotes, Verdict
-from pipelines.batch.turns import Turns
+from pipelines.batch.turns import Places, Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class EngineWorker:
     """One engine. Ray Data gives it units, several at a time; it commits them and answers with receipts.
 
     Rows of all its units run in one continuous batch. A few more requests than the engine runs at once are in it
-    at any moment, so that a finished one is replaced in the next step.
+    at any moment, so that a finished one is replaced in the next step; not where rows have a time limit.
     """
 
     def __init__(self, job: EngineJob) -> None:
@@ -107,7 +107,9 @@ class EngineWorker:
             self._session.keep_log()
         self._meter.ready(compile_s)
         self._session.beat()
-        self._slots = asyncio.Semaphore(rows_in_engine(job.spec.max_num_seqs))
+        slots = job.spec.max_num_seqs
+        # A row's limit must not pass while it waits in the engine for others to end.
+        self._places = Places(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._turns = Turns()
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
@@ -163,7 +165,7 @@ class EngineWorker:
         return {index: generation for index, generation in sorted(found.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        async with self._slots, self._turns.together():
+        async with self._places.take(self._places_of(prepared.sampling[index])), self._turns.together():
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int, *, alone: bool = False) -> Generation | None:
@@ -207,6 +209,11 @@ class EngineWorker:
                 notes.withdraw()
         self._session.end()
         os._exit(1)
+
+    def _places_of(self, own: dict[str, Any]) -> int:
+        """How many of the engine's places a row takes: one for each response where its time counts."""
+        sampling = self._job.sampling | own
+        return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
         """The run's sampling parameters and the row's own.
