@@ -14,6 +14,11 @@ class Turns:
         self._is_alone = False
         self._changed = asyncio.Condition()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether somebody is alone in it."""
+        return self._is_alone
+
     @contextlib.asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
         """In the engine with others; waits while somebody is alone in it or wants to be."""

@@ -87,11 +87,17 @@ class Scene:
         return usage.num_rows, usage.num_failed_rows
 
 
+def end(code):
+    raise Gone(code)
+
+
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
     """Makes scenes; their actors leave this process's output alone, and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    monkeypatch.setattr(worker.os, "_exit", end)
     made = []
 
     def make(**keys):
@@ -101,6 +107,10 @@ def scene(tmp_path, monkeypatch):
     yield make
     for one in [actor for each in made for actor in each.workers]:
         one._session.end()
+
+
+class Gone(BaseException):
+    """In place of the end of the process."""
 
 
 @pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
@@ -126,3 +136,44 @@ def test_rows_without_a_limit_wait_in_the_engine(scene):
     asyncio.run(one.call(one.worker(engines[0]), 0))
     asyncio.run(one.call(one.worker(engines[1], row_timeout_s=5), 1))
     assert [engine.most for engine in engines] == [2 * SLOTS, SLOTS]
+
+
+def until_done(one, make_engine, unit, **job):
+    """Call new actors for the unit until one commits it; how many ended before, and the notes that they left."""
+    for num_ended in range(10):
+        try:
+            asyncio.run(one.call(one.worker(make_engine(), **job), unit))
+        except Gone:
+            notes = [json.loads(path.read_bytes()) for path in one.run.suspects.iterdir()]
+        else:
+            return num_ended, notes
+    raise AssertionError("no end of it")
+
+
+@pytest.mark.parametrize("row_timeout_s", [None, 0.1])
+def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, row_timeout_s):
+    one, killed = scene(), []
+
+    class Hanging(FakeEngine):
+        def __init__(self):
+            super().__init__(hang_on="line 3")
+
+        def kill(self):
+            killed.append(self)
+
+    num_ended, notes = until_done(one, Hanging, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
+    assert (num_ended, len(killed)) == (3, 3)
+    assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
+        (False, True, True),
+        (True, True, True),
+        (True, True, True),
+    ]
+    assert one.counts(0) == (7, 1)
+    assert [(int(letter["id"]), letter["reason"]) for letter in one.run.letters(0)] == [(3, "engine_died")]
+    assert not list(one.run.suspects.iterdir())
+
+
+def test_an_engine_that_is_slow_but_takes_steps_is_left_alone(scene):
+    one = scene()
+    asyncio.run(one.call(one.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
+    assert one.counts(0) == (8, 0)
