@@ -134,14 +134,16 @@ class EngineWorker:
         await asyncio.to_thread(notes.write, Note())
         work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
         if not await self._finished_in_time(work):
-            self._notes.pop(unit).withdraw()
+            self._notes.pop(unit, None)
+            notes.withdraw()
             yield _receipt(None)
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
         output = prepared.output(generations, self._job.model, self._job.drafter)
         committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
-        await asyncio.to_thread(self._notes.pop(unit).clear)
+        self._notes.pop(unit, None)  # gone already where this process had the unit twice
+        await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
 
     async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:

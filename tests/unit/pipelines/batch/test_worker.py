@@ -177,3 +177,16 @@ def test_an_engine_that_is_slow_but_takes_steps_is_left_alone(scene):
     one = scene()
     asyncio.run(one.call(one.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
     assert one.counts(0) == (8, 0)
+
+
+def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
+    one = scene()
+    actor = one.worker(Slotted(row_s=0.05))
+
+    async def twice():
+        return await asyncio.gather(one.call(actor, 0), one.call(actor, 0))
+
+    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(twice())]
+    assert sorted(usage is None for usage in receipts) == [False, True]
+    assert one.counts(0) == (8, 0)
+    assert not list(one.run.suspects.iterdir())
