@@ -15,6 +15,7 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 _COUNTERS = "vllm:spec_decode_"
+_NO_ANSWER = ("error", "abort")
 
 
 class VllmEngine:
@@ -56,6 +57,7 @@ class VllmEngine:
             raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
+        _require_answers(outputs[-1])
         return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
     def speculation_totals(self) -> SpeculationStats | None:
@@ -185,6 +187,18 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
     if schema := sampling.get("json_schema"):
         arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
     return SamplingParams(**arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _require_answers(output: Any) -> None:
+    """vLLM ends a request by itself where a schema does not compile in the engine or a token does not keep to it, and
+    hands on what there is as if it were an answer.
+
+    Raises:
+        RequestRefused: a response was not brought to its end.
+    """
+    for completion in output.outputs:
+        if (reason := str(completion.finish_reason)) in _NO_ANSWER:
+            raise RequestRefused(f"vLLM ended it by itself ({reason}) after {len(completion.token_ids)} tokens")
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:

@@ -195,3 +195,20 @@ def test_a_kill_leaves_no_process_of_the_engine_behind():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["True", "[]"]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_what_vllm_ended_by_itself_is_no_answer(reason):
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+
+    class Ending:
+        async def generate(self, *_):
+            ended = completion([1, 2])
+            ended.finish_reason = reason
+            yield output_of(completion([1, 2, 3]), ended)
+
+    assert reason in FINISH_REASON_STRINGS
+    engine = object.__new__(VllmEngine)
+    engine._llm = Ending()
+    with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
+        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
