@@ -16,6 +16,7 @@ step of a large model on a few cores, takes minutes."""
 POLL_S = 1.0
 """How often somebody looks while rows are in the engine."""
 _LONGEST_LOOK_S = 5.0
+_LOOKS_PER_LIMIT = 20  # a row that is out of time is found out before it has had much more
 
 
 class OutOfTime(Exception):  # noqa: N818 - the row's fault, not an error of ours
@@ -68,7 +69,7 @@ async def within(
         done, _ = await asyncio.wait([row], timeout=limit_s)
         signs = signs_of_life()
         while not done:
-            done, _ = await asyncio.wait([row], timeout=min(POLL_S, limit_s))
+            done, _ = await asyncio.wait([row], timeout=min(POLL_S, limit_s / _LOOKS_PER_LIMIT))
             if not done and signs_of_life() > signs:
                 raise OutOfTime
         return row.result()

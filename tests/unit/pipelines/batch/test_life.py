@@ -68,6 +68,10 @@ def test_a_row_is_out_of_time_once_the_engine_has_worked_since():
     assert in_time(answer_s=3, silent_s=0.3) == [True]
 
 
+def test_a_row_gets_little_more_than_its_limit_from_an_engine_that_works():
+    assert in_time(answer_s=1.6, silent_s=0, limit_s=1) == [True]
+
+
 def test_a_row_that_ends_with_the_step_that_was_longer_than_its_limit_is_done():
     assert in_time(answer_s=0.3, silent_s=5) == "answer"
 
