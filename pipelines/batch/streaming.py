@@ -22,6 +22,7 @@ from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.rows import require_storable
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineJob, EngineWorker
@@ -50,7 +51,9 @@ def stream(
     Raises:
         StoppedEarly, TooManyFailedRows, EngineError: as the supervisor judges.
         RunInUse: `lost` was set.
+        InputError: what is planned could not be committed.
     """
+    require_storable(plan.schema)
     receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
         _watch(run, receipts, resolved, supervisor, progress, lost)
