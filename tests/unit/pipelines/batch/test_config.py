@@ -24,6 +24,7 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
     [
         ({"json_schema": "nowhere.json"}, "no schema can be read there"),
         ({"json_schema": {"type": "strange"}}, "not a valid JSON schema"),
+        ({"json_schema": {"$schema": []}}, "not a valid JSON schema"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": 3}, "less than or equal to 2"),
         ({"n": 0}, "greater than or equal to 1"),
