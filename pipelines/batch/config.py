@@ -7,7 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
@@ -47,6 +47,8 @@ class StandInKeys(BaseModel):
 
 class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
+
+    model_config = ConfigDict(allow_inf_nan=False)  # of the others; JSON, and so run.json, has neither
 
     input: str = Field(
         description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
