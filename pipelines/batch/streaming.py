@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, RunInUse
+from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission
 from pipelines.batch.config import GenerateConfig
@@ -84,7 +84,7 @@ def _watch(
             cluster.abandon(RunInUse.exit_code)
             raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
         looked_at, before = time.monotonic(), supervisor.ending
-        supervisor.observe()
+        _observe(supervisor)
         progress.show(supervisor.tally)
         if resolved.tuned:
             drafted = supervisor.tally.speculation
@@ -96,6 +96,15 @@ def _watch(
             cluster.abandon(supervisor.ending.error.exit_code)
             break
     supervisor.observe()
+
+
+def _observe(supervisor: Supervisor) -> None:
+    """Have the supervisor look while engines work; where it cannot, Ray must not be shut down under their feet."""
+    try:
+        supervisor.observe()
+    except (PeagleError, OSError) as error:
+        cluster.abandon(error.exit_code if isinstance(error, PeagleError) else EngineError.exit_code)
+        raise
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
