@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.batch.inputs.span import RawRow
-from pipelines.batch.inputs.types import can_be_stored, holds, is_wide
+from pipelines.batch.inputs.types import can_be_stored, holds, is_too_deep, is_wide
 
 JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
 _WIDE = {b"peagle": b"wide"}  # only while columns are found: it has integers that a double does not hold exactly
@@ -106,6 +106,8 @@ def _infer_field(name: str, values: list[Any]) -> pa.Field:
     try:
         array = pa.array(values)
     except (pa.ArrowException, OverflowError):
+        return json_text(name)
+    if is_too_deep(array.type):
         return json_text(name)
     column = pa.field(name, array.type)
     return wide(column) if is_wide(array) else column

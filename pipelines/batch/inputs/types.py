@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+_DEEPEST = 100  # levels that Parquet has at most
 LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
 
 
@@ -21,6 +22,16 @@ def can_be_stored(schema: pa.Schema) -> bool:
         pq.read_schema(io.BytesIO(sink.getvalue()))
     except (OSError, pa.ArrowException):
         return False
+    return True
+
+
+def is_too_deep(type_: pa.DataType) -> bool:
+    """Whether a type has more levels than Parquet can hold; it may have more than Python can go down."""
+    level = [type_]
+    for _ in range(_DEEPEST):
+        level = [field.type for one in level for field in _children(one)]
+        if not level:
+            return False
     return True
 
 

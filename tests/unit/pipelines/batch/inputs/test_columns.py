@@ -36,8 +36,16 @@ def deep(levels, value=1):
     return value
 
 
+def deep_object(levels, value=1):
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
-    "value", [{}, {"a": {}}, [{}], deep(60), deep(200), {"a": 1, "b": [{"c": {}}]}], ids=lambda value: str(value)[:20]
+    "value",
+    [{}, {"a": {}}, [{}], deep(60), deep(200), deep(499), deep_object(499), {"a": 1, "b": [{"c": {}}]}],
+    ids=lambda value: str(value)[:20],
 )
 def test_what_parquet_cannot_hold_is_carried_as_text(tmp_path, value):
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "p", "x": value}, {"prompt": "p", "x": None}])
@@ -119,3 +127,12 @@ def test_a_file_without_statistics_may_hold_large_integers(tmp_path):
     for name, values in (("a", [3]), ("b", [1.5])):
         pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet", write_statistics=False)
     assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("levels", [500, 800, 960, 985, 990, 5000])
+def test_a_row_that_is_too_deep_to_be_written_again_is_a_bad_row(tmp_path, opening, levels):
+    closing = "]" if opening == "[" else "}"
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"x": "p"}\n{"x": ' + opening * levels + "1" + closing * levels + "}\n")
+    assert stored(file) == [{"x": "p"}, {"x": None}]
