@@ -55,17 +55,25 @@ def run(argv: Sequence[str]) -> int:
     args = _parsed(_parser(command), [command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
     try:
-        code, result = args.module.run(args)
-        if args.json:
-            _write_result(args.json, result)
-    except PeagleError as error:
-        print(f"peagle {args.command}: {error}", file=sys.stderr)
-        if args.json:
-            _write_result(args.json, {"error": type(error).__name__, "message": error.message, "hint": error.hint})
-        return error.exit_code
+        return _run(args)
     except KeyboardInterrupt:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
         return 3
+    except OSError as error:  # a file that cannot be read or written, wherever nobody knew more to say
+        print(f"peagle {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the command and write its result, or its error, where it is wanted as data; its exit code."""
+    try:
+        code, result = args.module.run(args)
+    except PeagleError as error:
+        print(f"peagle {args.command}: {error}", file=sys.stderr)
+        code = error.exit_code
+        result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    if args.json:
+        _write_result(args.json, result)
     return int(code)
 
 

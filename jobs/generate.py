@@ -39,12 +39,13 @@ _GROUPS = {
         "fake_token_s",
         "fake_die_on",
         "fake_kill_on",
+        "fake_hang_on",
         "fake_core",
         "cluster_wait_s",
         "heartbeat_s",
         "lease_s",
     ],
-    "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "grace_s"],
+    "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "engine_timeout_s", "grace_s"],
     "money": list(PRICE_KEYS),
 }
 

@@ -112,6 +112,13 @@ def parse_overrides(values: Any) -> dict[str, Any] | str:
     Args:
         values: an object, or one as JSON text; None and empty text (CSV) are none.
     """
+    try:
+        return _overrides(values)
+    except RecursionError:  # of JSON, of what validates it, or of the message that would show it
+        return "nested too deeply"
+
+
+def _overrides(values: Any) -> dict[str, Any] | str:
     if values == "":
         return {}
     if isinstance(values, str):
@@ -144,7 +151,7 @@ def _schema_error(text: str) -> str | None:
 
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not valid JSON: {error}"
     if not isinstance(schema, dict):
         return f"a JSON {type(schema).__name__}, not a schema"
@@ -152,4 +159,6 @@ def _schema_error(text: str) -> str | None:
         jsonschema.validators.validator_for(schema).check_schema(schema)
     except jsonschema.SchemaError as error:
         return f"not a valid JSON schema: at {error.json_path}: {error.message}"
+    except Exception as error:  # jsonschema trips over a "$schema" that is no text, for one, and over depth
+        return f"not a valid JSON schema: {error}"
     return None

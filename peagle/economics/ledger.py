@@ -49,11 +49,19 @@ def read_sessions(folder: Place) -> list[EngineSession]:
     Raises:
         PeagleError: a file is no such record.
     """
+    paths = sorted(folder.glob("session-*.parquet"), key=lambda path: path.name)
+    return [session for path in paths for session in _sessions(path)]
+
+
+def _sessions(path: Place) -> list[EngineSession]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    paths = sorted(folder.glob("session-*.parquet"), key=lambda path: path.name)
-    tables = (pq.read_table(io.BytesIO(path.read_bytes())) for path in paths)
-    return [session for table in tables for session in sessions_from_table(table)]
+    data = path.read_bytes()
+    try:
+        return sessions_from_table(pq.read_table(io.BytesIO(data)))
+    except (OSError, pa.ArrowException, PeagleError) as error:
+        raise PeagleError(f"{path} is damaged: {error}") from error
 
 
 def append_beat(folder: Path, session: EngineSession) -> None:

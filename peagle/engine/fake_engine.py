@@ -21,6 +21,7 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 CORE_NAME = "peagle-fake-engine-core"
+_HANGING_S = 60.0
 
 
 class FakeEngine:
@@ -32,6 +33,7 @@ class FakeEngine:
         token_s: seconds a token takes.
         die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
         kill_on: a prompt with this text kills the process that the engine is in.
+        hang_on: after a prompt with this text the engine neither answers nor fails.
         has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
     """
 
@@ -45,12 +47,14 @@ class FakeEngine:
         token_s: float = 0.0,
         die_on: str | None = None,
         kill_on: str | None = None,
+        hang_on: str | None = None,
         has_core: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
         self._core = _start_core() if has_core else None
-        self._die_on, self._kill_on = die_on, kill_on
-        self._is_dead = False
+        self._die_on, self._kill_on, self._hang_on = die_on, kill_on, hang_on
+        self._is_dead = self._hangs = False
+        self._signs_of_life = 0
         self._num_speculative_tokens = num_speculative_tokens
         self._token_s = token_s
         self._totals = SpeculationStats.empty()
@@ -61,6 +65,8 @@ class FakeEngine:
         await asyncio.sleep(self._token_s)
         first_token = time.monotonic()
         await asyncio.sleep(self._token_s * (_longest(completions) - 1))
+        while self._hangs:
+            await asyncio.sleep(_HANGING_S)
         return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
 
     async def stream(
@@ -86,6 +92,11 @@ class FakeEngine:
         """See `Engine.speculation_totals`."""
         return self._totals if self._num_speculative_tokens else None
 
+    def signs_of_life(self) -> int:
+        """See `Engine.signs_of_life`: whenever it is asked it has worked, unless it hangs."""
+        self._signs_of_life += not self._hangs
+        return self._signs_of_life
+
     @property
     def core_pid(self) -> int | None:
         """The engine's own process; None where it has none."""
@@ -95,6 +106,11 @@ class FakeEngine:
         """Stop the engine's own process, if it has one."""
         if self._core is not None:
             self._core.communicate()
+
+    def kill(self) -> None:
+        """See `Engine.kill`."""
+        if self._core is not None:
+            self._core.kill()
 
     def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[Completion]:
         """The responses that there will be."""
@@ -125,6 +141,7 @@ class FakeEngine:
     def _meet_poison(self, prompt_token_ids: list[int]) -> None:
         if _contains(prompt_token_ids, self._kill_on):
             os.kill(os.getpid(), signal.SIGKILL)
+        self._hangs = self._hangs or _contains(prompt_token_ids, self._hang_on)
         self._is_dead = self._is_dead or _contains(prompt_token_ids, self._die_on)
         self.require_life()
 

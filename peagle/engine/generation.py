@@ -83,5 +83,14 @@ class Engine(Protocol):
     def speculation_totals(self) -> SpeculationStats | None:
         """Drafts of all requests since the engine started; None where it does not draft or cannot say."""
 
+    def signs_of_life(self) -> int:
+        """A number that grows with every step of the engine, and never falls.
+
+        While requests run and it stays the same, the engine is in one long step, or hangs.
+        """
+
     def shutdown(self) -> None:
         """Stop the engine and its processes."""
+
+    def kill(self) -> None:
+        """End the engine's processes at once, even where they hang; this process is to end next."""

@@ -4,6 +4,7 @@ It knows vLLM; it knows neither where the arguments come from (`arguments.py`) n
 is imported when an engine starts, after the environment variables that it reads at import have been set.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -14,6 +15,7 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 _COUNTERS = "vllm:spec_decode_"
+_NO_ANSWER = ("error", "abort")
 
 
 class VllmEngine:
@@ -32,8 +34,9 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self._steps = _StepCounter()
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM did not start: {error}") from error
         self.max_model_len: int = self._llm.model_config.max_model_len
@@ -54,6 +57,7 @@ class VllmEngine:
             raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
+        _require_answers(outputs[-1])
         return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
     def speculation_totals(self) -> SpeculationStats | None:
@@ -62,9 +66,50 @@ class VllmEngine:
 
         return _totals(get_metrics_snapshot())
 
+    def signs_of_life(self) -> int:
+        """See `Engine.signs_of_life`."""
+        return self._steps.num_steps
+
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
+
+    def kill(self) -> None:
+        """See `Engine.kill`: a core that hangs would outlive this process, so all that descends from it is killed.
+
+        But Python's own tracker of shared memory, which frees it when the others are gone.
+        """
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    process.kill()
+
+
+class _StepCounter:
+    """A logger of vLLM's statistics that counts them: they come of every step, prefill in pieces included.
+
+    vLLM calls it to have a logger for each of its cores, of which there is one.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def __call__(self, vllm_config: Any, engine_index: int) -> "_StepCounter":
+        return self
+
+    def record(self, *_: Any, **__: Any) -> None:
+        self.num_steps += 1
+
+    def log(self) -> None:
+        """Nothing is printed."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is printed."""
+
+    def record_sleep_state(self, *_: Any, **__: Any) -> None:
+        """No engine of ours sleeps."""
 
 
 def has_request_metrics() -> bool:
@@ -142,6 +187,18 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
     if schema := sampling.get("json_schema"):
         arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
     return SamplingParams(**arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _require_answers(output: Any) -> None:
+    """vLLM ends a request by itself where a schema does not compile in the engine or a token does not keep to it, and
+    hands on what there is as if it were an answer.
+
+    Raises:
+        RequestRefused: a response was not brought to its end.
+    """
+    for completion in output.outputs:
+        if (reason := str(completion.finish_reason)) in _NO_ANSWER:
+            raise RequestRefused(f"vLLM ended it by itself ({reason}) after {len(completion.token_ids)} tokens")
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:

@@ -20,12 +20,12 @@ from pipelines.batch.audit_input import input_findings
 from pipelines.batch.audit_unit import Finding, UnitAudit, audit_unit, expected_schema
 from pipelines.batch.lease import read_lease
 from pipelines.batch.plan import Plan
-from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.rundir import UNIT_FILE, RunDirectory
 
 _ROOT = re.compile(r"run\.json|report\.(json|html)|plan(-\d{4})?\.parquet|data|failed|ledger|logs|suspects|export")
 _HIDDEN = {".stop.json", ".lease"}
 _OF_FOLDER = {
-    "data": re.compile(r"unit-(\d{8,})\.parquet"),
+    "data": UNIT_FILE,
     "failed": re.compile(r"unit-\d{8,}\.\w+\.jsonl"),
     "ledger": re.compile(r"session-.+\.parquet"),
     "suspects": re.compile(r"unit-\d{8,}\..+\.json"),

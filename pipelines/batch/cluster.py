@@ -229,7 +229,7 @@ def keep_blocks() -> None:
 
     context = DataContext.get_current()
     # Ray 2.60 ends a run in which nothing was finished for half an hour. A long unit, a large model that loads or a
-    # cluster that waits for machines takes longer; `--row-timeout-s` and `--deadline` are there for what hangs.
+    # cluster that waits for machines takes longer; `--engine-timeout-s` and `--deadline` are there for what hangs.
     context.execution_no_progress_timeout_s = -1
     context.enable_progress_bars = False
     context.print_on_execution_start = False

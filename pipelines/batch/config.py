@@ -7,7 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
@@ -15,6 +15,7 @@ from peagle.errors import ConfigError
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
 from peagle.storage import Place, place
+from pipelines.batch.life import ENGINE_TIMEOUT_S
 from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
 from pipelines.batch.pool import EngineRange
 
@@ -46,6 +47,8 @@ class StandInKeys(BaseModel):
 
 class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run. A description is the help text of its flag; an unknown key is an error."""
+
+    model_config = ConfigDict(allow_inf_nan=False)  # of the others; JSON, and so run.json, has neither
 
     input: str = Field(
         description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
@@ -83,12 +86,18 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
     )
     fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
     fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
+    fake_hang_on: str | None = Field(None, min_length=1, description="prompts with this text make it hang")
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
     )
     row_timeout_s: float | None = Field(
         None, gt=0, description="a row that an engine has not finished in this time becomes a dead letter"
+    )
+    engine_timeout_s: float = Field(
+        ENGINE_TIMEOUT_S,
+        gt=0,
+        description="an engine that has rows and takes no step for so long hangs: it is ended and replaced",
     )
     grace_s: float = Field(20, ge=0, description="when the run is stopped, time for units under way to be committed")
     lease_s: float = Field(
@@ -113,8 +122,8 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
 
     @model_validator(mode="after")
     def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":
-        if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on):
-            raise ValueError("fake_die_on and fake_kill_on mean nothing without engine: fake")
+        if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on or self.fake_hang_on):
+            raise ValueError("fake_die_on, fake_kill_on and fake_hang_on mean nothing without engine: fake")
         return self
 
     @field_validator("engines", mode="before")

@@ -8,7 +8,6 @@ The committed units stay what counts: an export is made from them, file by file 
 any time. It holds one batch of rows at a time, whatever the size of the run.
 """
 
-import base64
 import contextlib
 import json
 import math
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from peagle.storage import Place, atomic_file, open_to_read, remove_temporaries, write_json
+from pipelines.batch.inputs.columns import as_json
 from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory
 
@@ -219,17 +219,10 @@ def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) 
 
 def _json_line(value: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_json)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_json)
     except ValueError:  # NaN and infinity are no JSON
-        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_as_json)
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=as_json)
     return text.encode(errors="backslashreplace") + b"\n"
-
-
-def _as_json(value: Any) -> Any:
-    """What Arrow has and JSON does not: bytes in base64, times as ISO 8601, anything else as text."""
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _finite(value: Any) -> Any:

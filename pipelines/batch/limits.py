@@ -12,6 +12,7 @@ from typing import Literal
 MIN_ROWS_FOR_SHARE = 100  # a share of fewer rows says little: one bad row of the first two is no 50 %
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
+_TOO_FAR = "a moment so far away is none that a clock can show"
 _DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00), a duration (2h30m) or none"
 
 
@@ -121,7 +122,10 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         return None
     if text and (match := _DURATION.fullmatch(text)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return (now + datetime.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)).timestamp()
+        try:
+            return (now + datetime.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)).timestamp()
+        except OverflowError as error:
+            raise ValueError(_TOO_FAR) from error
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
         time_of_day = datetime.time.fromisoformat(text.zfill(5 if text.count(":") == 1 else 8))
         at = now.replace(hour=time_of_day.hour, minute=time_of_day.minute, second=time_of_day.second, microsecond=0)
@@ -130,7 +134,11 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(_DEADLINE_FORMS) from error
-    return (at if at.tzinfo else at.replace(tzinfo=now.tzinfo)).timestamp()
+    try:
+        at = at if at.tzinfo else at.replace(tzinfo=now.tzinfo)
+        return at.astimezone().timestamp()  # it is shown in this machine's time zone
+    except (OverflowError, ValueError) as error:
+        raise ValueError(_TOO_FAR) from error
 
 
 def dollars(usd: float) -> str:

@@ -12,10 +12,13 @@ from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
 from peagle.economics.usage import EngineSession
+from peagle.files import writing
 from peagle.storage import write_atomic, write_json
 from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
 from pipelines.tuned import tuned_notes
+
+_WRITABLE = "make room, or the folder writable; peagle status and peagle audit write nothing into it"
 
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
@@ -24,6 +27,7 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
     Raises:
         ConfigError: there is no run.
         PeagleError: one of its files is damaged.
+        CapacityError: the disk is full, or the folder cannot be written.
     """
     manifest = run.manifest()
     plan = run.plan()
@@ -41,8 +45,9 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
     }
     report = report_dict(total, information)
     report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
-    write_json(run.root / "report.json", report)
-    write_atomic(run.root / "report.html", render_html(report).encode())
+    with writing(run, hint=_WRITABLE):
+        write_json(run.root / "report.json", report)
+        write_atomic(run.root / "report.html", render_html(report).encode())
     return report
 
 

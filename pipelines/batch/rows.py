@@ -10,10 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.engine.generation import Completion, Generation
+from peagle.errors import InputError
 from peagle.prompting import RowError
 from peagle.requests import Request, RequestBuilder
 from pipelines.batch.inputs.columns import to_table
 from pipelines.batch.inputs.span import RawRow
+from pipelines.batch.inputs.types import can_be_stored
 from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json
 
 _LOGPROB = pa.struct(
@@ -71,6 +73,20 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
         taken.add(name)
         names[column] = name
     return names
+
+
+def require_storable(schema: pa.Schema) -> None:
+    """Make sure that rows of a corpus with this schema can be committed, and read again, before they cost anything.
+
+    Raises:
+        InputError: Parquet cannot hold one of its columns.
+    """
+    for column in schema:
+        if not can_be_stored(pa.schema([column])):
+            raise InputError(
+                f"input: column {column.name!r} has a type that Parquet cannot hold",
+                hint="start a new run directory: its plan is of an older peagle; or leave the column out of the input",
+            )
 
 
 def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:

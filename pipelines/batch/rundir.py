@@ -18,6 +18,7 @@ whether they are on a disk or on S3 (`peagle.storage`), nor engines or Ray.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ import pyarrow as pa
 
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, PeagleError
 from peagle.files import writing
 from peagle.storage import (
     Place,
@@ -55,6 +56,8 @@ from pipelines.batch.suspects import forget_killed_driver
 
 _Parsed = TypeVar("_Parsed")
 _WRITABLE = "make room, or the folder writable; the same command continues the run"
+_LETTERS = "put it back; or delete the unit's file in data/, and its rows are done anew"
+UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
 
 
@@ -178,8 +181,9 @@ class RunDirectory:
     # --- units
 
     def committed(self) -> set[int]:
-        """Numbers of the committed units, from a listing."""
-        return {int(path.stem.removeprefix("unit-")) for path in self.data.glob("unit-*.parquet")}
+        """Numbers of the committed units, from a listing; a file with another name is none of ours."""
+        names = (UNIT_FILE.fullmatch(path.name) for path in self.data.glob("unit-*.parquet"))
+        return {int(name[1]) for name in names if name}
 
     def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
         """Commit a unit; False when another attempt at it came first, and this one counts for nothing.
@@ -236,10 +240,18 @@ class RunDirectory:
                 yield from self.letters(unit)
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
-        """The dead letters of one committed unit, whether a retry took them up or not."""
+        """The dead letters of one committed unit, whether a retry took them up or not.
+
+        Raises:
+            PeagleError: their file is missing or damaged.
+        """
         if name := self.letters_name(unit):
-            with open_to_read(self.failed / name) as lines:
-                yield from (json.loads(line) for line in lines)
+            path = self.failed / name
+            try:
+                with open_to_read(path) as lines:
+                    yield from (json.loads(line) for line in lines)
+            except (OSError, ValueError) as error:
+                raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS) from error
 
     def letters_name(self, unit: int) -> str:
         """The file in `failed` that a committed unit names; empty where it has no dead letters.

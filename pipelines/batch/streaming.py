@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, RunInUse
+from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission
 from pipelines.batch.config import GenerateConfig
@@ -22,6 +22,7 @@ from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.rows import require_storable
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineJob, EngineWorker
@@ -50,7 +51,9 @@ def stream(
     Raises:
         StoppedEarly, TooManyFailedRows, EngineError: as the supervisor judges.
         RunInUse: `lost` was set.
+        InputError: what is planned could not be committed.
     """
+    require_storable(plan.schema)
     receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
         _watch(run, receipts, resolved, supervisor, progress, lost)
@@ -81,7 +84,7 @@ def _watch(
             cluster.abandon(RunInUse.exit_code)
             raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
         looked_at, before = time.monotonic(), supervisor.ending
-        supervisor.observe()
+        _observe(supervisor)
         progress.show(supervisor.tally)
         if resolved.tuned:
             drafted = supervisor.tally.speculation
@@ -93,6 +96,15 @@ def _watch(
             cluster.abandon(supervisor.ending.error.exit_code)
             break
     supervisor.observe()
+
+
+def _observe(supervisor: Supervisor) -> None:
+    """Have the supervisor look while engines work; where it cannot, Ray must not be shut down under their feet."""
+    try:
+        supervisor.observe()
+    except (PeagleError, OSError) as error:
+        cluster.abandon(error.exit_code if isinstance(error, PeagleError) else EngineError.exit_code)
+        raise
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
@@ -157,8 +169,10 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         fake_token_s=config.fake_token_s,
         fake_die_on=config.fake_die_on,
         fake_kill_on=config.fake_kill_on,
+        fake_hang_on=config.fake_hang_on,
         fake_core=config.fake_core,
         row_timeout_s=config.row_timeout_s,
+        engine_timeout_s=config.engine_timeout_s,
         num_devices=placement.num_devices,
         device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,

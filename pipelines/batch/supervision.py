@@ -3,6 +3,7 @@
 It reads the run directory and asks workers to stop through it. It knows neither Ray nor rows.
 """
 
+import contextlib
 import datetime
 import math
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
+from peagle.storage import WRITE_ERRORS
 from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
 from pipelines.batch.plan import Plan
 from pipelines.batch.progress import Tally
@@ -93,6 +95,7 @@ class Supervisor:
         self._limits = limits_of(resolved)
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(0))
         self._give_up_at = math.inf
+        self._is_asked = False
         self.ending: Ending | None = None
 
     def _earlier(self) -> Iterator[UnitUsage]:
@@ -121,8 +124,15 @@ class Supervisor:
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
-            self._run.request_stop(self._resolved.config.grace_s)
             self._give_up_at = time.monotonic() + self._resolved.config.grace_s + _GIVE_UP_S
+        if self.ending is not None and not self._is_asked:
+            self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        """Where the word cannot be written (a full disk), every look tries again; workers are abandoned in time."""
+        with contextlib.suppress(*WRITE_ERRORS):
+            self._run.request_stop(self._resolved.config.grace_s)
+            self._is_asked = True
 
     @property
     def gives_up(self) -> bool:

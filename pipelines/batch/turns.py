@@ -1,4 +1,4 @@
-"""Rows in one engine: many together, or one that must be alone in it. It knows nothing of rows or engines."""
+"""Rows in one engine: so many together, or one that must be alone in it. It knows nothing of rows or engines."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,11 @@ class Turns:
         self._num_waiting = 0
         self._is_alone = False
         self._changed = asyncio.Condition()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether somebody is alone in it."""
+        return self._is_alone
 
     @contextlib.asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
@@ -43,4 +48,31 @@ class Turns:
         finally:
             async with self._changed:
                 self._is_alone = False
+                self._changed.notify_all()
+
+
+class Places:
+    """Places in the engine; who comes first has his first.
+
+    Args:
+        number: of places.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = self._free = number
+        self._door = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def take(self, number: int = 1) -> AsyncIterator[None]:
+        """Have so many places at once, or all where there are fewer."""
+        number = min(number, self._number)
+        async with self._door, self._changed:
+            await self._changed.wait_for(lambda: self._free >= number)
+            self._free -= number
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += number
                 self._changed.notify_all()

@@ -4,7 +4,7 @@ A unit is one row. What the stage needs travels in one picklable job record, and
 node that uses them. It knows nothing of the driver.
 
 An engine that dies takes its actor with it, after a note of the rows that were in it (`suspects.py`); Ray starts
-another actor and gives it the same units again.
+another actor and gives it the same units again. One that hangs is made to die.
 """
 
 import asyncio
@@ -28,12 +28,13 @@ from peagle.errors import EngineError
 from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.admission import Admission
+from pipelines.batch.life import ENGINE_TIMEOUT_S, POLL_S, OutOfTime, SilenceClock, within
 from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
 from pipelines.batch.stopping import GraceClock
 from pipelines.batch.suspects import Note, UnitNotes, Verdict
-from pipelines.batch.turns import Turns
+from pipelines.batch.turns import Places, Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,10 @@ class EngineJob:
     fake_token_s: float = 0.0
     fake_die_on: str | None = None
     fake_kill_on: str | None = None
+    fake_hang_on: str | None = None
     fake_core: bool = False
     row_timeout_s: float | None = None
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
     num_devices: int = 1
     device: Device = "vcpu"
     num_engines_on_node: int = 1
@@ -63,7 +66,6 @@ class EngineJob:
     admission: Admission | None = None
 
 
-_STOP_POLL_S = 1.0
 _MOST_WAITING = 32
 _KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
 
@@ -84,7 +86,7 @@ class EngineWorker:
     """One engine. Ray Data gives it units, several at a time; it commits them and answers with receipts.
 
     Rows of all its units run in one continuous batch. A few more requests than the engine runs at once are in it
-    at any moment, so that a finished one is replaced in the next step.
+    at any moment, so that a finished one is replaced in the next step; not where rows have a time limit.
     """
 
     def __init__(self, job: EngineJob) -> None:
@@ -107,8 +109,11 @@ class EngineWorker:
             self._session.keep_log()
         self._meter.ready(compile_s)
         self._session.beat()
-        self._slots = asyncio.Semaphore(rows_in_engine(job.spec.max_num_seqs))
+        slots = job.spec.max_num_seqs
+        # A row's limit must not pass while it waits in the engine for others to end.
+        self._places = Places(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._turns = Turns()
+        self._silence = SilenceClock(self._engine.signs_of_life)
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
@@ -129,22 +134,30 @@ class EngineWorker:
         await asyncio.to_thread(notes.write, Note())
         work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
         if not await self._finished_in_time(work):
-            self._notes.pop(unit).withdraw()
+            self._notes.pop(unit, None)
+            notes.withdraw()
             yield _receipt(None)
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
         output = prepared.output(generations, self._job.model, self._job.drafter)
         committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
-        await asyncio.to_thread(self._notes.pop(unit).clear)
+        self._notes.pop(unit, None)  # gone already where this process had the unit twice
+        await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
 
     async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
-        """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over."""
-        while not (await asyncio.wait([work], timeout=_STOP_POLL_S))[0]:
+        """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over.
+
+        Who waits also watches: an engine that is silent for too long ends here.
+        """
+        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
             if self._grace.is_over():
                 work.cancel()
                 return False
+            silent_s = self._silence.look(is_busy=any(self._in_engine.values()))
+            if silent_s > (limit_s := self._job.engine_timeout_s):
+                self._die(f"the engine has shown no sign of life for {limit_s:g} s (--engine-timeout-s)")
         return True
 
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
@@ -158,15 +171,15 @@ class EngineWorker:
                 for index in suspects:
                     await asyncio.to_thread(self._session.beat)  # the driver should see what was finished until here
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
-                    found[index] = await self._generate(prepared, index, alone=True)
+                    found[index] = await self._generate(prepared, index)
             await asyncio.to_thread(notes.write, Note())
         return {index: generation for index, generation in sorted(found.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        async with self._slots, self._turns.together():
+        async with self._places.take(self._places_of(prepared.sampling[index])), self._turns.together():
             return await self._generate(prepared, index)
 
-    async def _generate(self, prepared: PreparedUnit, index: int, *, alone: bool = False) -> Generation | None:
+    async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
         """One row; None, with a dead letter, where it cannot be done."""
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
         prompt = prepared.prompts[index]
@@ -178,35 +191,39 @@ class EngineWorker:
         self._meter.start(unit)
         self._in_engine[unit].append(index)
         try:
-            async with asyncio.timeout(self._job.row_timeout_s) as limit:
-                generation = await self._engine.generate(request_id, prompt, sampling)
+            answer = self._engine.generate(request_id, prompt, sampling)
+            generation = await within(self._job.row_timeout_s, answer, self._engine.signs_of_life)
             num_tokens = generation.num_output_tokens
         except RequestRefused as error:
             prepared.refuse(index, RowError(reason="refused", message=str(error)))
             return None
-        except TimeoutError:
-            if not limit.expired():
-                raise
+        except OutOfTime:
             prepared.refuse(index, _out_of_time(self._job.row_timeout_s))
             return None
         except EngineError as error:
-            self._die(error, alone=alone)
+            self._die(error.message)
         finally:
             self._in_engine[unit].remove(index)
             self._meter.finish(unit, num_tokens)
         return generation
 
-    def _die(self, error: EngineError, *, alone: bool) -> NoReturn:
+    def _die(self, why: str) -> NoReturn:
         """Note what was in the engine, and end this process: Ray starts another, which does its units again."""
-        sys.stderr.write(f"peagle: {error.message}; this process ends and is replaced\n")
+        sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
         sys.stderr.flush()
         for unit, notes in self._notes.items():
             if rows := self._in_engine[unit]:
-                notes.write(Note(rows=tuple(sorted(rows)), alone=alone, died=True))
+                notes.write(Note(rows=tuple(sorted(rows)), alone=self._turns.is_alone, died=True))
             else:
                 notes.withdraw()
         self._session.end()
+        self._engine.kill()  # what hangs would keep the memory that the next engine needs
         os._exit(1)
+
+    def _places_of(self, own: dict[str, Any]) -> int:
+        """How many of the engine's places a row takes: one for each response where its time counts."""
+        sampling = self._job.sampling | own
+        return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
         """The run's sampling parameters and the row's own.
@@ -246,6 +263,7 @@ class EngineWorker:
                 token_s=job.fake_token_s,
                 die_on=job.fake_die_on,
                 kill_on=job.fake_kill_on,
+                hang_on=job.fake_hang_on,
                 has_core=job.fake_core,
             )
             return engine, 0.0

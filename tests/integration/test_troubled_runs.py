@@ -24,11 +24,12 @@ def outcomes(output):
     return dict(found)
 
 
-@pytest.mark.parametrize("flag", ["--fake-die-on", "--fake-kill-on"])
+@pytest.mark.parametrize("flag", ["--fake-die-on", "--fake-kill-on", "--fake-hang-on"])
 def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jsonl, tmp_path, flag):
     corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])
     output = tmp_path / "run"
-    assert generate(corpus, output, flag, "arsenic", "--rows-per-unit", 3, "--max-num-seqs", 4) == 0
+    flags = ["--rows-per-unit", 3, "--max-num-seqs", 4, "--engine-timeout-s", 3]
+    assert generate(corpus, output, flag, "arsenic", *flags) == 0
     assert outcomes(output) == {**dict.fromkeys(range(12), "done"), 4: "engine_died"}
     run = RunDirectory(output)
     assert len(run.sessions()) > 1

@@ -14,6 +14,13 @@ def test_a_rows_parameters_are_those_that_it_names():
     )
 
 
+def nested(levels):
+    schema = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -34,6 +41,14 @@ def test_a_rows_parameters_are_those_that_it_names():
         ({"json_schema": {"type": "strange"}}, "json_schema: not a valid JSON schema: at $.type"),
         ({"json_schema": "{bad"}, "json_schema: not valid JSON"),
         ({"json_schema": "[]"}, "json_schema: a JSON list, not a schema"),
+        ({"json_schema": {"$schema": []}}, "json_schema: not a valid JSON schema: "),
+        ({"json_schema": {"$schema": {}}}, "json_schema: not a valid JSON schema: "),
+        ({"json_schema": '{"$schema": 7}'}, "json_schema: not a valid JSON schema: "),
+        ({"json_schema": {"$schema": "http://[bad"}}, "json_schema: not a valid JSON schema: "),
+        ({"json_schema": nested(300)}, "json_schema: not a valid JSON schema: "),
+        ({"json_schema": '{"not":' * 3000 + "{}" + "}" * 3000}, "json_schema: not valid JSON: "),
+        ({"json_schema": nested(5000)}, "nested too deeply"),
+        ('{"json_schema":' * 3000 + "{}" + "}" * 3000, "nested too deeply"),
         ({"json_schema": "/etc/passwd"}, "json_schema: not valid JSON"),
         ("{bad", "not valid JSON"),
         ([1], "a list, not an object of parameters"),

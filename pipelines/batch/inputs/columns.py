@@ -1,9 +1,11 @@
 """The columns of rows that carry no schema: one Arrow type for each, found in one pass with bounded memory.
 
-Columns are the union of all keys, numbers widen (int to float), and a column whose values have no common Arrow type
-is carried as text: strings as they are, other values as JSON. It knows no file and no format.
+Columns are the union of all keys, numbers widen (int to float, where none is too large to be exact), and a column
+whose values have no common Arrow type, or none that Parquet can hold, is carried as text: strings as they are, other
+values as JSON. It knows no file and no format.
 """
 
+import base64
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.batch.inputs.span import RawRow
+from pipelines.batch.inputs.types import can_be_stored, holds, is_too_deep, is_wide
 
 JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
+_WIDE = {b"peagle": b"wide"}  # only while columns are found: it has integers that a double does not hold exactly
 _ROWS_PER_INFERENCE = 4096
 
 
@@ -51,21 +55,29 @@ def json_text(name: str) -> pa.Field:
 
 def widen(a: pa.Field, b: pa.Field) -> pa.Field:
     """One column that holds the values of both."""
-    if a.metadata or b.metadata:
+    if _is_json(a) or _is_json(b):
         return json_text(a.name)
     try:
-        return pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
+        both = pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
     except pa.ArrowException:
         return json_text(a.name)
+    if not all(holds(both.type, one.type, wide=_is_wide(one)) for one in (a, b)):
+        return json_text(a.name)
+    return wide(both) if _is_wide(a) or _is_wide(b) else both
+
+
+def wide(column: pa.Field) -> pa.Field:
+    """The column, known to have integers that a double does not hold exactly, or not known to have none."""
+    return column.with_metadata({**(column.metadata or {}), **_WIDE})
 
 
 def unify(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The columns of several files together."""
+    """The columns of several files together, in types that Parquet can hold."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for column in schema:
             fields[column.name] = widen(fields[column.name], column) if column.name in fields else column
-    return pa.schema(list(fields.values()))
+    return pa.schema([_stored(column) for column in fields.values()])
 
 
 def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
@@ -73,14 +85,46 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     arrays = []
     for column in schema:
         values = [None if row.error else row.columns.get(column.name) for row in rows]
-        if column.metadata and column.metadata.get(b"peagle") == b"json":
-            values = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+        if _is_json(column):
+            values = [v if v is None or isinstance(v, str) else _to_text(v) for v in values]
         arrays.append(pa.array(values, type=column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 
 
+def as_json(value: Any) -> Any:
+    """What Arrow has and JSON does not: bytes in base64, times as ISO 8601, anything else as text."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _to_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=as_json)
+
+
 def _infer_field(name: str, values: list[Any]) -> pa.Field:
     try:
-        return pa.field(name, pa.array(values).type)
+        array = pa.array(values)
     except (pa.ArrowException, OverflowError):
         return json_text(name)
+    if is_too_deep(array.type):
+        return json_text(name)
+    column = pa.field(name, array.type)
+    return wide(column) if is_wide(array) else column
+
+
+def _stored(column: pa.Field) -> pa.Field:
+    """The column as it is written: one of any file may be null in the rows of another."""
+    if _is_json(column) or (pa.types.is_nested(column.type) and not can_be_stored(pa.schema([column]))):
+        return json_text(column.name)
+    if _is_wide(column):
+        column = column.with_metadata({key: value for key, value in column.metadata.items() if key not in _WIDE})
+    return column.with_nullable(True)
+
+
+def _is_json(column: pa.Field) -> bool:
+    return bool(column.metadata) and column.metadata.get(b"peagle") == JSON_TEXT[b"peagle"]
+
+
+def _is_wide(column: pa.Field) -> bool:
+    return bool(column.metadata) and column.metadata.get(b"peagle") == _WIDE[b"peagle"]

@@ -7,9 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peagle.errors import InputError
+from pipelines.batch.inputs.columns import wide
 from pipelines.batch.inputs.files import SourceFile, open_raw
 from pipelines.batch.inputs.forward import ForwardReaders
 from pipelines.batch.inputs.span import RawRow, Span
+from pipelines.batch.inputs.types import LARGEST_EXACT, has_long_integers
 from pipelines.batch.workload import Workload
 
 _BATCH_ROWS = 1024
@@ -35,6 +37,7 @@ def scan_parquet(
         num_rows = min(parquet.metadata.num_rows, left)
         schema = parquet.schema_arrow.remove_metadata()
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
+        schema = pa.schema([wide(c) if _may_be_wide(c, groups) else c for c in schema])
         lengths = _Lengths([(group.num_rows, group.total_byte_size) for group in groups])
     with open_raw(file.path) as handle:  # the footer holds statistics, sizes and offsets of every column chunk
         handle.seek(-min(file.size, _FOOTER_BYTES), 2)
@@ -59,6 +62,23 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
     reader.skip_to(span.first_row)
     yield from map(RawRow, reader.rows(span.num_rows))
     _readers.put_back(span.path, reader)
+
+
+def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
+    """Whether integers that a double does not hold exactly are, or may be, in a column, by its statistics."""
+    return has_long_integers(column.type) and any(
+        _may_have_wide(chunk)
+        for group in groups
+        for chunk in map(group.column, range(group.num_columns))
+        if chunk.path_in_schema.startswith(column.name) and chunk.physical_type == "INT64"
+    )
+
+
+def _may_have_wide(chunk: Any) -> bool:
+    known = chunk.statistics
+    if known is None or not known.has_min_max:
+        return known is None or known.null_count != chunk.num_values
+    return isinstance(known.min, int) and max(abs(known.min), abs(known.max)) > LARGEST_EXACT
 
 
 class _Lengths:

@@ -15,6 +15,7 @@ from pipelines.batch.inputs.openai_batch import batch_row
 from pipelines.batch.inputs.span import RawRow, Span
 
 TEXT_COLUMN = "prompt"
+_DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, less those of whoever calls
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -64,9 +65,22 @@ def _json_row(line: bytes, where: str) -> RawRow:
         return _no_row(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
         return _no_row(line, f"{where}: a JSON {type(value).__name__}, not an object")
+    if line.count(b"[") + line.count(b"{") > _DEEPEST and _is_deep(value):
+        return _no_row(line, f"{where}: more than {_DEEPEST} levels deep")
     if b"\\ud" in line.lower() and not _is_unicode(value):
         return _no_row(line, f"{where}: half a surrogate pair, which is no text")
     return RawRow(value)
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether it is so deep that writing it as JSON again might not be possible, which goes down level by level."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _is_unicode(value: dict[str, Any]) -> bool:

@@ -87,3 +87,26 @@ def test_shutting_an_engine_down_ends_its_process():
     engine.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.core_pid, 0)
+
+
+def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
+    async def scene():
+        engine = FakeEngine(hang_on="pit")
+        await engine.generate("a", list(b"cheese"), GREEDY)
+        before = [engine.signs_of_life(), engine.signs_of_life()]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate("b", list(b"a pit"), GREEDY), 0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate("c", list(b"cheese"), GREEDY), 0.05)
+        return before, [engine.signs_of_life(), engine.signs_of_life()]
+
+    before, after = asyncio.run(scene())
+    assert before[0] < before[1]
+    assert after[0] == after[1]
+
+
+def test_an_engine_that_is_killed_takes_its_own_process_with_it():
+    engine = FakeEngine(has_core=True)
+    engine.kill()
+    engine.shutdown()
+    assert engine._core.returncode == -signal.SIGKILL

@@ -1,6 +1,8 @@
 """What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,3 +162,53 @@ def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_on
     engine._llm = Failing(EngineDeadError())
     with pytest.raises(EngineError, match="engine process died"):
         asyncio.run(engine.generate("r", [1], sampling))
+
+
+def test_every_step_that_vllm_tells_of_is_a_sign_of_life():
+    from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerManager
+
+    from peagle.engine.vllm_engine import _StepCounter
+
+    engine = object.__new__(VllmEngine)
+    engine._steps = _StepCounter()
+    manager = object.__new__(StatLoggerManager)
+    manager.stat_loggers = [PerEngineStatLoggerAdapter(None, [0], engine._steps)]
+    for number in range(3):
+        assert engine.signs_of_life() == number
+        manager.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
+    manager.log()
+    manager.log_engine_initialized()
+    manager.record_sleep_state(0, 0)
+
+
+def test_a_kill_leaves_no_process_of_the_engine_behind():
+    """In a process of its own: all that descends from it is killed."""
+    code = """if True:
+        import psutil, subprocess, sys
+        from peagle.engine.vllm_engine import VllmEngine
+        sleeper = "import subprocess as s; s.Popen(['sleep', '60']); print('up', flush=True); s.run(['sleep', '60'])"
+        core = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE)
+        core.stdout.readline()
+        there = psutil.Process().children(recursive=True)
+        object.__new__(VllmEngine).kill()
+        print(len(there) > 1, psutil.wait_procs(there, timeout=10)[1])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "[]"]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_what_vllm_ended_by_itself_is_no_answer(reason):
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+
+    class Ending:
+        async def generate(self, *_):
+            ended = completion([1, 2])
+            ended.finish_reason = reason
+            yield output_of(completion([1, 2, 3]), ended)
+
+    assert reason in FINISH_REASON_STRINGS
+    engine = object.__new__(VllmEngine)
+    engine._llm = Ending()
+    with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
+        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))

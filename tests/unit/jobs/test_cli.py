@@ -55,3 +55,22 @@ def test_an_error_is_told_on_stderr_and_in_json(tmp_path, capsys):
 def test_report_of_what_is_no_run(tmp_path, capsys):
     assert cli.run(["report", str(tmp_path)]) == 2
     assert "no run.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_result_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path, capsys, fails, monkeypatch):
+    (tmp_path / "file").write_text("")
+    argv = ["models", *(["nothing-of-the-kind"] if fails else []), "--json", str(tmp_path / "file" / "result.json")]
+    assert cli.run(argv) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("peagle models: ")
+    assert "result.json" in last or "file" in last
+
+
+def test_what_a_command_cannot_read_or_write_is_an_error_and_no_traceback(monkeypatch, capsys):
+    def run(_):
+        raise PermissionError(13, "Permission denied", "runs/a/report.html")
+
+    monkeypatch.setattr("jobs.models.run", run)
+    assert cli.run(["models"]) == 1
+    assert capsys.readouterr().err == "peagle models: [Errno 13] Permission denied: 'runs/a/report.html'\n"

@@ -24,6 +24,7 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
     [
         ({"json_schema": "nowhere.json"}, "no schema can be read there"),
         ({"json_schema": {"type": "strange"}}, "not a valid JSON schema"),
+        ({"json_schema": {"$schema": []}}, "not a valid JSON schema"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": 3}, "less than or equal to 2"),
         ({"n": 0}, "greater than or equal to 1"),
@@ -44,3 +45,24 @@ def test_a_run_directory_is_a_folder_or_on_s3(tmp_path, monkeypatch):
     for output in ("gs://bucket/run", "s3://bucket"):
         with pytest.raises(pydantic.ValidationError, match="s3://"):
             GenerateConfig(input="i", output=output)
+
+
+FLOATS = [name for name, key in GenerateConfig.model_fields.items() if "float" in str(key.annotation)]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_no_key_takes_a_number_that_run_json_cannot_hold(name, value):
+    assert {"budget_usd", "grace_s", "row_timeout_s", "engine_timeout_s", "cluster_wait_s", "fake_token_s"} < set(
+        FLOATS
+    )
+    with pytest.raises(pydantic.ValidationError, match=name):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "deadline", ["9999999999d", "3000000d", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+14:00"]
+)
+def test_a_deadline_that_no_clock_can_show_is_refused(deadline):
+    with pytest.raises(pydantic.ValidationError, match="so far away"):
+        config(deadline=deadline)

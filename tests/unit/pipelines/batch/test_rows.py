@@ -4,13 +4,14 @@ from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeO
 
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
+from peagle.errors import InputError
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.speculation import SpeculationStats
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
-from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, unpacked
+from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, require_storable, unpacked
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
 SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
@@ -103,3 +104,13 @@ def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
         table = pa.table({"x": ["a" * 100] * num_rows})
         buffer.add_batch(packed(table))
         assert [unpacked(block) for block in buffer.iter_ready_blocks()] == [table]
+
+
+def test_a_column_that_parquet_cannot_hold_is_refused_before_it_costs_anything():
+    require_storable(SCHEMA)
+    deep = pa.int64()
+    for _ in range(120):
+        deep = pa.list_(deep)
+    for bad in (pa.struct([]), deep):
+        with pytest.raises(InputError, match="column 'x' has a type that Parquet cannot hold"):
+            require_storable(SCHEMA.append(pa.field("x", bad)))

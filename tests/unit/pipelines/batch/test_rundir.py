@@ -262,3 +262,29 @@ def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3):
         time.sleep(0.05)
     assert hears() == 7.5
     assert make_run("s3://bucket/runs/second").stop_reader()() is None
+
+
+def test_a_copy_of_a_units_file_is_no_unit(run):
+    run.commit(0, TABLE, usage(), [])
+    write_atomic(run.data / "unit-00000001 (copy).parquet", b"")
+    write_atomic(run.data / "unit-x.parquet", b"")
+    assert run.committed() == {0}
+    assert len(list(run.usages())) == 1
+
+
+def test_dead_letters_that_are_missing_or_damaged_are_an_error_of_ours(run):
+    run.commit(0, TABLE, usage(num_failed_rows=1), [{"id": "000000001"}])
+    path = run.failed / run.letters_name(0)
+    write_atomic(path, b'{"id"')
+    with pytest.raises(PeagleError, match="dead letters of unit 0"):
+        list(run.dead_letters())
+    path.unlink()
+    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*put it back"):
+        list(run.letters(0))
+
+
+@pytest.mark.parametrize("data", [b"PAR1xx", b""])
+def test_a_damaged_record_of_the_ledger_is_named(run, data):
+    write_atomic(run.ledger / "session-x.parquet", data)
+    with pytest.raises(PeagleError, match=r"session-x\.parquet is damaged"):
+        run.sessions()

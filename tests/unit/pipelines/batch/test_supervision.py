@@ -5,8 +5,9 @@ import pytest
 
 from peagle import hardware
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import EngineError, StoppedEarly, TooManyFailedRows
+from peagle.errors import EngineError, StoppedEarly, StorageError, TooManyFailedRows
 from peagle.speculation import SpeculationStats
+from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
@@ -74,6 +75,25 @@ def test_a_run_within_its_limits_goes_on(start):
     supervisor.observe()
     assert supervisor.ending is None
     assert run.stop_grace_s() is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StorageError("503")])
+def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, monkeypatch, error):
+    run, supervisor = start(grace_s=0)
+    supervisor._stop.set()
+    monkeypatch.setattr(supervision, "_GIVE_UP_S", 0.0)
+
+    def fail(_):
+        raise error
+
+    with monkeypatch.context() as full:
+        full.setattr(run, "request_stop", fail)
+        supervisor.observe()
+    assert supervisor.ending is not None
+    assert run.stop_grace_s() is None
+    assert supervisor.gives_up
+    supervisor.observe()
+    assert run.stop_grace_s() == 0
 
 
 def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):

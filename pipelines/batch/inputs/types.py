@@ -1,0 +1,80 @@
+"""Arrow types of columns: what Parquet can hold, and whether a type holds every value of another.
+
+Pure functions of types and arrays; it knows no rows and no files of ours.
+"""
+
+import io
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+_DEEPEST = 100  # levels that Parquet has at most
+LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
+
+
+def can_be_stored(schema: pa.Schema) -> bool:
+    """Whether Parquet can hold columns like these, and gives them back: not empty structs, nor too deep ones."""
+    sink = io.BytesIO()
+    try:
+        pq.write_table(schema.empty_table(), sink)
+        pq.read_schema(io.BytesIO(sink.getvalue()))
+    except (OSError, pa.ArrowException):
+        return False
+    return True
+
+
+def is_too_deep(type_: pa.DataType) -> bool:
+    """Whether a type has more levels than Parquet can hold; it may have more than Python can go down."""
+    level = [type_]
+    for _ in range(_DEEPEST):
+        level = [field.type for one in level for field in _children(one)]
+        if not level:
+            return False
+    return True
+
+
+def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
+    """Whether every value of `old` can be a value of `new`, to which Arrow would widen it.
+
+    Args:
+        wide: `old` may have integers beyond `LARGEST_EXACT`.
+    """
+    if new == old or pa.types.is_null(old):
+        return True
+    if pa.types.is_nested(new):
+        children = {field.name: field.type for field in _children(new)}
+        pairs = [(children.get(field.name), field.type) for field in _children(old)]
+        if not pa.types.is_struct(new):  # an item of a list has no name that counts
+            pairs = list(zip(children.values(), (theirs for _, theirs in pairs), strict=False))
+        return all(ours is not None and holds(ours, theirs, wide=wide) for ours, theirs in pairs)
+    if pa.types.is_integer(old):
+        return not (wide and old.bit_width == 64)
+    if pa.types.is_decimal(old):
+        return bool(pa.types.is_decimal(new))
+    # A nanosecond is too short for years before 1678 and after 2261; 9999 is in use for "never".
+    return not (pa.types.is_temporal(old) and getattr(new, "unit", None) == "ns" and not pa.types.is_time(new))
+
+
+def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
+    """Whether integers beyond `LARGEST_EXACT` are in it, at any depth."""
+    if isinstance(array, pa.ChunkedArray):
+        return any(map(is_wide, array.chunks))
+    if pa.types.is_integer(array.type) and array.type.bit_width == 64:
+        ends = pc.min_max(array).as_py()
+        return any(end is not None and abs(end) > LARGEST_EXACT for end in ends.values())
+    if pa.types.is_struct(array.type):
+        return any(map(is_wide, array.flatten()))
+    return bool(pa.types.is_list(array.type)) and is_wide(array.flatten())
+
+
+def has_long_integers(type_: pa.DataType) -> bool:
+    """Whether integers of 64 bits are in it, at any depth."""
+    if pa.types.is_nested(type_):
+        return any(has_long_integers(field.type) for field in _children(type_))
+    return bool(pa.types.is_integer(type_)) and type_.bit_width == 64
+
+
+def _children(type_: pa.DataType) -> Iterator[pa.Field]:
+    return (type_.field(index) for index in range(type_.num_fields)) if pa.types.is_nested(type_) else iter(())

@@ -1,0 +1,138 @@
+import datetime
+import io
+import json
+from decimal import Decimal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.batch import corpus
+from pipelines.batch.corpus import read
+from pipelines.batch.cutting import Cut
+from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.inputs.files import SourceFile
+from pipelines.batch.workload import Workload
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stored(*paths):
+    """The rows of a corpus as they come back from the file of a unit."""
+    kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
+    files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
+    spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, Workload())
+    sink = io.BytesIO()
+    pq.write_table(to_table([row for span in spans for row in read(span)], schema), sink)
+    return pq.read_table(io.BytesIO(sink.getvalue())).to_pylist()
+
+
+def deep(levels, value=1):
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def deep_object(levels, value=1):
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"a": {}}, [{}], deep(60), deep(200), deep(499), deep_object(499), {"a": 1, "b": [{"c": {}}]}],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_parquet_cannot_hold_is_carried_as_text(tmp_path, value):
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "p", "x": value}, {"prompt": "p", "x": None}])
+    first, second = stored(file)
+    assert (json.loads(first["x"]), second["x"]) == (value, None)
+
+
+def test_an_object_that_is_empty_in_some_rows_keeps_its_type(tmp_path):
+    files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([{}, {"a": 1}])]
+    assert [row["x"] for row in stored(*files)] == [{"a": None}, {"a": 1}]
+
+
+BIG = 2**60 + 1
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "expected"),
+    [
+        (BIG, 1.5, (str(BIG), "1.5")),
+        (1.5, BIG, ("1.5", str(BIG))),
+        ([BIG], [1.5], (f"[{BIG}]", "[1.5]")),
+        ({"a": BIG}, {"a": 1.5}, (f'{{"a": {BIG}}}', '{"a": 1.5}')),
+        (2**53, 1.5, (float(2**53), 1.5)),
+        ({"id": BIG, "n": 1.5}, {"id": 1, "n": 2.5}, ({"id": BIG, "n": 1.5}, {"id": 1, "n": 2.5})),
+        (2**63 + 5, -1, (str(2**63 + 5), "-1")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_integer_that_no_float_holds_is_never_rounded(tmp_path, early, late, expected, apart):
+    if apart:
+        files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([early, late])]
+    else:
+        files = [write_lines(tmp_path / "a.jsonl", [{"x": early}, *[{"x": None}] * 5000, {"x": late}])]
+    rows = stored(*files)
+    assert (rows[0]["x"], rows[-1]["x"]) == expected
+
+
+NEVER = datetime.datetime(9999, 12, 31)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (pa.array([Decimal("1.50")]), pa.array([1.25]), ['"1.50"', "1.25"]),
+        (pa.array([Decimal("1.50")]), pa.array(["x"]), ['"1.50"', "x"]),
+        (pa.array([NEVER]), pa.array(["x"]), ['"9999-12-31T00:00:00"', "x"]),
+        (pa.array([NEVER]), pa.array([10**18], pa.timestamp("ns")), ['"9999-12-31T00:00:00"', '"2001-09-09T01:46:40"']),
+        (pa.array([datetime.date(2020, 1, 1)]), pa.array([NEVER]), ['"2020-01-01"', '"9999-12-31T00:00:00"']),
+        (pa.array([b"a"]), pa.array([1]), ['"YQ=="', "1"]),
+        (pa.array([{"a": NEVER}]), pa.array(["x"]), ['{"a": "9999-12-31T00:00:00"}', "x"]),
+        (pa.array([BIG]), pa.array([1.5]), [str(BIG), "1.5"]),
+        (pa.array([3]), pa.array([1.5]), [3.0, 1.5]),
+        (pa.array([None], pa.int64()), pa.array([1.5]), [None, 1.5]),
+        (pa.array([[BIG]]), pa.array([[1.5]]), [f"[{BIG}]", "[1.5]"]),
+        (pa.array([BIG]), pa.array([7], pa.int32()), [BIG, 7]),
+        (pa.array([BIG]), pa.array([Decimal("1.50")]), [str(BIG), '"1.50"']),
+        (pa.array([7]), pa.array([Decimal("1.50")]), [Decimal("7.00"), Decimal("1.50")]),
+        (pa.array([2**63 + 5], pa.uint64()), pa.array([-1]), [str(2**63 + 5), "-1"]),
+        (pa.array([b"\xff"]), pa.array(["a"]), [b"\xff", b"a"]),
+    ],
+    ids=str,
+)
+def test_parquet_files_that_disagree_on_a_column_lose_nothing(tmp_path, one, other, expected):
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for file, values in zip(files, (one, other), strict=True):
+        pq.write_table(pa.table({"prompt": ["p"], "x": values}), file)
+    assert [row["x"] for row in stored(*files)] == expected
+
+
+def test_a_column_that_one_file_requires_and_another_lacks_is_null_there(tmp_path):
+    required = pa.schema([pa.field("prompt", pa.string()), pa.field("x", pa.int64(), nullable=False)])
+    pq.write_table(pa.table({"prompt": ["p"], "x": [1]}, required), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": ["q"]}), tmp_path / "b.parquet")
+    assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == [1, None]
+
+
+def test_a_file_without_statistics_may_hold_large_integers(tmp_path):
+    for name, values in (("a", [3]), ("b", [1.5])):
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet", write_statistics=False)
+    assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("levels", [500, 800, 960, 985, 990, 5000])
+def test_a_row_that_is_too_deep_to_be_written_again_is_a_bad_row(tmp_path, opening, levels):
+    closing = "]" if opening == "[" else "}"
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"x": "p"}\n{"x": ' + opening * levels + "1" + closing * levels + "}\n")
+    assert stored(file) == [{"x": "p"}, {"x": None}]

@@ -1,0 +1,192 @@
+"""An engine actor without Ray: prepared units in, committed files out."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from peagle import hardware
+from peagle.engine.fake_engine import FakeEngine
+from pipelines.batch import worker
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.plan import make_plan
+from pipelines.batch.preparing import PrepareJob, prepare_unit
+from pipelines.batch.resolve import resolve
+from pipelines.batch.rows import packed
+from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.worker import EngineJob, EngineWorker
+
+SLOTS = 4
+
+
+class Slotted(FakeEngine):
+    """Like vLLM: so many responses are decoded at once, and other requests wait in the engine."""
+
+    def __init__(self, row_s):
+        super().__init__()
+        self._slots, self._row_s = asyncio.Semaphore(SLOTS), row_s
+
+    async def generate(self, request_id, prompt_token_ids, sampling):
+        held = [asyncio.create_task(self._slots.acquire()) for _ in range(sampling.get("n", 1))]
+        try:
+            await asyncio.gather(*held)
+            await asyncio.sleep(self._row_s)
+        finally:
+            for slot in held:
+                if slot.done() and not slot.cancelled():
+                    self._slots.release()
+        return await super().generate(request_id, prompt_token_ids, sampling)
+
+
+class Scene:
+    """A run of two units of eight rows, and engine actors for it."""
+
+    def __init__(self, tmp_path, monkeypatch, **keys):
+        self._monkeypatch, self.workers = monkeypatch, []
+        corpus = tmp_path / "prompts.jsonl"
+        corpus.write_text("".join(json.dumps({"prompt": f"line {n}"}) + "\n" for n in range(16)))
+        config = GenerateConfig(
+            input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=8, **keys
+        )
+        self._plan = make_plan(config)
+        resolved = resolve(config, hardware.detect(), self._plan.schema.names, announce=print)
+        self._spec, self._base = resolved.spec, dict(resolved.sampling.base)
+        self.run = RunDirectory(config.output)
+        self.run.create({}, self._plan)
+        self._prepare = PrepareJob(
+            run_dir=str(self.run),
+            model=None,
+            prompts=resolved.prompts,
+            sampling=resolved.sampling,
+            schema=self._plan.schema,
+        )
+
+    def worker(self, engine, **job):
+        self._monkeypatch.setattr(EngineWorker, "_start_engine", lambda _: (engine, 0.0))
+        made = EngineWorker(
+            EngineJob(
+                run_dir=str(self.run),
+                places="test-worker",
+                spec=self._spec,
+                model="fake",
+                drafter=None,
+                sampling=self._base,
+                **job,
+            )
+        )
+        self.workers.append(made)
+        return made
+
+    async def call(self, made, unit):
+        batch = packed(prepare_unit(self._plan.units[unit], self._prepare))
+        return [receipt async for receipt in made(batch)]
+
+    def counts(self, unit):
+        usage = self.run.usage(unit)
+        return usage.num_rows, usage.num_failed_rows
+
+
+def end(code):
+    raise Gone(code)
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch):
+    """Makes scenes; their actors leave this process's output alone, and end with the test."""
+    monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
+    monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    monkeypatch.setattr(worker.os, "_exit", end)
+    made = []
+
+    def make(**keys):
+        made.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
+        return made[-1]
+
+    yield make
+    for one in [actor for each in made for actor in each.workers]:
+        one._session.end()
+
+
+class Gone(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
+def test_a_rows_time_limit_does_not_pass_while_others_have_the_slots(scene, keys):
+    one = scene(**keys)
+    asyncio.run(one.call(one.worker(Slotted(row_s=0.3), row_timeout_s=0.55), 0))
+    assert one.counts(0) == (8, 0)
+
+
+def test_rows_without_a_limit_wait_in_the_engine(scene):
+    class Counting(Slotted):
+        most = now = 0
+
+        async def generate(self, *request):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                return await super().generate(*request)
+            finally:
+                self.now -= 1
+
+    one, engines = scene(), [Counting(row_s=0.01), Counting(row_s=0.01)]
+    asyncio.run(one.call(one.worker(engines[0]), 0))
+    asyncio.run(one.call(one.worker(engines[1], row_timeout_s=5), 1))
+    assert [engine.most for engine in engines] == [2 * SLOTS, SLOTS]
+
+
+def until_done(one, make_engine, unit, **job):
+    """Call new actors for the unit until one commits it; how many ended before, and the notes that they left."""
+    for num_ended in range(10):
+        try:
+            asyncio.run(one.call(one.worker(make_engine(), **job), unit))
+        except Gone:
+            notes = [json.loads(path.read_bytes()) for path in one.run.suspects.iterdir()]
+        else:
+            return num_ended, notes
+    raise AssertionError("no end of it")
+
+
+@pytest.mark.parametrize("row_timeout_s", [None, 0.1])
+def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, row_timeout_s):
+    one, killed = scene(), []
+
+    class Hanging(FakeEngine):
+        def __init__(self):
+            super().__init__(hang_on="line 3")
+
+        def kill(self):
+            killed.append(self)
+
+    num_ended, notes = until_done(one, Hanging, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
+    assert (num_ended, len(killed)) == (3, 3)
+    assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
+        (False, True, True),
+        (True, True, True),
+        (True, True, True),
+    ]
+    assert one.counts(0) == (7, 1)
+    assert [(int(letter["id"]), letter["reason"]) for letter in one.run.letters(0)] == [(3, "engine_died")]
+    assert not list(one.run.suspects.iterdir())
+
+
+def test_an_engine_that_is_slow_but_takes_steps_is_left_alone(scene):
+    one = scene()
+    asyncio.run(one.call(one.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
+    assert one.counts(0) == (8, 0)
+
+
+def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
+    one = scene()
+    actor = one.worker(Slotted(row_s=0.05))
+
+    async def twice():
+        return await asyncio.gather(one.call(actor, 0), one.call(actor, 0))
+
+    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(twice())]
+    assert sorted(usage is None for usage in receipts) == [False, True]
+    assert one.counts(0) == (8, 0)
+    assert not list(one.run.suspects.iterdir())
