@@ -155,11 +155,16 @@ def _drafter(resolved: ResolvedRun) -> str:
 
 
 def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequence[str]) -> Plan:
-    """Create the run directory, or make sure that it holds this very run."""
+    """Create the run directory, or make sure that it holds this very run; the plan that counts.
+
+    Args:
+        plan: made, or read, before this driver had the lease.
+    """
     if not run.exists:
         run.create(_manifest(resolved, plan, command), plan)
         return plan
-    current = make_plan(resolved.config, plan.cut)
+    # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
+    current = make_plan(resolved.config, run.plan().cut)
     manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     run.open()
     return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now

@@ -58,7 +58,7 @@ def stream(
     finally:
         progress.close()
     run.clear_stop()
-    if len(run.committed()) < len(plan.units):
+    if not run.committed() >= {unit.unit for unit in plan.units}:
         raise supervisor.error()
 
 

@@ -1,0 +1,37 @@
+import json
+
+import pytest
+
+from peagle import hardware
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.plan import make_plan
+from pipelines.batch.resolve import resolve
+from pipelines.batch.run import _open
+from pipelines.batch.rundir import RunDirectory
+
+HERE = hardware.detect()
+COMMAND = ["peagle", "generate"]
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """What a driver knows when it takes the lease: its plan, made or read, and its resolved run."""
+    corpus = tmp_path / "in.jsonl"
+    corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
+
+    def make(**keys):
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, **keys)
+        plan = make_plan(config)
+        return plan, resolve(config, HERE, plan.schema.names, announce=print)
+
+    return make
+
+
+def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_that_are_written_down(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    second, second_run = driver(rows_per_unit=5)
+    first, first_run = driver(rows_per_unit=2)
+    assert _open(run, first, first_run, COMMAND) == first
+    opened = _open(run, second, second_run, COMMAND)
+    assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
+    assert opened == run.plan() == first
