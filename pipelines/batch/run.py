@@ -105,8 +105,7 @@ def generate(
         plan = _open(run, plan, resolved, command)
         if config.retry_failed:
             plan = _retry(run, plan, progress)
-        committed = run.committed()
-        units = [unit for unit in plan.units if unit.unit not in committed]
+        units = plan.left(run.committed())
         if not units:
             run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))

@@ -169,8 +169,14 @@ class RunDirectory:
         write_once(self.root / f"plan-{len(self._retry_plans()) + 1:04d}.parquet", retries_to_bytes(retries))
 
     def superseded(self) -> frozenset[int]:
-        """Units whose dead letters a retry took up."""
-        return frozenset(retry.supersedes for retry in self.retries())
+        """Committed units whose dead letters a retry took up, not counting those that were done again since."""
+        if not self._retry_plans():
+            return frozenset()
+        plan = self.plan()
+        earlier = plan.taken_up().keys() & self.committed()
+        self.read_ahead(earlier)
+        usages = {unit: self.usage(unit) for unit in earlier}
+        return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
 
     def _retry_plans(self) -> list[Place]:
         return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)

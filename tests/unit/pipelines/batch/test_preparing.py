@@ -37,6 +37,17 @@ def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
+def test_a_unit_all_of_whose_rows_a_retry_took_up_is_prepared_and_has_no_row(piece):
+    batch, job, run = piece
+    unit = run.plan().units[1].without({0, 1})
+    (prepared,) = map(unpacked, prepare_units(pa.table({"units": [unit_to_json(unit)]}), job=job))
+    assert not is_given_back(prepared)
+    again = PreparedUnit(prepared)
+    assert (again.unit, again.prompts, again.letters()) == (unit, [], [])
+    whole = PreparedUnit(unpacked(next(prepare_units(batch, job=job))))
+    assert again.output({}, "m", None).schema == whole.output({}, "m", None).schema
+
+
 def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece):
     batch, job, run = piece
     stage = prepare_units(batch, job=job)

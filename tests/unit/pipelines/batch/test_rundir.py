@@ -192,6 +192,26 @@ def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
     assert sum(one.num_rows for one in run.usages()) == 2
 
 
+def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run):
+    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = plan_retry(run, run.plan())
+    run.unit_path(0).unlink()
+    (again, retry) = plan.left(run.committed())
+    assert ((again.unit, again.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
+
+    reopened = RunDirectory(run.root)
+    assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
+    assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(reopened.dead_letters()) == [letter(0, "new")]
+    assert [one.num_failed_rows for one in reopened.usages()] == [1, 0]
+
+    third = plan_retry(reopened, plan)
+    assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
+    assert list(reopened.dead_letters()) == []
+    assert [one.num_failed_rows for one in reopened.usages()] == [0, 0]
+    assert plan_retry(reopened, third) == third
+
+
 def test_without_dead_letters_there_is_nothing_to_retry(run):
     run.commit(0, TABLE, usage(), [])
     assert plan_retry(run, run.plan()) == run.plan()
