@@ -28,7 +28,7 @@ import pyarrow as pa
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError
-from peagle.files import writing
+from peagle.files import TEMPORARY_SUFFIX, writing
 from peagle.storage import (
     Place,
     is_remote,
@@ -93,7 +93,8 @@ class RunDirectory:
         require_usable(self.root / ".lease")
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> None:
-        """Lay the directory out. `run.json` comes last: with it, the run exists.
+        """Lay the directory out, over what a driver left that was killed at it. `run.json` comes last: with it, the run
+        exists.
 
         Raises:
             ConfigError: the folder holds something else, or cannot be written.
@@ -101,6 +102,7 @@ class RunDirectory:
         self.require_own()
         try:
             self._make_folders()
+            self._remove_temporaries()
             write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
             write_json(self.root / "run.json", manifest)
         except OSError as error:
@@ -114,7 +116,8 @@ class RunDirectory:
         """
         if self.exists or not self.root.is_dir():
             return
-        foreign = {p.name for p in self.root.glob("*")} - _LAID_OUT
+        names = {path.name for path in self.root.glob("*")} - _LAID_OUT
+        foreign = {name for name in names if not (name.startswith(".") and name.endswith(TEMPORARY_SUFFIX))}
         if foreign:
             raise ConfigError(
                 f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"

@@ -139,6 +139,22 @@ def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
             RunDirectory(root).create({}, local.plan())
 
 
+@pytest.mark.parametrize("written", ["plan.parquet", "run.json"])
+def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_the_next(tmp_path, local, written):
+    run = RunDirectory(tmp_path / "killed")
+    for folder in (".lease", "data", "failed"):
+        (run.root / folder).mkdir(parents=True)
+    if written == "run.json":
+        (run.root / "plan.parquet").write_bytes(b"of another cut")
+    leftover = run.root / f".{written}.0123abcd.tmp"
+    leftover.write_bytes(b"PAR1")
+    run.require_own()
+    assert leftover.exists()  # before the lease it may be another driver's, at work
+    run.create({"schema": 1}, local.plan())
+    assert not leftover.exists()
+    assert (run.manifest(), run.plan()) == ({"schema": 1}, local.plan())
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
