@@ -18,6 +18,7 @@ from pipelines.batch.admission import Admission
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.cutting import calls_per_engine
 from pipelines.batch.handing_out import chunks, longest_first
+from pipelines.batch.placing import PREPARE_CPUS
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
 from pipelines.batch.progress import Progress
@@ -116,7 +117,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             batch_format="pyarrow",
             # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22), and each starts beside an engine.
             compute=TaskPoolStrategy(engines.largest),
-            num_cpus=cluster.PREPARE_CPUS,
+            num_cpus=PREPARE_CPUS,
             fn_kwargs={"job": prepare_job},
         )
         .map_batches(
@@ -130,8 +131,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
                 max_concurrent_calls_per_actor=calls,
                 max_tasks_in_flight_per_actor=calls + 1,
             ),
-            num_cpus=resolved.placement.num_cpus,
-            num_gpus=resolved.placement.num_gpus or None,
+            **resolved.placement.options,
             fn_constructor_args=(engine_job,),
         )
     )

@@ -1,12 +1,15 @@
 import json
 
 import pytest
+from rich.console import Console
 
 from peagle import hardware
+from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
+from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import resolve
-from pipelines.batch.run import _open
+from pipelines.batch.run import _look, _open
 from pipelines.batch.rundir import RunDirectory
 
 HERE = hardware.detect()
@@ -35,3 +38,35 @@ def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_t
     opened = _open(run, second, second_run, COMMAND)
     assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
     assert opened == run.plan() == first
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [("inspect", 2, None)]),
+        ({"accelerator_type": "H100"}, [("require", 2, "H100", 3, 900.0), ("inspect", 2, "H100")]),
+        ({"accelerator_type": "any"}, [("require", 2, None, 3, 900.0), ("inspect", 2, "any")]),
+    ],
+)
+def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_at(
+    monkeypatch, tmp_path, keys, expected
+):
+    done = []
+    config = GenerateConfig(
+        input="i", output=tmp_path, engines="3:9", cluster_wait_s=900, tensor_parallel_size=2, **keys
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(
+        run_module.cluster,
+        "require_capacity",
+        lambda p, n, *, wait_s, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
+    )
+    monkeypatch.setattr(
+        run_module.cluster,
+        "inspect",
+        lambda *, accelerators_per_engine, accelerator_type: done.append(
+            ("inspect", accelerators_per_engine, accelerator_type)
+        ),
+    )
+    _look(config, Progress(Console()))
+    assert done == expected
