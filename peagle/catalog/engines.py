@@ -182,6 +182,7 @@ def compose_engine(
         )
     spec = EngineSpec(
         model=model.path,
+        revision=model.revision,
         drafter=drafter.spec,
         precision=keys.precision,
         native_quantization=model.native_quantization,

@@ -110,7 +110,7 @@ def resolve(
         prompts=resolve_prompts(
             config,
             columns,
-            bool(tokenizer_of(tokenizer).chat_template),
+            bool(tokenizer_of(tokenizer, engine.spec.revision).chat_template),
             body_column="body" if is_batch else None,
             where=f"input {config.input}",
         ),

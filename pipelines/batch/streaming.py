@@ -142,6 +142,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     prepare_job = PrepareJob(
         run_dir=str(run),
         model=resolved.tokenizer,
+        revision=resolved.spec.revision,
         prompts=resolved.prompts,
         sampling=resolved.sampling,
         schema=plan.schema,

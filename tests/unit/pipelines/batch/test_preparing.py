@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from peagle import hardware
+from pipelines.batch import preparing
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
@@ -54,3 +55,13 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
     assert not is_given_back(unpacked(next(stage)))
     run.request_stop(5)
     assert [is_given_back(unpacked(one)) for one in stage] == [True]
+
+
+def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
+    asked = []
+    monkeypatch.setattr(preparing, "localize", lambda model: model)
+    monkeypatch.setattr(preparing, "load_tokenizer", lambda *of: asked.append(of))
+    preparing.tokenizer_of("org/model-of-this-test", "v2")
+    preparing.tokenizer_of("org/model-of-this-test")
+    assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
+    preparing.tokenizer_of.cache_clear()
