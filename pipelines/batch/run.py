@@ -16,6 +16,8 @@ from typing import Any
 
 from peagle import hardware, manifest
 from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
+from peagle.economics.price_keys import machine_of, require_same_price
+from peagle.economics.prices import Price
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr
@@ -197,7 +199,17 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
         return plan
     # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
     current = make_plan(resolved.config, run.plan().cut)
-    manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
+    before = run.manifest()
+    manifest.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
+    if resolved.places is None:  # else the endpoint's price, which may have changed since, and a batch keeps its own
+        require_same_price(
+            resolved.config,
+            resolved.price,
+            resolved.hardware,
+            before=Price.from_dict(before["price"]),
+            keys_before=before["config"],
+            machine=machine_of(before["run"]["hardware"]),
+        )
     run.open()
     return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
 

@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from peagle import hardware
+from peagle.errors import PriceError
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
@@ -23,7 +25,8 @@ def driver(tmp_path):
     corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
 
     def make(**keys):
-        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, **keys)
+        keys = {"usd_per_hour": 1, **keys}
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", **keys)
         plan = make_plan(config)
         return plan, resolve(config, HERE, plan.schema.names, announce=print)
 
@@ -70,3 +73,13 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     )
     _look(config, Progress(Console()))
     assert done == expected
+
+
+def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
+        _open(run, *driver(**keys), COMMAND)
+    with pytest.raises(PriceError, match=r"is charged at \$.*, and this would cost \$"):
+        _open(run, *driver(usd_per_hour=2), COMMAND)
+    plan, resolved = driver(usd_per_hour=2)
+    _open(run, plan, replace(resolved, places="endpoint"), COMMAND)
