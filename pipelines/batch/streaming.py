@@ -14,7 +14,7 @@ from typing import Any
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, RunInUse
 from pipelines.batch import cluster
-from pipelines.batch.admission import Admission
+from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.cutting import calls_per_engine
 from pipelines.batch.handing_out import chunks, longest_first
@@ -176,7 +176,7 @@ def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admissi
         return None
     return Admission(
         num_engines=engines.smallest,
-        num_units=len(plan.units),
+        work=work_by_unit(plan),
         sessions_before=frozenset(session.session_id for session in run.sessions()),
         heartbeat_s=config.heartbeat_s,
     )
