@@ -34,6 +34,7 @@ _GROUPS = {
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
         "engines",
+        "accelerator_type",
         *SIZE_KEYS,
         "engine",
         "fake_token_s",

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         with cluster.ray_cluster(metrics_port=config.metrics_port):
             if is_remote:
                 here = cluster.inspect()
-                served = resolve(config, here, num_nodes=cluster.num_nodes(), announce=print)
+                served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
             _deploy(config, here, served, logs)
             stopped = threading.Event()
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts

@@ -95,7 +95,7 @@ class ResolvedEngine:
     """An engine, decided.
 
     Attributes:
-        spec: its models by names that any node can resolve.
+        spec: its models by names that any node can resolve, its precision never `auto`.
         precision: what it computes in on this hardware.
         profile: where it comes from, None where it was not tuned.
     """
@@ -180,10 +180,12 @@ def compose_engine(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
         )
+    precision = resolve_precision(keys.precision, hardware, native_quantization=model.native_quantization)
     spec = EngineSpec(
         model=model.path,
+        revision=model.revision,
         drafter=drafter.spec,
-        precision=keys.precision,
+        precision=precision.name,  # nodes of another kind would each decide `auto` for themselves
         native_quantization=model.native_quantization,
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         max_model_len=max_model_len(model, keys.max_model_len),
@@ -195,7 +197,6 @@ def compose_engine(
         max_num_batched_tokens=keys.max_num_batched_tokens,
     )
     check_slots(spec)
-    precision = resolve_precision(spec.precision, hardware, native_quantization=spec.native_quantization)
     profile = read_profile(keys.profile) if keys.profile else None
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 

@@ -30,6 +30,7 @@ class ResolvedModel:
         card: its catalog card, None outside the catalog.
         fingerprint: changes when the weights or the configuration do.
         config: its `config.json`.
+        revision: of a hub id, where the card pins one: what an engine is to load; None is the latest.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ResolvedModel:
     card: ModelCard | None
     fingerprint: str
     config: Mapping[str, Any]
+    revision: str | None = None
 
     @property
     def native_quantization(self) -> str | None:
@@ -142,4 +144,4 @@ def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedMod
 def _hub_model(name: str, model_id: str, revision: str | None, card: ModelCard | None) -> ResolvedModel:
     config = hub_config(model_id, revision)
     fingerprint = f"{model_id}@{hub_commit(model_id, revision)}"
-    return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config)
+    return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)

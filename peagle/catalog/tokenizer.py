@@ -12,15 +12,15 @@ from typing import Any
 _GENERIC = ("llama", "TokenizersBackend")
 
 
-def load_tokenizer(model: str | Path) -> Any:
-    """What `AutoTokenizer.from_pretrained` gives for a folder or a hub id, and its errors."""
+def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
+    """What `AutoTokenizer.from_pretrained` gives for a folder or a hub id, of that revision, and its errors."""
     if _kind(Path(model)) == _GENERIC:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, **({"revision": revision} if revision else {}))
 
 
 def _kind(folder: Path) -> tuple[Any, Any] | None:

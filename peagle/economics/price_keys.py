@@ -3,12 +3,15 @@
 It knows prices and what a node is; it does not know what runs there.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from peagle.economics.prices import Price, PriceTable, default_instance
+from peagle.errors import PriceError
 from peagle.hardware import Hardware
 
 PRICE_KEYS = ("instance_type", "market", "provider", "region", "usd_per_hour", "prices")
@@ -43,3 +46,48 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
     table = PriceTable.load(keys.prices)
     instance = keys.instance_type or default_instance(hardware.accelerator, table)
     return table.price(instance, market=keys.market, provider=keys.provider, region=keys.region)
+
+
+def require_same_price(
+    keys: PriceKeys, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
+) -> None:
+    """Make sure that what is continued may be charged at the price that it began with, for it has only one.
+
+    A table that says something else since then changes nothing, and neither does leaving the keys out: the price stays.
+    Another price that is stated is refused, and so are accelerators that cost something else.
+
+    Args:
+        price: what the keys and the hardware come to now.
+        before, keys_before: the price at the beginning, and the keys as JSON has them, with which it was stated.
+        machine: `machine_of` the hardware at the beginning.
+
+    Raises:
+        PriceError: it cannot; names both prices.
+    """
+    if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
+        return
+    asked = keys.model_dump(mode="json", include=set(PRICE_KEYS))
+    defaults = PriceKeys.model_validate({}).model_dump(mode="json")
+    is_stated = asked not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
+    here = machine_of(hardware.to_dict())
+    if not is_stated and here == machine:
+        return
+    raise PriceError(
+        f"it is charged at {_per_hour(before)} on {machine}, and this would cost {_per_hour(price)} on {here}",
+        hint="leave the price out and use the same machines; the same price as before can be stated for others too",
+    )
+
+
+def machine_of(hardware: Mapping[str, Any]) -> str:
+    """What of a machine (`Hardware.to_dict`) makes its price: its accelerators, or that it has none.
+
+    >>> machine_of({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
+    '8 x H100'
+    """
+    if hardware["platform"] == "cpu":
+        return "CPUs"  # of which another node of the same cluster may have another number
+    return f"{hardware['num_accelerators']} x {hardware['accelerator']}"
+
+
+def _per_hour(price: Price) -> str:
+    return f"${price.usd_per_device_s * 3600:.4g} an hour and {price.device} ({price.instance_type}, {price.market})"

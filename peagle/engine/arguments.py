@@ -23,6 +23,8 @@ _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
 # Arguments that follow from the spec, and the field to set instead.
 _MANAGED = {
     "model": "model",
+    "revision": "model",
+    "tokenizer_revision": "model",
     "speculative_config": "drafter",
     "spec_method": "drafter",
     "spec_model": "drafter",
@@ -73,6 +75,8 @@ def engine_args(
         kv_cache_gib = default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
     arguments: dict[str, Any] = {
         "model": spec.model,
+        "revision": spec.revision,
+        "tokenizer_revision": spec.revision,
         "dtype": precision.dtype,
         "quantization": precision.quantization,
         "kv_cache_dtype": precision.kv_cache_dtype,

@@ -51,6 +51,15 @@ class Precision:
         """The format of the KV cache."""
         return _SHORT[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+    @property
+    def name(self) -> str:
+        """What to ask for to get it, and never anything else: one of `PRECISIONS`, but not `auto`.
+
+        >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
+        'bf16'
+        """
+        return "fp8" if self.kv_cache_dtype == "fp8" else _SHORT[self.dtype]
+
     def describe(self) -> str:
         """Both formats in words.
 

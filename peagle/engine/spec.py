@@ -70,6 +70,7 @@ class EngineSpec:
 
     Attributes:
         model: the target, a folder or a hub id.
+        revision: of a hub id, the branch, tag or commit of weights and tokenizer; None is the latest.
         drafter: None decodes without speculation.
         precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
         kv_cache_precision: "auto" as `precision` has it, else "bf16" or "fp8".
@@ -107,6 +108,7 @@ class EngineSpec:
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:

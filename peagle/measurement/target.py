@@ -23,6 +23,7 @@ def target_spec(config: MeasurementKeys, model: ResolvedModel, *, max_num_seqs: 
     """
     return EngineSpec(
         model=model.path,
+        revision=model.revision,
         precision=config.precision,
         native_quantization=model.native_quantization,
         max_num_seqs=max_num_seqs,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
 from pipelines.batch.heartbeats import Heartbeats
+from pipelines.batch.plan import Plan
 from pipelines.batch.pool import is_worth_loading
 from pipelines.batch.rundir import RunDirectory
 
@@ -22,12 +23,12 @@ class Admission:
 
     Attributes:
         num_engines: below so many, an actor loads whatever is left to do.
-        num_units: of the plan.
+        work: of each unit of the plan, by its number (`work_by_unit`).
         sessions_before: of earlier attempts; none of them is alive.
     """
 
     num_engines: int
-    num_units: int
+    work: Sequence[int]
     sessions_before: frozenset[str]
     heartbeat_s: float
 
@@ -44,5 +45,11 @@ class Admission:
             time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
 
     def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
-        num_done = len(run.committed())
-        return is_worth_loading(sessions, num_alive, num_done, self.num_units - num_done)
+        done = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
+        return is_worth_loading(sessions, num_alive, done, sum(self.work) - done)
+
+
+def work_by_unit(plan: Plan) -> tuple[int, ...]:
+    """The work of each unit by its number: as it was guessed, or its rows where an older plan has no guess."""
+    work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
+    return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -6,7 +6,7 @@ to be done, and temporary files, which the next attempt clears. It reads one uni
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ def _audit_units(audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dic
     """Every unit of the plan that is committed."""
     schema = expected_schema(plan.schema)
     answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
-    units = {unit.unit: unit for unit in plan.units}
+    units, taken = {unit.unit: unit for unit in plan.units}, _ids_taken_up(plan)
     found = {}
     for name in _names(run.data):
         if (match := _OF_FOLDER["data"].fullmatch(name)) is None:
@@ -110,38 +110,60 @@ def _audit_units(audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dic
         if (number := int(match[1])) not in units:
             audit.add("foreign", f"data/{name}", "the plan has no such unit")
             continue
-        found[number] = audit_unit(run, units[number], schema, answered_by)
+        found[number] = audit_unit(run, units[number], schema, answered_by, taken.get(number, frozenset()))
         audit.findings += found[number].findings
     return found
 
 
 def _count(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) -> None:
-    superseded = {unit.supersedes for unit in plan.units}
+    taken = _ids_taken_up(plan)
     audit.num_units = len(audits)
     audit.rows_of = {number: one.num_rows for number, one in sorted(audits.items()) if not one.findings}
     audit.num_rows = sum(one.num_rows for one in audits.values())
-    audit.num_failed_rows = sum(len(one.letter_ids) for number, one in audits.items() if number not in superseded)
+    audit.num_failed_rows = sum(
+        len(one.letter_ids)
+        for number, one in audits.items()
+        if taken.get(number, frozenset()).isdisjoint(one.letter_ids)
+    )
     audit.num_output_tokens = sum(one.usage.num_output_tokens for one in audits.values() if one.usage)
-    audit.num_rows_left = sum(unit.num_rows for unit in plan.units if unit.unit not in audits)
+    audit.num_rows_left = sum(unit.num_rows for unit in plan.left(audits))
     if not audit.is_finished:
         left = audit.num_units_planned - audit.num_units
         audit.notes.append(f"{left:,} units with {audit.num_rows_left:,} rows are not committed yet")
 
 
 def _check_retries(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) -> None:
-    """A retry takes up the dead letters of one unit, all of them, and nothing else."""
-    seen = Counter(unit.supersedes for unit in plan.units if unit.supersedes is not None)
+    """Retries take up all dead letters that a unit has, each once.
+
+    A unit that was done again since a retry took up its dead letters has none of these: it left those rows out.
+    """
+    units, taken = {unit.unit: unit for unit in plan.units}, _ids_taken_up(plan)
+    seen = Counter(
+        (unit.supersedes, row) for unit in plan.units if unit.supersedes is not None for row in unit.rows or ()
+    )
     for unit in plan.units:
         if unit.supersedes is None:
             continue
-        where = f"unit {unit.unit}"
-        before = audits.get(unit.supersedes)
-        if seen[unit.supersedes] > 1:
-            audit.add("plan", where, f"unit {unit.supersedes} is taken up again more than once")
+        where, earlier = f"unit {unit.unit}", units[unit.supersedes]
+        before = audits.get(earlier.unit)
+        letters = set(before.letter_ids) if before else set()
+        if any(seen[earlier.unit, row] > 1 for row in unit.rows or ()):
+            audit.add("plan", where, f"rows of unit {earlier.unit} are taken up again more than once")
+        elif not taken[earlier.unit] <= {earlier.row_id(n) for n in range(earlier.num_rows)}:
+            audit.add("plan", where, f"it takes up rows that unit {earlier.unit} does not have")
         elif before is None:
-            audit.add("lost", where, f"it takes up dead letters of unit {unit.supersedes}, which is not committed")
-        elif not before.findings and {unit.row_id(n) for n in range(unit.num_rows)} != set(before.letter_ids):
-            audit.add("plan", where, f"it does not take up the dead letters of unit {unit.supersedes}")
+            audit.add("lost", where, f"it takes up dead letters of unit {earlier.unit}, which is not committed")
+        elif not before.findings and letters & taken[earlier.unit] and letters - taken[earlier.unit]:
+            audit.add("plan", where, f"it does not take up all dead letters of unit {earlier.unit}")
+
+
+def _ids_taken_up(plan: Plan) -> dict[int, frozenset[str]]:
+    """By unit, the ids of its rows for which retries answer."""
+    ids: defaultdict[int, frozenset[str]] = defaultdict(frozenset)
+    for unit in plan.units:
+        if unit.supersedes is not None:
+            ids[unit.supersedes] |= {unit.row_id(index) for index in range(unit.num_rows)}
+    return dict(ids)
 
 
 def _check_ledger(audit: FilesAudit, run: RunDirectory, audits: dict[int, UnitAudit]) -> None:

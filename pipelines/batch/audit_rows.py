@@ -147,7 +147,7 @@ def audit_rows(
 def _builder(manifest: dict[str, Any], target: Target) -> RequestBuilder:
     spec, fingerprint = target.spec, manifest["fingerprint"]
     assert spec.max_model_len is not None, "compose_engine() sets it"
-    tokenizer = tokenizer_of(None if target.is_fake else spec.model)
+    tokenizer = tokenizer_of(None if target.is_fake else spec.model, spec.revision)
     prompts = PromptBuilder(PromptSpec(**fingerprint["prompts"]), tokenizer, spec.max_model_len)
     sampling = dict(fingerprint["sampling"])
     column = sampling.pop("column")
@@ -220,7 +220,7 @@ async def _ask_all(
     engine: Engine, sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None]
 ) -> dict[str, RowAudit]:
     slots = asyncio.Semaphore(target.spec.max_num_seqs)
-    tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model)
+    tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model, target.spec.revision)
     specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
 
     async def ask(one: _Sampled) -> RowAudit:

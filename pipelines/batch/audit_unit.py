@@ -56,12 +56,19 @@ def expected_schema(corpus: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(names[column.name], column.type) for column in corpus] + list(OUTPUT_SCHEMA))
 
 
-def audit_unit(run: RunDirectory, unit: WorkUnit, schema: pa.Schema, answered_by: dict[str, Any]) -> UnitAudit:
+def audit_unit(
+    run: RunDirectory,
+    unit: WorkUnit,
+    schema: pa.Schema,
+    answered_by: dict[str, Any],
+    taken: frozenset[str] = frozenset(),
+) -> UnitAudit:
     """Check one unit that is committed.
 
     Args:
         schema: as `expected_schema` says.
         answered_by: the values that the columns `model` and `drafter` must have.
+        taken: ids of its rows for which retries answer.
     """
     path = run.unit_path(unit.unit)
     try:
@@ -80,7 +87,7 @@ def audit_unit(run: RunDirectory, unit: WorkUnit, schema: pa.Schema, answered_by
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
     found = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]
     if not damage:  # else every row with a letter would be missing
-        found += list(_wrong_ids(unit, ids, letter_ids))
+        found += list(_wrong_ids(unit, ids, letter_ids, taken))
     found += [("row", message) for message in _wrong_answers(rows, answered_by)]
     findings = [Finding(kind=kind, where=path.name, message=message) for kind, message in found]
     return UnitAudit(
@@ -129,16 +136,20 @@ def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
     return None
 
 
-def _wrong_ids(unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each planned id must be in exactly one row or dead letter."""
+def _wrong_ids(
+    unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], taken: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Each planned id must be in exactly one row or dead letter; one that a retry answers for, in no row."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
-    if missing := planned - counts.keys():
+    if missing := planned - taken - counts.keys():
         yield "lost", f"{_some(missing)}: planned, and in no row and no dead letter"
     if foreign := counts.keys() - planned:
         yield "foreign", f"{_some(foreign)}: not of this unit"
     if doubled := {row_id for row_id, count in counts.items() if count > 1}:
         yield "doubled", f"{_some(doubled)}: there more than once"
+    if answered_twice := taken.intersection(ids):
+        yield "doubled", f"{_some(answered_twice)}: a row, and taken up again by a retry"
 
 
 def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:

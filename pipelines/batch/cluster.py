@@ -1,62 +1,28 @@
 """The Ray cluster of a run: start or join it, see what it has, and refuse what it can never hold.
 
-It knows Ray's public API; it does not know units or models.
+It knows Ray's public API; what is decided from its answers is in `placing.py`. It does not know units or models.
 """
 
 import atexit
 import contextlib
 import logging
-import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from peagle import hardware
-from peagle.economics.prices import Device
 from peagle.errors import CapacityError, ConfigError, StoppedEarly
 from peagle.hardware import Hardware
+from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
 from pipelines.failures import explain
 
-PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
 _POLL_S = 5.0
 _NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
 _abandoned = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """What one engine actor reserves of the cluster, and what of a node it really uses.
-
-    Attributes:
-        num_cpus, num_gpus: Ray's logical resources.
-        num_devices: accelerators, or vCPUs, whose seconds the engine is charged for.
-        device: which of the two.
-        num_engines_on_node: engines that share the node's cores.
-    """
-
-    num_cpus: float
-    num_gpus: int
-    num_devices: int
-    device: Device
-    num_engines_on_node: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbours:
-    """Engines of others on the same nodes, with which those of a run share the cores.
-
-    Attributes:
-        places: the name under which all of them number their places on a node (`node.claim_slot`).
-        hardware: of a node, as it was when nothing ran there. Asking one with accelerators would wait for a free one.
-        placement: what an engine of the run takes when all are counted.
-    """
-
-    places: str
-    hardware: Hardware
-    placement: Placement
+_asked = False
 
 
 def is_remote() -> bool:
@@ -150,57 +116,34 @@ def _exit_hard(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def inspect(*, on_accelerators: bool | None = None) -> Hardware:
-    """The hardware of a node that will run engines: asked of one that has GPUs, if the cluster has any."""
-    import ray
+def inspect(*, accelerators_per_engine: int = 1, accelerator_type: str | None = None) -> Hardware:
+    """The hardware of a node that will run engines: of one with accelerators, if the cluster has any.
 
-    gpus = ray.cluster_resources().get("GPU", 0) if on_accelerators is None else on_accelerators
-    probe = ray.remote(num_cpus=0, num_gpus=1 if gpus else 0, max_retries=0)(hardware.detect)
-    found: Hardware = ray.get(probe.remote())
-    return found
-
-
-def place(
-    hardware: Hardware, *, num_engines: int, accelerators_per_engine: int, num_nodes: int, most_engines: int = 0
-) -> Placement:
-    """What each of `num_engines` engines takes of nodes like this.
-
-    On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
-    still place the tasks that feed it.
-
-    Args:
-        most_engines: so many there may be later; a node is shared by as many of them as it can hold.
-
-    Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
+    It takes none of them, so it does not wait for those that are busy.
 
     Raises:
-        CapacityError: fewer cores than engines, or than an engine's ranks.
+        CapacityError: the node cannot be asked.
     """
-    per_node = math.ceil(num_engines / num_nodes)
-    fit = (hardware.num_accelerators or hardware.num_cpus) // accelerators_per_engine
-    per_node = max(per_node, min(math.ceil(most_engines / num_nodes), fit))
-    if hardware.platform == "cuda":
-        return Placement(
-            num_cpus=1,
-            num_gpus=accelerators_per_engine,
-            num_devices=accelerators_per_engine,
-            device="accelerator",
-            num_engines_on_node=per_node,
-        )
-    cpus = hardware.num_cpus // per_node
-    if cpus < accelerators_per_engine:
-        need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
-        raise CapacityError(
-            f"{num_engines} engines need {need}; {num_nodes} node(s) have {hardware.num_cpus} each",
-            hint=f"use at most --engines {fit * num_nodes}" if fit else "use fewer ranks an engine",
-        )
-    return Placement(
-        num_cpus=float(cpus - 1) or 0.5,
-        num_gpus=0,
-        num_devices=cpus,
-        device="vcpu",
-        num_engines_on_node=per_node,
-    )
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    node = node_to_ask(nodes, on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type))
+    where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect_all)
+    try:
+        found: Hardware = ray.get(probe.remote())
+    except Exception as error:  # Ray's own, when the node goes away
+        raise explain(error, "cannot look at a node of the cluster", hint=_NO_RAY, otherwise=CapacityError) from error
+    if node is None or found.platform != "cuda":
+        return found
+    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been given fewer than there are
+
+
+def _detect_all() -> Hardware:
+    """The hardware of this node with all its accelerators: a task sees only those that it has reserved."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return hardware.detect()
 
 
 def scale_with_the_queue() -> None:
@@ -261,34 +204,48 @@ def require_capacity(placement: Placement, num_engines: int, *, wait_s: float, a
         CapacityError: they cannot, not even after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
-    while lacking := _lacking(placement, num_engines):
+    while missing := lacking(_nodes(), placement, num_engines):
         left = deadline - time.monotonic()
         if left <= 0:
             raise CapacityError(
-                f"the cluster can never schedule {num_engines} engine(s): {lacking}",
+                f"the cluster can never schedule {num_engines} engine(s): {missing}",
                 hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
             )
         _ask_for_nodes(placement, num_engines)
-        announce(f"waiting for the cluster: {lacking} ({left:.0f} s left)")
+        announce(f"waiting for the cluster: {missing} ({left:.0f} s left)")
         time.sleep(min(_POLL_S, left))
 
 
-def num_nodes() -> int:
-    """Nodes of the cluster that are alive and have CPUs."""
-    import ray
+def release_nodes() -> None:
+    """Take back what an autoscaler was asked for: it would keep those nodes for ever, used or not."""
+    global _asked
+    if _asked:
+        from ray.autoscaler.sdk import request_resources
 
-    return max(1, sum(bool(n["Alive"] and n["Resources"].get("CPU")) for n in ray.nodes()))
+        request_resources(bundles=[])
+        _asked = False
+
+
+def num_nodes(
+    hardware: Hardware,
+    *,
+    num_engines: int = 1,
+    accelerators_per_engine: int = 1,
+    accelerator_type: str | None = None,
+) -> int:
+    """Nodes of the cluster among which engines are divided, as `num_engine_nodes` says."""
+    return num_engine_nodes(
+        _nodes(),
+        hardware,
+        num_engines=num_engines,
+        accelerators_per_engine=accelerators_per_engine,
+        accelerator_type=accelerator_type,
+    )
 
 
 def room_for(placement: Placement) -> int:
     """Engines that the cluster has room for as it is, beside one task that feeds them."""
-    nodes = _nodes()
-    room = sum(_room_on(node, placement) for node in nodes)
-    return room if _spare_cpus(nodes, placement, room) >= PREPARE_CPUS else room - 1
-
-
-def _spare_cpus(nodes: Sequence[Mapping[str, float]], placement: Placement, num_engines: int) -> float:
-    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+    return room(_nodes(), placement)
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -297,26 +254,9 @@ def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _room_on(node: Mapping[str, float], placement: Placement) -> int:
-    by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
-    return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
-
-
-def _lacking(placement: Placement, num_engines: int) -> str:
-    """What is missing, in words; empty if every engine fits on some node."""
-    nodes = _nodes()
-    room = sum(_room_on(node, placement) for node in nodes)
-    if room < num_engines:
-        each = f"{placement.num_gpus} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
-        return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {room}"
-    spare = _spare_cpus(nodes, placement, num_engines)
-    if spare < PREPARE_CPUS:
-        return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
-    return ""
-
-
 def _ask_for_nodes(placement: Placement, num_engines: int) -> None:
     from ray.autoscaler.sdk import request_resources
 
-    bundle = {"CPU": math.ceil(placement.num_cpus)} | ({"GPU": placement.num_gpus} if placement.num_gpus else {})
-    request_resources(bundles=[bundle] * num_engines)
+    global _asked
+    _asked = True
+    request_resources(bundles=[placement.bundle] * num_engines)

@@ -84,6 +84,12 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         "1",
         description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
     )
+    accelerator_type: str | None = Field(
+        None,
+        min_length=1,
+        description="engines run on accelerators of this type alone, by Ray's name (H100, RTX-PRO-6000), or on any; "
+        "a cluster that has none yet is asked for them; default: accelerators where the cluster has some now",
+    )
     fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
     fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
     fake_hang_on: str | None = Field(None, min_length=1, description="prompts with this text make it hang")
@@ -162,6 +168,11 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
     def engine_range(self) -> EngineRange:
         """How many engines."""
         return EngineRange.parse(self.engines)
+
+    @property
+    def accelerators_per_engine(self) -> int:
+        """Accelerators, or on a CPU ranks, of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters alone, as the fingerprint and the report carry them."""

@@ -8,7 +8,8 @@ one unit that became dead letters, and from then on answers for them (`docs/deci
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -51,6 +52,11 @@ class WorkUnit:
         """Rows that it takes."""
         return self.span.num_rows if self.rows is None else len(self.rows)
 
+    def without(self, rows: Container[int]) -> "WorkUnit":
+        """The unit without those of the span's rows."""
+        mine = range(self.span.num_rows) if self.rows is None else self.rows
+        return replace(self, rows=tuple(row for row in mine if row not in rows))
+
     @property
     def work(self) -> int:
         """A guess of the work in them, for the order in which units are handed out."""
@@ -63,7 +69,7 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Unit `unit` takes up `rows` of the span of unit `supersedes`, all of that unit's dead letters."""
+    """Unit `unit` takes up `rows` of the span of unit `supersedes`, all that are that unit's dead letters then."""
 
     unit: int
     supersedes: int
@@ -108,6 +114,35 @@ class Plan:
                 before, unit=retry.unit, rows=retry.rows, supersedes=before.unit, attempt=before.attempt + 1
             )
         return replace(self, units=tuple(units.values()))
+
+    def taken_up(self) -> dict[int, frozenset[int]]:
+        """Rows for which retries answer: by the unit that they were dead letters of, their indices in its span."""
+        taken: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+        for unit in self.units:
+            if unit.supersedes is not None:
+                taken[unit.supersedes] |= frozenset(unit.rows or ())
+        return dict(taken)
+
+    def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
+        """Units all of whose dead letters retries took up.
+
+        A unit whose file was deleted, and that was done again since, holds just the rows that no retry took up: its
+        dead letters are new.
+
+        Args:
+            num_rows: what committed units that retries are of hold, rows and dead letters together.
+        """
+        taken, planned = self.taken_up(), {unit.unit: unit.num_rows for unit in self.units}
+        return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(taken[unit]))
+
+    def left(self, committed: Container[int]) -> list[WorkUnit]:
+        """What is to be done, given the numbers of the units that are committed.
+
+        A unit whose file is gone since a retry took up its dead letters leaves those rows out: they are the retry's.
+        """
+        taken = self.taken_up()
+        left = (unit for unit in self.units if unit.unit not in committed)
+        return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
 
 
 def make_plan(config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: int = 8) -> Plan:

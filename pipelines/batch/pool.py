@@ -65,9 +65,7 @@ def most_at_once(sessions: Iterable[EngineSession]) -> int:
     )
 
 
-def is_worth_loading(
-    sessions: Iterable[EngineSession], num_alive: int, num_units_done: int, num_units_left: int
-) -> bool:
+def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_done: int, work_left: int) -> bool:
     """Whether one more engine would work for longer than it loads.
 
     What is left takes the engines that are alive T seconds, at the speed of the run so far. While another one loads for
@@ -77,14 +75,16 @@ def is_worth_loading(
     Args:
         sessions: all of the run directory.
         num_alive: engines at work or loading.
+        work_done, work_left: of units that are committed and that are not, in whatever unit; not their number, for
+            those that are left at the end are the small ones.
 
     Example: two engines that took 60 s to load, and 300 s of work for both: the new one would work
     (300 - 60) * 2 / 3 = 160 s for its 60 s of load.
     """
     ready = [session for session in sessions if session.busy_s > 0]
-    if not num_alive or not ready or not num_units_done:
+    if not num_alive or not ready or not work_done:
         return True
     load_s = sum(session.load_s + session.compile_s for session in ready) / len(ready)
     up_s = sum(session.busy_s + session.idle_s for session in ready)
-    left_s = num_units_left * up_s / num_units_done / num_alive
+    left_s = work_left * up_s / work_done / num_alive
     return (left_s - load_s) * num_alive / (num_alive + 1) > load_s

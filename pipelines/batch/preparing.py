@@ -22,13 +22,17 @@ from pipelines.batch.rundir import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareJob:
-    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema."""
+    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema.
+
+    `revision` is of a model that is a hub id, None for the latest.
+    """
 
     run_dir: str
     model: str | None
     prompts: PromptSpec
     sampling: SamplingSpec
     schema: pa.Schema
+    revision: str | None = None
 
 
 def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
@@ -46,18 +50,18 @@ def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
 
 def prepare_unit(unit: WorkUnit, job: PrepareJob) -> pa.Table:
     """Read, template and tokenise one unit; `PreparedUnit` reads it."""
-    prompts = PromptBuilder(job.prompts, tokenizer_of(job.model), job.sampling.limits.max_model_len)
+    prompts = PromptBuilder(job.prompts, tokenizer_of(job.model, job.revision), job.sampling.limits.max_model_len)
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]
     return prepare(unit, taken, job.schema, RequestBuilder(prompts, job.sampling))
 
 
 @functools.lru_cache(maxsize=2)
-def tokenizer_of(model: str | None) -> Tokenizer:
+def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
     """The target's tokenizer, once a process; bytes where the fake engine has no model."""
     if model is None:
         from peagle.engine.fake_engine import ByteTokenizer
 
         return ByteTokenizer()
-    tokenizer: Tokenizer = load_tokenizer(localize(model))
+    tokenizer: Tokenizer = load_tokenizer(localize(model), revision)
     return tokenizer

@@ -18,8 +18,8 @@ from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
 from peagle.requests import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
-from pipelines.batch.cluster import Neighbours, Placement, place
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.placing import Neighbours, Placement, place
 from pipelines.batch.preparing import tokenizer_of
 from pipelines.tuned import TunedWatch
 
@@ -83,6 +83,7 @@ def resolve(
 
     Args:
         columns: of the corpus.
+        num_nodes: among which engines are divided.
         is_batch: whether the corpus is an OpenAI batch.
         neighbours: engines of others that share the nodes.
         announce: told what takes long, such as converting a model.
@@ -109,7 +110,7 @@ def resolve(
         prompts=resolve_prompts(
             config,
             columns,
-            bool(tokenizer_of(tokenizer).chat_template),
+            bool(tokenizer_of(tokenizer, engine.spec.revision).chat_template),
             body_column="body" if is_batch else None,
             where=f"input {config.input}",
         ),
@@ -125,9 +126,10 @@ def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placem
     return place(
         hardware,
         num_engines=config.engine_range.smallest,
-        accelerators_per_engine=config.tensor_parallel_size * config.pipeline_parallel_size,
+        accelerators_per_engine=config.accelerators_per_engine,
         num_nodes=num_nodes,
         most_engines=config.engine_range.largest,
+        accelerator_type=config.accelerator_type,
     )
 
 

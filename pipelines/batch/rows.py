@@ -53,8 +53,9 @@ OUTPUT_SCHEMA = pa.schema(
     ]
 )
 # Columns that a prepared unit carries beside the input's own, on its way from a CPU task to an engine.
-_UNIT, _PROMPT, _ERROR = "__peagle_unit", "__peagle_prompt_token_ids", "__peagle_error"
+_PROMPT, _ERROR = "__peagle_prompt_token_ids", "__peagle_error"
 _SAMPLING = "__peagle_sampling"
+_UNIT = b"__peagle_unit"  # in its metadata
 _PACKED = "unit"
 
 
@@ -100,8 +101,8 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
         errors.append(json.dumps(_letter(outcome, row), default=str) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
-    table = table.rename_columns(list(output_names(table.column_names).values())).replace_schema_metadata(None)
-    table = table.append_column(_UNIT, pa.array([unit_to_json(unit)] * len(rows), pa.string()))
+    table = table.rename_columns(list(output_names(table.column_names).values()))
+    table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may be without rows
     table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
     table = table.append_column(_SAMPLING, pa.array(sampling, pa.string()))
     return table.append_column(_ERROR, pa.array(errors, pa.string()))
@@ -109,7 +110,7 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
 
 def given_back(unit: WorkUnit) -> pa.Table:
     """What stands for a unit that is not prepared because the run is being stopped."""
-    return pa.table({_UNIT: [unit_to_json(unit)]})
+    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit)})
 
 
 def is_given_back(table: pa.Table) -> bool:
@@ -141,7 +142,7 @@ class PreparedUnit:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self.unit = unit_from_json(table.column(_UNIT)[0].as_py())
+        self.unit = unit_from_json(table.schema.metadata[_UNIT])
         self.prompts: list[list[int] | None] = table.column(_PROMPT).to_pylist()
         self.sampling: list[dict[str, Any]] = [
             json.loads(text) if text else {} for text in table.column(_SAMPLING).to_pylist()
@@ -149,7 +150,7 @@ class PreparedUnit:
         self.dead_letters = {
             index: json.loads(text) for index, text in enumerate(table.column(_ERROR).to_pylist()) if text is not None
         }
-        self._input = table.drop_columns([_UNIT, _PROMPT, _SAMPLING, _ERROR])
+        self._input = table.drop_columns([_PROMPT, _SAMPLING, _ERROR]).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
         """Set row `index` aside."""

@@ -16,13 +16,17 @@ from typing import Any
 
 from peagle import hardware, manifest
 from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
+from peagle.economics.price_keys import machine_of, require_same_price
+from peagle.economics.prices import Price
 from peagle.errors import ConfigError
+from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
 from pipelines.batch.lease import hold_lease
 from pipelines.batch.logs import copied
+from pipelines.batch.placing import Neighbours, on_accelerators
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
@@ -57,7 +61,7 @@ def generate(
     *,
     command: Sequence[str],
     stop: threading.Event | None = None,
-    neighbours: cluster.Neighbours | None = None,
+    neighbours: Neighbours | None = None,
 ) -> Outcome:
     """Start a bulk run, or continue the unfinished one in the same directory.
 
@@ -78,17 +82,25 @@ def generate(
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         run.require_usable()
-        is_remote = bool(os.environ.get("RAY_ADDRESS"))
+        is_remote = cluster.is_remote()
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
-        here = neighbours.hardware if neighbours else cluster.inspect() if is_remote else hardware.detect()
+            stack.callback(cluster.release_nodes)
+        here = neighbours.hardware if neighbours else _look(config, progress)
         plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
             here,
             plan.schema.names,
             is_batch=plan.is_batch,
-            num_nodes=cluster.num_nodes() if is_remote else 1,
+            num_nodes=cluster.num_nodes(
+                here,
+                num_engines=config.engine_range.smallest,
+                accelerators_per_engine=config.accelerators_per_engine,
+                accelerator_type=config.accelerator_type,
+            )
+            if is_remote
+            else 1,
             neighbours=neighbours,
             announce=progress.say,
         )
@@ -105,8 +117,7 @@ def generate(
         plan = _open(run, plan, resolved, command)
         if config.retry_failed:
             plan = _retry(run, plan, progress)
-        committed = run.committed()
-        units = [unit for unit in plan.units if unit.unit not in committed]
+        units = plan.left(run.committed())
         if not units:
             run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
@@ -121,11 +132,34 @@ def generate(
         cluster.require_capacity(
             resolved.placement, config.engine_range.smallest, wait_s=config.cluster_wait_s, announce=progress.say
         )
+        cluster.release_nodes()  # from here on it is the engines that need them
         stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
         stack.close()  # the rest needs no cluster
         run.remove_leftovers()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
+
+
+def _look(config: GenerateConfig, progress: Progress) -> Hardware:
+    """The hardware of a node that will run engines: of this one, or of one of the cluster's.
+
+    Where engines need accelerators, an autoscaled cluster is asked for them first: before they are there nothing can be
+    said of them, and a run would be one on the CPUs of its head.
+
+    Raises:
+        CapacityError: they do not come.
+    """
+    if not cluster.is_remote():
+        return hardware.detect()
+    per_engine, kind = config.accelerators_per_engine, config.accelerator_type
+    if kind is not None:
+        cluster.require_capacity(
+            on_accelerators(per_engine, accelerator_type=kind),
+            config.engine_range.smallest,
+            wait_s=config.cluster_wait_s,
+            announce=progress.say,
+        )
+    return cluster.inspect(accelerators_per_engine=per_engine, accelerator_type=kind)
 
 
 def _export(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Export | None:
@@ -155,12 +189,27 @@ def _drafter(resolved: ResolvedRun) -> str:
 
 
 def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequence[str]) -> Plan:
-    """Create the run directory, or make sure that it holds this very run."""
+    """Create the run directory, or make sure that it holds this very run; the plan that counts.
+
+    Args:
+        plan: made, or read, before this driver had the lease.
+    """
     if not run.exists:
         run.create(_manifest(resolved, plan, command), plan)
         return plan
-    current = make_plan(resolved.config, plan.cut)
-    manifest.require_same(run.manifest()["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
+    # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
+    current = make_plan(resolved.config, run.plan().cut)
+    before = run.manifest()
+    manifest.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
+    if resolved.places is None:  # else the endpoint's price, which may have changed since, and a batch keeps its own
+        require_same_price(
+            resolved.config,
+            resolved.price,
+            resolved.hardware,
+            before=Price.from_dict(before["price"]),
+            keys_before=before["config"],
+            machine=machine_of(before["run"]["hardware"]),
+        )
     run.open()
     return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
-from peagle.files import writing
+from peagle.files import TEMPORARY_SUFFIX, writing
 from peagle.storage import (
     Place,
     is_remote,
@@ -96,7 +96,8 @@ class RunDirectory:
         require_usable(self.root / ".lease")
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> None:
-        """Lay the directory out. `run.json` comes last: with it, the run exists.
+        """Lay the directory out, over what a driver left that was killed at it. `run.json` comes last: with it, the run
+        exists.
 
         Raises:
             ConfigError: the folder holds something else, or cannot be written.
@@ -104,6 +105,7 @@ class RunDirectory:
         self.require_own()
         try:
             self._make_folders()
+            self._remove_temporaries()
             write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
             write_json(self.root / "run.json", manifest)
         except OSError as error:
@@ -117,7 +119,8 @@ class RunDirectory:
         """
         if self.exists or not self.root.is_dir():
             return
-        foreign = {p.name for p in self.root.glob("*")} - _LAID_OUT
+        names = {path.name for path in self.root.glob("*")} - _LAID_OUT
+        foreign = {name for name in names if not (name.startswith(".") and name.endswith(TEMPORARY_SUFFIX))}
         if foreign:
             raise ConfigError(
                 f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
@@ -172,8 +175,14 @@ class RunDirectory:
         write_once(self.root / f"plan-{len(self._retry_plans()) + 1:04d}.parquet", retries_to_bytes(retries))
 
     def superseded(self) -> frozenset[int]:
-        """Units whose dead letters a retry took up."""
-        return frozenset(retry.supersedes for retry in self.retries())
+        """Committed units whose dead letters a retry took up, not counting those that were done again since."""
+        if not self._retry_plans():
+            return frozenset()
+        plan = self.plan()
+        earlier = plan.taken_up().keys() & self.committed()
+        self.read_ahead(earlier)
+        usages = {unit: self.usage(unit) for unit in earlier}
+        return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
 
     def _retry_plans(self) -> list[Place]:
         return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)

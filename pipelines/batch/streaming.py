@@ -14,10 +14,11 @@ from typing import Any
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
-from pipelines.batch.admission import Admission
+from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.cutting import calls_per_engine
 from pipelines.batch.handing_out import chunks, longest_first
+from pipelines.batch.placing import PREPARE_CPUS
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
 from pipelines.batch.progress import Progress
@@ -61,7 +62,7 @@ def stream(
     finally:
         progress.close()
     run.clear_stop()
-    if len(run.committed()) < len(plan.units):
+    if not run.committed() >= {unit.unit for unit in plan.units}:
         raise supervisor.error()
 
 
@@ -128,7 +129,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             batch_format="pyarrow",
             # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22), and each starts beside an engine.
             compute=TaskPoolStrategy(engines.largest),
-            num_cpus=cluster.PREPARE_CPUS,
+            num_cpus=PREPARE_CPUS,
             fn_kwargs={"job": prepare_job},
         )
         .map_batches(
@@ -142,8 +143,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
                 max_concurrent_calls_per_actor=calls,
                 max_tasks_in_flight_per_actor=calls + 1,
             ),
-            num_cpus=resolved.placement.num_cpus,
-            num_gpus=resolved.placement.num_gpus or None,
+            **resolved.placement.options,
             fn_constructor_args=(engine_job,),
         )
     )
@@ -154,6 +154,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     prepare_job = PrepareJob(
         run_dir=str(run),
         model=resolved.tokenizer,
+        revision=resolved.spec.revision,
         prompts=resolved.prompts,
         sampling=resolved.sampling,
         schema=plan.schema,
@@ -189,7 +190,7 @@ def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admissi
         return None
     return Admission(
         num_engines=engines.smallest,
-        num_units=len(plan.units),
+        work=work_by_unit(plan),
         sessions_before=frozenset(session.session_id for session in run.sessions()),
         heartbeat_s=config.heartbeat_s,
     )

@@ -18,7 +18,8 @@ from peagle.economics.price_keys import resolve_price
 from peagle.economics.prices import Device, Price
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Placement, inspect, num_nodes, place
+from pipelines.batch.cluster import inspect, num_nodes
+from pipelines.batch.placing import Placement, place
 from pipelines.online.batches.setup import batch_settings, num_engines
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelKeys
@@ -60,7 +61,7 @@ def build(arguments: ServeConfig) -> Any:
         PeagleError: what was asked for cannot be served.
     """
     here = inspect()
-    return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(), announce=print))
+    return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))
 
 
 def resolve(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from peagle.engine.arguments import max_num_batched_tokens, slots_per_request
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Placement
+from pipelines.batch.placing import Placement
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`coalesce.py`): 4 % of
 # the cores that an engine shares with that on CPUs, most of one core beside an accelerator.

@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletion
 
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
-from pipelines.batch.cluster import Neighbours, Placement
 from pipelines.batch.lease import read_lease
+from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.rundir import RunDirectory
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES, BatchRoutes

@@ -17,7 +17,7 @@ import uvicorn
 from peagle import hardware
 from peagle.economics.prices import Price
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.batch.placing import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.batches.settings import BatchSettings, Recipe

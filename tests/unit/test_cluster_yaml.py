@@ -1,6 +1,7 @@
 """`cluster.yaml` against the schema of Ray's own autoscaler."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -41,3 +42,13 @@ def test_its_instances_have_a_price(cluster):
         instance = cluster["available_node_types"][name]["node_config"]["InstanceType"]
         price = table.price(instance, market="spot", provider="aws", region=region)
         assert price.num_devices == cluster["available_node_types"][name]["resources"]["GPU"]
+
+
+def test_its_command_waits_for_accelerators_that_one_of_its_node_types_has(cluster):
+    from pipelines.batch.placing import on_accelerators, room_on
+
+    kind = re.search(r"--accelerator-type (\S+) --cluster-wait-s \d", (ROOT / "cluster.yaml").read_text())[1]
+    engine = on_accelerators(1, accelerator_type=kind)
+    types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
+    assert {name: room_on(node, engine) for name, node in types.items()} == {"head": 0, "g7e": 1, "p5": 0}
+    assert room_on(types["p5"], on_accelerators(1, accelerator_type="H100")) == 8

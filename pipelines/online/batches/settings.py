@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.batch.cluster import Neighbours
+from pipelines.batch.placing import Neighbours
 from pipelines.online.requests import ServedModel
 
 

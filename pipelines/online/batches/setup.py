@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Neighbours, Placement
 from pipelines.batch.config import StandInKeys
+from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.pool import EngineRange
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.config import ServeConfig

@@ -21,10 +21,10 @@ from peagle.openai_answer import error_line
 from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import progress, run
-from pipelines.batch.cluster import Neighbours
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
 from pipelines.batch.inputs.lines import Lines, lines_of
+from pipelines.batch.placing import Neighbours
 from pipelines.batch.reporting import make_report
 from pipelines.batch.rundir import RunDirectory
 

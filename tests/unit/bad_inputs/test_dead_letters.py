@@ -170,7 +170,7 @@ def results(machine, tmp_path_factory):
     """Of each case its prompts and its dead letters."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.batch.preparing.tokenizer_of", lambda model: Strict())
+        patch.setattr("pipelines.batch.preparing.tokenizer_of", lambda model, revision: Strict())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepared(case, folder, machine)

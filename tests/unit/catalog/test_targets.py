@@ -1,12 +1,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peagle.catalog import shipped_heads, targets
 from peagle.catalog.folders import folder_fingerprint
+from peagle.catalog.loader import load_catalog
 from peagle.catalog.targets import context_tokens, is_hub_id, local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
@@ -52,6 +54,16 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> 
     )
     assert model.native_quantization == "mxfp4"
     assert local_path(name) == "openai/gpt-oss-20b"
+
+
+def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = load_catalog().find("gpt-oss-20b")
+    assert card is not None
+    assert resolve_model("gpt-oss-20b").revision is None
+    pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": "v2"})})
+    monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
+    model = resolve_model("gpt-oss-20b")
+    assert (model.path, model.revision) == ("openai/gpt-oss-20b", "v2")
 
 
 def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub: None) -> None:

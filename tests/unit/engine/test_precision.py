@@ -51,7 +51,10 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
     ],
 )
 def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
-    assert resolve_precision(requested, hardware) == expected
+    found = resolve_precision(requested, hardware)
+    assert found == expected
+    assert found.name in (requested, *(PRECISIONS if requested == "auto" else ()))
+    assert resolve_precision(found.name, hardware) == expected
 
 
 @pytest.mark.parametrize(

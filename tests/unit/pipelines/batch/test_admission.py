@@ -1,12 +1,15 @@
 from dataclasses import replace
 from functools import partial
 
+import pyarrow as pa
 import pytest
 
 from peagle.economics.usage import EngineSession
 from pipelines.batch import admission
-from pipelines.batch.admission import Admission
+from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.heartbeats import Heartbeats
+from pipelines.batch.inputs.span import Span
+from pipelines.batch.plan import Plan, WorkUnit
 
 SESSION = EngineSession(
     session_id="now", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=160.0,
@@ -39,9 +42,9 @@ def slept(monkeypatch):
     return found
 
 
-def wait(run, *, num_engines=1, num_units=12):
+def wait(run, *, num_engines=1, num_units=12, work=None):
     Admission(
-        num_engines=num_engines, num_units=num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
+        num_engines=num_engines, work=work or (1,) * num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
     ).wait(run)
 
 
@@ -61,6 +64,26 @@ def test_with_little_left_it_waits_until_an_engine_fell_silent(slept):
     later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
     wait(Run([SESSION], [later], [later]))
     assert slept == [15.0, 15.0]
+
+
+def test_units_that_are_left_count_by_their_work_however_many_they_are(slept):
+    with pytest.raises(IndexError):
+        wait(Run([SESSION]), work=(100,) * 10 + (1,) * 50)
+    assert slept == [15.0]
+    wait(Run([SESSION]), work=(1,) * 10 + (100,))
+
+
+def test_the_work_of_a_unit_is_found_by_its_number_and_is_its_rows_where_it_was_not_guessed():
+    def unit(number, num_rows, work):
+        return WorkUnit(
+            unit=number, first_id=0, span=Span(path="a", format="jsonl", first_row=0, num_rows=num_rows, work=work)
+        )
+
+    plan = Plan(
+        units=(unit(0, 2, 700), unit(1, 3, 0), unit(3, 1, 5)), rows_per_unit=2, schema=pa.schema([]),
+        corpus_fingerprint="c",
+    )  # fmt: skip
+    assert work_by_unit(plan) == (700, 3, 0, 5)
 
 
 def test_nothing_loads_while_the_run_is_being_stopped(slept):

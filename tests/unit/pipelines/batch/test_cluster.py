@@ -6,40 +6,8 @@ import pytest
 from peagle.errors import CapacityError, ConfigError
 from peagle.hardware import Hardware
 from pipelines.batch import cluster
-from pipelines.batch.cluster import PREPARE_CPUS, Placement, place, ray_cluster
-
-
-def cpu_node(num_cpus):
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=num_cpus)
-
-
-@pytest.mark.parametrize(
-    ("num_cpus", "engines", "nodes", "logical", "devices"),
-    [(2, 1, 1, 1.0, 2), (2, 2, 1, 0.5, 1), (8, 2, 1, 3.0, 4), (8, 4, 2, 3.0, 4), (1, 1, 1, 0.5, 1)],
-)
-def test_cpu_engines_share_a_node_and_leave_room_for_what_feeds_them(num_cpus, engines, nodes, logical, devices):
-    placement = place(cpu_node(num_cpus), num_engines=engines, accelerators_per_engine=1, num_nodes=nodes)
-    assert (placement.num_cpus, placement.num_devices, placement.device) == (logical, devices, "vcpu")
-    assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
-
-
-def test_more_engines_than_cores_are_refused():
-    with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
-        place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
-
-
-def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
-    node = Hardware(
-        platform="cuda",
-        accelerator="H100",
-        num_accelerators=8,
-        compute_capability=(9, 0),
-        memory_gib=80,
-        free_memory_gib=80,
-        num_cpus=192,
-    )
-    placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
-    assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
+from pipelines.batch.cluster import ray_cluster
+from pipelines.batch.placing import on_accelerators
 
 
 @pytest.mark.parametrize(
@@ -90,21 +58,79 @@ def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypa
         assert seen["RAY_worker_niceness"] == found
 
 
-def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
-    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
-    assert (few.num_engines_on_node, few.num_devices) == (4, 1)
-    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
-    assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
+HEAD = {"CPU": 4.0}
+G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 
-def test_an_engine_with_more_ranks_than_cores_is_refused():
-    with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
-        place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
+@pytest.fixture
+def growing(monkeypatch):
+    """A cluster whose nodes come as an autoscaler is asked for them: what it was asked, and what was said."""
+    asked, said, looks = [], [], []
+    monkeypatch.setattr(cluster, "_asked", False)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(cluster, "_nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: asked.append(bundles))
+
+    def require(*nodes, num_engines, wait_s=900.0):
+        looks[:] = nodes
+        engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
+        cluster.require_capacity(engine, num_engines, wait_s=wait_s, announce=said.append)
+
+    return require, asked, said
 
 
-@pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
-def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(monkeypatch, cpus, room):
-    nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
-    monkeypatch.setattr(cluster, "_nodes", lambda: nodes)
-    placement = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
-    assert cluster.room_for(placement) == room
+def test_accelerators_that_are_not_there_yet_are_asked_for_and_waited_for(growing):
+    require, asked, said = growing
+    require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
+    assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
+    assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
+
+
+def test_what_was_asked_for_is_taken_back_once_it_is_not_needed_any_more(growing):
+    require, asked, _ = growing
+    cluster.release_nodes()
+    assert asked == []
+    require([HEAD], [HEAD, G7E], num_engines=1)
+    cluster.release_nodes()
+    cluster.release_nodes()
+    assert asked[1:] == [[]]
+
+
+def test_accelerators_that_do_not_come_are_refused_with_what_is_missing(growing):
+    require, _, _ = growing
+    with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
+        require([HEAD, G7E], num_engines=2, wait_s=0.0)
+
+
+@pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
+def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkeypatch, gpus, found_gpus):
+    import ray
+
+    node = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=80, num_cpus=192,
+    )  # fmt: skip
+    asked = {}
+
+    class Probe:
+        def remote(self):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+            return cluster._detect_all()
+
+    def remote(**options):
+        asked.update(options)
+        return lambda function: Probe()
+
+    nodes = [
+        {"NodeID": "ab" * 28, "Alive": True, "Resources": HEAD},
+        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **gpus}},
+        {"NodeID": "ef" * 28, "Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(cluster.hardware, "detect", lambda: node if "CUDA_VISIBLE_DEVICES" not in os.environ else None)
+    assert cluster.inspect().num_accelerators == found_gpus
+    assert asked.get("num_gpus", 0) == 0
+    chosen = asked.get("scheduling_strategy")
+    assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)

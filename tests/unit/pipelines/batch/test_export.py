@@ -1,6 +1,7 @@
 import datetime
 import io
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -204,7 +205,7 @@ def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
     for unit in range(NUM_UNITS):
         ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
         letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
-        assert run.commit(unit, output(ids), usage(unit), letters)
+        assert run.commit(unit, output(ids), replace(usage(unit), num_failed_rows=1), letters)
     plan = plan_retry(run, run.plan())
     for again in plan.units[3:5]:
         assert run.commit(again.unit, output([again.row_id(0)]), usage(again.unit), [])

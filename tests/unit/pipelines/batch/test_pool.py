@@ -31,7 +31,7 @@ def test_engines_that_have_room_and_units_start_at_once(room, units, expected):
 
 
 def test_an_engine_is_loaded_when_it_would_work_for_longer_than_it_loads():
-    sessions = [session(), session()]  # 2 engines, 60 s of load; 100 s of work each for 20 units: 10 s a unit
+    sessions = [session(), session()]  # 2 engines, 60 s of load; 100 s of work each for 20 pieces: 10 s a piece
     assert is_worth_loading(sessions, 2, 20, 40)  # 200 s left: 140 * 2/3 = 93 s of work
     assert not is_worth_loading(sessions, 2, 20, 25)  # 125 s left: 65 * 2/3 = 43 s
     assert not is_worth_loading(sessions, 2, 20, 0)

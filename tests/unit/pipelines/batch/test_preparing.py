@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from peagle import hardware
+from pipelines.batch import preparing
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
@@ -37,9 +38,30 @@ def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
+def test_a_unit_all_of_whose_rows_a_retry_took_up_is_prepared_and_has_no_row(piece):
+    batch, job, run = piece
+    unit = run.plan().units[1].without({0, 1})
+    (prepared,) = map(unpacked, prepare_units(pa.table({"units": [unit_to_json(unit)]}), job=job))
+    assert not is_given_back(prepared)
+    again = PreparedUnit(prepared)
+    assert (again.unit, again.prompts, again.letters()) == (unit, [], [])
+    whole = PreparedUnit(unpacked(next(prepare_units(batch, job=job))))
+    assert again.output({}, "m", None).schema == whole.output({}, "m", None).schema
+
+
 def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece):
     batch, job, run = piece
     stage = prepare_units(batch, job=job)
     assert not is_given_back(unpacked(next(stage)))
     run.request_stop(5)
     assert [is_given_back(unpacked(one)) for one in stage] == [True]
+
+
+def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
+    asked = []
+    monkeypatch.setattr(preparing, "localize", lambda model: model)
+    monkeypatch.setattr(preparing, "load_tokenizer", lambda *of: asked.append(of))
+    preparing.tokenizer_of("org/model-of-this-test", "v2")
+    preparing.tokenizer_of("org/model-of-this-test")
+    assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
+    preparing.tokenizer_of.cache_clear()

@@ -2,8 +2,8 @@ import pytest
 
 from peagle import hardware
 from peagle.errors import ConfigError, InputError
-from pipelines.batch.cluster import Neighbours, Placement
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.resolve import resolve
 
 HERE = hardware.detect()

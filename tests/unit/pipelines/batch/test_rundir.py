@@ -139,6 +139,22 @@ def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
             RunDirectory(root).create({}, local.plan())
 
 
+@pytest.mark.parametrize("written", ["plan.parquet", "run.json"])
+def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_the_next(tmp_path, local, written):
+    run = RunDirectory(tmp_path / "killed")
+    for folder in (".lease", "data", "failed"):
+        (run.root / folder).mkdir(parents=True)
+    if written == "run.json":
+        (run.root / "plan.parquet").write_bytes(b"of another cut")
+    leftover = run.root / f".{written}.0123abcd.tmp"
+    leftover.write_bytes(b"PAR1")
+    run.require_own()
+    assert leftover.exists()  # before the lease it may be another driver's, at work
+    run.create({"schema": 1}, local.plan())
+    assert not leftover.exists()
+    assert (run.manifest(), run.plan()) == ({"schema": 1}, local.plan())
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -190,6 +206,26 @@ def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
     assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
     assert sum(one.num_rows for one in run.usages()) == 2
+
+
+def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run):
+    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = plan_retry(run, run.plan())
+    run.unit_path(0).unlink()
+    (again, retry) = plan.left(run.committed())
+    assert ((again.unit, again.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
+
+    reopened = RunDirectory(run.root)
+    assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
+    assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(reopened.dead_letters()) == [letter(0, "new")]
+    assert [one.num_failed_rows for one in reopened.usages()] == [1, 0]
+
+    third = plan_retry(reopened, plan)
+    assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
+    assert list(reopened.dead_letters()) == []
+    assert [one.num_failed_rows for one in reopened.usages()] == [0, 0]
+    assert plan_retry(reopened, third) == third
 
 
 def test_without_dead_letters_there_is_nothing_to_retry(run):

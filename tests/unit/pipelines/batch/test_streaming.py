@@ -1,10 +1,56 @@
+import threading
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
-from peagle.errors import PeagleError, StorageError
-from pipelines.batch import cluster
-from pipelines.batch.streaming import _observe
+from peagle.errors import EngineError, PeagleError, StorageError
+from pipelines.batch import cluster, streaming
+
+
+class Run:
+    """A run directory of which a test says what is committed."""
+
+    def __init__(self, *committed):
+        self._committed = set(committed)
+
+    def committed(self):
+        return self._committed
+
+    def clear_stop(self):
+        pass
+
+
+class Supervisor:
+    tally = ending = None
+
+    def observe(self):
+        pass
+
+    def error(self):
+        return EngineError("the run ended before its last unit")
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A dataset that ends at once, over units 0 and 1."""
+    monkeypatch.setattr(streaming, "_dataset", lambda *_: SimpleNamespace(iter_rows=lambda: iter(())))
+    plan = SimpleNamespace(
+        units=[SimpleNamespace(unit=0), SimpleNamespace(unit=1)], schema=pa.schema({"id": pa.string()})
+    )
+    progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
+
+    def start(run):
+        streaming.stream(run, plan, plan.units, SimpleNamespace(tuned=None), Supervisor(), progress, threading.Event())
+
+    return start
+
+
+def test_a_run_has_ended_when_every_unit_of_its_plan_is_committed(stream):
+    stream(Run(0, 1))
+    for run in (Run(0), Run(0, 7)):  # a unit that no plan has stands for none that is missing
+        with pytest.raises(EngineError, match="before its last unit"):
+            stream(run)
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
@@ -15,5 +61,5 @@ def test_a_driver_that_cannot_look_leaves_ray_alone_until_its_end(monkeypatch, e
     codes = []
     monkeypatch.setattr(cluster, "abandon", codes.append)
     with pytest.raises((OSError, PeagleError)):
-        _observe(SimpleNamespace(observe=observe))
+        streaming._observe(SimpleNamespace(observe=observe))
     assert codes == [1]

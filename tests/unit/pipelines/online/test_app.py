@@ -7,7 +7,7 @@ from peagle.catalog.resolve import ResolvedDrafter
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError, ConfigError, PriceError
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Placement
+from pipelines.batch.placing import Placement
 from pipelines.online import app
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.app import Served, endpoint_price, gate_settings, model_card

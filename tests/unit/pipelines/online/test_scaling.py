@@ -4,7 +4,7 @@ import pytest
 
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Placement
+from pipelines.batch.placing import Placement
 from pipelines.online.scaling import decode_slots, pieces_per_s, request_counts, target_ongoing_requests
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)

@@ -191,8 +191,39 @@ def test_a_retry_answers_for_the_dead_letters_of_its_unit_and_for_no_other_row(s
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
     run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))])
     assert [(finding.kind, finding.where) for finding in audited(run).findings] == [
-        ("plan", "unit 4"), ("plan", "unit 6"), ("plan", "unit 7"),
+        ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
     ]  # fmt: skip
+    assert kinds(start_retried(start_run, Retry(unit=4, supersedes=0, rows=(1,)))) == ["plan"]
+    assert kinds(start_retried(start_run, Retry(unit=4, supersedes=0, rows=(0, 1, 2)))) == ["plan"]
+
+
+def start_retried(start_run, retry):
+    """A run whose unit 0 failed as a whole, with a retry of our own."""
+    run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
+    run.add_retries([retry])
+    return run
+
+
+def test_a_unit_that_was_done_again_without_the_rows_of_its_retry_is_right_and_with_them_they_are_doubled(start_run):
+    fake = start_run(rows_per_unit=4)
+    run = fake.do(refusing={"000000001", "000000002"})
+    plan = plan_retry(run, run.plan())
+    fake.do(2, 3)
+    run.unit_path(0).unlink()
+    audit = audited(run)
+    assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
+    fake.do(0, refusing={"000000003"})
+    run.remove_leftovers()  # the letters of the file that was deleted
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
+    plan_retry(run, plan)
+    fake.do(4, 5)
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
+    run.unit_path(0).unlink()
+    fake._commit(plan.units[0], ())
+    run.remove_leftovers()
+    assert "doubled" in kinds(run)
 
 
 def test_units_that_vanish_from_a_run_that_was_complete_are_lost(finished):

@@ -123,7 +123,7 @@ def real_run(start_run, monkeypatch):
     (run.root / "run.json").write_text(json.dumps(manifest))
     assert manifest["fingerprint"]["precision"] == precision
     monkeypatch.setattr(module, "resolve_model", lambda name: replace(FAKE_MODEL, fingerprint="fake"))
-    monkeypatch.setattr(module, "tokenizer_of", lambda model: ByteTokenizer())
+    monkeypatch.setattr(module, "tokenizer_of", lambda model, revision: ByteTokenizer())
     return run
 
 

@@ -8,7 +8,7 @@ from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
-from pipelines.batch.cluster import Neighbours, Placement
+from pipelines.batch.placing import Neighbours, Placement
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, Order, StoredFile, new_id
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.batches.store import BatchStore

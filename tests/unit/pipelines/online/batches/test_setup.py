@@ -1,6 +1,6 @@
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import Placement
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.placing import Placement
 from pipelines.online.batches.setup import batch_settings, num_engines
 from pipelines.online.config import ServeConfig
 from pipelines.online.gate import GateSettings

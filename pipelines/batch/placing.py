@@ -1,0 +1,206 @@
+"""What engines take of nodes, and whether nodes can hold them: the decisions for which `cluster.py` asks Ray.
+
+Pure functions of hardware and of nodes' logical resources, as Ray names them ("CPU", "GPU", "accelerator_type:H100").
+It knows neither Ray's API nor units or models.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.economics.prices import Device
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
+ANY_ACCELERATOR = "any"
+_TYPE = "accelerator_type:"
+_OF_TYPE = 0.001  # of such a resource, as Ray itself asks for it: a node has 1, however many accelerators
+
+Resources = Mapping[str, float]
+"""Logical resources of a node, or of something that is to be placed, by Ray's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What one engine actor reserves of the cluster, and what of a node it really uses.
+
+    Attributes:
+        num_cpus, num_gpus: Ray's logical resources.
+        num_devices: accelerators, or vCPUs, whose seconds the engine is charged for.
+        device: which of the two.
+        num_engines_on_node: engines that share the node's cores.
+        accelerator_type: the kind of accelerator, by Ray's name; None where any will do.
+    """
+
+    num_cpus: float
+    num_gpus: int
+    num_devices: int
+    device: Device
+    num_engines_on_node: int
+    accelerator_type: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's options of the engine's actor."""
+        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What an autoscaler is asked for, for one engine."""
+        gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
+        kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
+        return {"CPU": float(math.ceil(self.num_cpus)), **gpus, **kind}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Engines of others on the same nodes, with which those of a run share the cores.
+
+    Attributes:
+        places: the name under which all of them number their places on a node (`node.claim_slot`).
+        hardware: of a node, as it was when nothing ran there.
+        placement: what an engine of the run takes when all are counted.
+    """
+
+    places: str
+    hardware: Hardware
+    placement: Placement
+
+
+def on_accelerators(
+    accelerators_per_engine: int, *, accelerator_type: str | None = None, num_engines_on_node: int = 1
+) -> Placement:
+    """The placement of an engine on accelerators. It can be told before a node is there.
+
+    Args:
+        accelerator_type: as a user says it: Ray's name, `any` or None.
+    """
+    return Placement(
+        num_cpus=1,
+        num_gpus=accelerators_per_engine,
+        num_devices=accelerators_per_engine,
+        device="accelerator",
+        num_engines_on_node=num_engines_on_node,
+        accelerator_type=None if accelerator_type == ANY_ACCELERATOR else accelerator_type,
+    )
+
+
+def place(
+    hardware: Hardware,
+    *,
+    num_engines: int,
+    accelerators_per_engine: int,
+    num_nodes: int,
+    most_engines: int = 0,
+    accelerator_type: str | None = None,
+) -> Placement:
+    """What each of `num_engines` engines takes of nodes like this.
+
+    On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
+    still place the tasks that feed it.
+
+    Args:
+        num_nodes: that engines will be on (`num_engine_nodes`).
+        most_engines: so many there may be later; a node is shared by as many of them as it can hold.
+        accelerator_type: that engines need; None is whatever the node has.
+
+    Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
+
+    Raises:
+        CapacityError: fewer cores than engines, or than an engine's ranks; no accelerator where engines need one.
+    """
+    if accelerator_type is not None and hardware.platform != "cuda":
+        raise CapacityError(
+            f"accelerator_type {accelerator_type}: engines need accelerators, and there is none here"
+            f" ({hardware.describe()})",
+            hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
+        )
+    per_node = math.ceil(num_engines / num_nodes)
+    fit = (hardware.num_accelerators or hardware.num_cpus) // accelerators_per_engine
+    per_node = max(per_node, min(math.ceil(most_engines / num_nodes), fit))
+    if hardware.platform == "cuda":
+        return on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type, num_engines_on_node=per_node)
+    cpus = hardware.num_cpus // per_node
+    if cpus < accelerators_per_engine:
+        need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
+        raise CapacityError(
+            f"{num_engines} engines need {need}; {num_nodes} node(s) have {hardware.num_cpus} each",
+            hint=f"use at most --engines {fit * num_nodes}" if fit else "use fewer ranks an engine",
+        )
+    return Placement(
+        num_cpus=float(cpus - 1) or 0.5,
+        num_gpus=0,
+        num_devices=cpus,
+        device="vcpu",
+        num_engines_on_node=per_node,
+    )
+
+
+def num_engine_nodes(
+    nodes: Sequence[Resources],
+    hardware: Hardware,
+    *,
+    num_engines: int = 1,
+    accelerators_per_engine: int = 1,
+    accelerator_type: str | None = None,
+) -> int:
+    """Nodes among which engines are divided; at least 1.
+
+    On CPUs those that are there. On accelerators those that can hold an engine, a head without accelerators left out,
+    and more where these are too few: the engines that do not fit wait for nodes (`lacking` says so).
+
+    Args:
+        hardware: of one of the nodes that hold engines.
+
+    Example: 8 engines of 1 accelerator, with one node of 1 accelerator there: 8 nodes.
+    """
+    if hardware.platform != "cuda":
+        return max(1, sum(bool(node.get("CPU")) for node in nodes))
+    engine = on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type)
+    fit = hardware.num_accelerators // accelerators_per_engine
+    return max(1, sum(room_on(node, engine) > 0 for node in nodes), math.ceil(num_engines / fit) if fit else 0)
+
+
+def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
+    """The id of the node whose hardware stands for all that hold engines on accelerators; None if none has any.
+
+    Of those that can hold an engine, the one with the fewest accelerators: what fits there fits on the others.
+    """
+    able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
+    others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
+    candidates = able or others
+    return min(candidates, key=lambda name: (candidates[name], name)) if candidates else None
+
+
+def room(nodes: Sequence[Resources], placement: Placement) -> int:
+    """Engines that the nodes have room for, beside one task that feeds them."""
+    num_engines = sum(room_on(node, placement) for node in nodes)
+    return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
+
+
+def room_on(node: Resources, placement: Placement) -> int:
+    """Engines that one node has room for."""
+    if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
+        return 0
+    by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
+    return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
+
+
+def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
+    """What is missing, in words; empty if every engine fits on some node."""
+    found = sum(room_on(node, placement) for node in nodes)
+    if found < num_engines:
+        kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
+        each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
+        return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {found}"
+    spare = _spare_cpus(nodes, placement, num_engines)
+    if spare < PREPARE_CPUS:
+        return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
+    return ""
+
+
+def _spare_cpus(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> float:
+    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines

@@ -1,0 +1,85 @@
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from peagle import hardware
+from peagle.errors import PriceError
+from pipelines.batch import run as run_module
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.plan import make_plan
+from pipelines.batch.progress import Progress
+from pipelines.batch.resolve import resolve
+from pipelines.batch.run import _look, _open
+from pipelines.batch.rundir import RunDirectory
+
+HERE = hardware.detect()
+COMMAND = ["peagle", "generate"]
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """What a driver knows when it takes the lease: its plan, made or read, and its resolved run."""
+    corpus = tmp_path / "in.jsonl"
+    corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
+
+    def make(**keys):
+        keys = {"usd_per_hour": 1, **keys}
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", **keys)
+        plan = make_plan(config)
+        return plan, resolve(config, HERE, plan.schema.names, announce=print)
+
+    return make
+
+
+def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_that_are_written_down(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    second, second_run = driver(rows_per_unit=5)
+    first, first_run = driver(rows_per_unit=2)
+    assert _open(run, first, first_run, COMMAND) == first
+    opened = _open(run, second, second_run, COMMAND)
+    assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
+    assert opened == run.plan() == first
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [("inspect", 2, None)]),
+        ({"accelerator_type": "H100"}, [("require", 2, "H100", 3, 900.0), ("inspect", 2, "H100")]),
+        ({"accelerator_type": "any"}, [("require", 2, None, 3, 900.0), ("inspect", 2, "any")]),
+    ],
+)
+def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_at(
+    monkeypatch, tmp_path, keys, expected
+):
+    done = []
+    config = GenerateConfig(
+        input="i", output=tmp_path, engines="3:9", cluster_wait_s=900, tensor_parallel_size=2, **keys
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(
+        run_module.cluster,
+        "require_capacity",
+        lambda p, n, *, wait_s, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
+    )
+    monkeypatch.setattr(
+        run_module.cluster,
+        "inspect",
+        lambda *, accelerators_per_engine, accelerator_type: done.append(
+            ("inspect", accelerators_per_engine, accelerator_type)
+        ),
+    )
+    _look(config, Progress(Console()))
+    assert done == expected
+
+
+def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
+        _open(run, *driver(**keys), COMMAND)
+    with pytest.raises(PriceError, match=r"is charged at \$.*, and this would cost \$"):
+        _open(run, *driver(usd_per_hour=2), COMMAND)
+    plan, resolved = driver(usd_per_hour=2)
+    _open(run, plan, replace(resolved, places="endpoint"), COMMAND)
