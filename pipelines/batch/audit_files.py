@@ -6,8 +6,8 @@ to be done, and temporary files, which the next attempt clears. It reads one uni
 
 import json
 import re
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -30,6 +30,9 @@ _OF_FOLDER = {
     "ledger": re.compile(r"session-.+\.parquet"),
     "suspects": re.compile(r"unit-\d{8,}\..+\.json"),
 }
+
+TakenUp = dict[int, frozenset[str]]
+"""By unit, the ids of its rows for which retries answer."""
 
 
 @dataclass(kw_only=True)
@@ -73,9 +76,10 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
         return audit
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
-    audits = _audit_units(audit, run, plan, manifest)
-    _count(audit, plan, audits)
-    _check_retries(audit, plan, audits)
+    taken = _ids_taken_up(plan)
+    audits = _audit_units(audit, run, plan, manifest, taken)
+    _count(audit, plan, audits, taken)
+    _check_retries(audit, plan, audits, taken)
     _check_ledger(audit, run, audits)
     _check_other_files(audit, run, {one.letters_name for one in audits.values()})
     _check_report(audit, run, plan)
@@ -98,11 +102,13 @@ def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None
         next_id += unit.span.num_rows
 
 
-def _audit_units(audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any]) -> dict[int, UnitAudit]:
+def _audit_units(
+    audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], taken: TakenUp
+) -> dict[int, UnitAudit]:
     """Every unit of the plan that is committed."""
     schema = expected_schema(plan.schema)
     answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
-    units, taken = {unit.unit: unit for unit in plan.units}, _ids_taken_up(plan)
+    units = {unit.unit: unit for unit in plan.units}
     found = {}
     for name in _names(run.data):
         if (match := _OF_FOLDER["data"].fullmatch(name)) is None:
@@ -115,8 +121,7 @@ def _audit_units(audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dic
     return found
 
 
-def _count(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) -> None:
-    taken = _ids_taken_up(plan)
+def _count(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit], taken: TakenUp) -> None:
     audit.num_units = len(audits)
     audit.rows_of = {number: one.num_rows for number, one in sorted(audits.items()) if not one.findings}
     audit.num_rows = sum(one.num_rows for one in audits.values())
@@ -132,12 +137,12 @@ def _count(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) -> None:
         audit.notes.append(f"{left:,} units with {audit.num_rows_left:,} rows are not committed yet")
 
 
-def _check_retries(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) -> None:
+def _check_retries(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit], taken: TakenUp) -> None:
     """Retries take up all dead letters that a unit has, each once.
 
     A unit that was done again since a retry took up its dead letters has none of these: it left those rows out.
     """
-    units, taken = {unit.unit: unit for unit in plan.units}, _ids_taken_up(plan)
+    units = {unit.unit: unit for unit in plan.units}
     seen = Counter(
         (unit.supersedes, row) for unit in plan.units if unit.supersedes is not None for row in unit.rows or ()
     )
@@ -157,13 +162,10 @@ def _check_retries(audit: FilesAudit, plan: Plan, audits: dict[int, UnitAudit]) 
             audit.add("plan", where, f"it does not take up all dead letters of unit {earlier.unit}")
 
 
-def _ids_taken_up(plan: Plan) -> dict[int, frozenset[str]]:
-    """By unit, the ids of its rows for which retries answer."""
-    ids: defaultdict[int, frozenset[str]] = defaultdict(frozenset)
-    for unit in plan.units:
-        if unit.supersedes is not None:
-            ids[unit.supersedes] |= {unit.row_id(index) for index in range(unit.num_rows)}
-    return dict(ids)
+def _ids_taken_up(plan: Plan) -> TakenUp:
+    taken = plan.taken_up()
+    spans = (replace(unit, rows=None) for unit in plan.units if unit.unit in taken)
+    return {span.unit: frozenset(map(span.row_id, taken[span.unit])) for span in spans}
 
 
 def _check_ledger(audit: FilesAudit, run: RunDirectory, audits: dict[int, UnitAudit]) -> None:

@@ -7,7 +7,7 @@ values as JSON. It knows no file and no format.
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -123,8 +123,12 @@ def _stored(column: pa.Field) -> pa.Field:
 
 
 def _is_json(column: pa.Field) -> bool:
-    return bool(column.metadata) and column.metadata.get(b"peagle") == JSON_TEXT[b"peagle"]
+    return _is_marked(column, JSON_TEXT)
 
 
 def _is_wide(column: pa.Field) -> bool:
-    return bool(column.metadata) and column.metadata.get(b"peagle") == _WIDE[b"peagle"]
+    return _is_marked(column, _WIDE)
+
+
+def _is_marked(column: pa.Field, mark: Mapping[bytes, bytes]) -> bool:
+    return bool(column.metadata) and mark.items() <= column.metadata.items()

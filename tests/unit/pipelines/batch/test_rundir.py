@@ -9,8 +9,6 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, StorageError
 from peagle.speculation import SpeculationStats
 from peagle.storage import place, write_atomic
-from pipelines.batch.inputs.span import Span
-from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.suspects import Note, UnitNotes
@@ -32,27 +30,20 @@ def usage(**changes):
     return UnitUsage(**{**values, **changes})
 
 
-def make_run(root):
-    span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
-    plan = Plan(
-        units=(WorkUnit(unit=0, first_id=0, span=span),),
-        rows_per_unit=2,
-        schema=pa.schema([("prompt", pa.string())]),
-        corpus_fingerprint="c",
-    )
+def make_run(root, plan):
     run = RunDirectory(root)
     run.create({"schema": 1}, plan)
     return run
 
 
 @pytest.fixture
-def run(root):
-    return make_run(root)
+def run(root, one_unit_plan):
+    return make_run(root, one_unit_plan)
 
 
 @pytest.fixture
-def local(tmp_path):
-    return make_run(tmp_path / "run")
+def local(tmp_path, one_unit_plan):
+    return make_run(tmp_path / "run", one_unit_plan)
 
 
 def table_of(run, unit):
@@ -252,8 +243,8 @@ def test_a_stop_carries_its_grace_until_the_run_goes_on(run):
 
 
 @pytest.fixture
-def remote(s3):
-    return make_run("s3://bucket/runs/first")
+def remote(s3, one_unit_plan):
+    return make_run("s3://bucket/runs/first", one_unit_plan)
 
 
 @pytest.mark.parametrize("how", [500, 503, "cut", "lost"])
@@ -288,7 +279,7 @@ def test_what_a_unit_says_is_asked_once(remote, s3):
     assert s3.count("GET", "/data/unit") == 40
 
 
-def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3):
+def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3, one_unit_plan):
     hears = remote.stop_reader()
     s3.fail(403, method="GET", path=".stop.json")
     remote.request_stop(7.5)
@@ -297,7 +288,7 @@ def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert hears() == 7.5
-    assert make_run("s3://bucket/runs/second").stop_reader()() is None
+    assert make_run("s3://bucket/runs/second", one_unit_plan).stop_reader()() is None
 
 
 def test_a_copy_of_a_units_file_is_no_unit(run):
