@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.head import INITS
 from peagle.speculation import SpeculationStats
 
 
@@ -70,8 +71,8 @@ speculative_config = {{
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
-| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {config.init} start, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
+| Recipe | K_train {config.num_depths}, {_sampling(config)}{_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -89,6 +90,16 @@ def _responses(config: TrainConfig) -> str:
         f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
         " others greedy)"
     )
+
+
+def _sampling(config: TrainConfig) -> str:
+    # EAGLE-3 drafts one token after the other: it has no chains to sample from.
+    return f"COD ratio {config.cod_ratio:g}, " if config.algorithm == "peagle" else ""
+
+
+def _start(config: TrainConfig) -> str:
+    """Whose folder it was is nobody's business: cards are published."""
+    return f"{config.init} start" if config.init in INITS else "start from an earlier head"
 
 
 def _embeddings(config: TrainConfig) -> str:

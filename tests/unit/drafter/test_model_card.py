@@ -1,0 +1,46 @@
+"""What a head's README says of how it was made, and what it keeps to itself."""
+
+from pathlib import Path
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.model_card import CardFacts, render_card
+from peagle.speculation import SpeculationStats
+
+
+def _card(**settings: object) -> str:
+    return render_card(
+        CardFacts(
+            verifier="org/target",
+            target_fingerprint="0123456789abcdef0123",
+            licence="MIT",
+            config=TrainConfig.model_validate({"prompts": ["stdlib"], "output": Path("out"), **settings}),
+            aux_layers=(2, 15, 29),
+            num_parameters=12_200_000,
+            num_documents=7_374,
+            num_response_tokens=1_044_960,
+            num_tokens_seen=3_025_383,
+            num_passes=1.5,
+            vocabulary_size=8_192,
+            vocabulary_coverage=0.9932,
+            train_s=3_600.0,
+            hardware="2 CPU threads (x86_64)",
+            held_out=SpeculationStats.empty(),
+        )
+    )
+
+
+def test_a_head_that_goes_on_from_another_says_so_and_not_from_which_folder(tmp_path: Path) -> None:
+    card = _card(init=str(tmp_path))
+    assert "start from an earlier head" in card
+    assert "| Seen | 3,025,383 tokens in 1.5 passes; those of the head that it goes on from come on top |" in card
+    assert str(tmp_path) not in card
+
+
+def test_a_head_from_the_target_counts_all_its_tokens() -> None:
+    card = _card(init="warm")
+    assert "| Recipe | K_train 8, COD ratio 0.8, warm start, " in card
+    assert "| Seen | 3,025,383 tokens in 1.5 passes |" in card
+
+
+def test_only_parallel_heads_have_a_cod_ratio() -> None:
+    assert "| Recipe | K_train 8, warm start, " in _card(algorithm="eagle3")
