@@ -72,7 +72,7 @@ speculative_config = {{
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
-| Recipe | K_train {config.num_depths}, {_sampling(config)}{_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -90,11 +90,6 @@ def _responses(config: TrainConfig) -> str:
         f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
         " others greedy)"
     )
-
-
-def _sampling(config: TrainConfig) -> str:
-    # EAGLE-3 drafts one token after the other: it has no chains to sample from.
-    return f"COD ratio {config.cod_ratio:g}, " if config.algorithm == "peagle" else ""
 
 
 def _start(config: TrainConfig) -> str:

@@ -40,7 +40,3 @@ def test_a_head_from_the_target_counts_all_its_tokens() -> None:
     card = _card(init="warm")
     assert "| Recipe | K_train 8, COD ratio 0.8, warm start, " in card
     assert "| Seen | 3,025,383 tokens in 1.5 passes |" in card
-
-
-def test_only_parallel_heads_have_a_cod_ratio() -> None:
-    assert "| Recipe | K_train 8, warm start, " in _card(algorithm="eagle3")
