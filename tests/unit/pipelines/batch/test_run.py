@@ -1,10 +1,13 @@
+import contextlib
 import json
 from dataclasses import replace
 
 import pytest
+from moving_hub import FIRST, SECOND
 from rich.console import Console
 
 from peagle import hardware
+from peagle.engine.fake_engine import ByteTokenizer
 from peagle.errors import PriceError
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
@@ -16,6 +19,8 @@ from pipelines.batch.rundir import RunDirectory
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate"]
+MODEL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "max_position_embeddings": 8192}
+HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 
 
 @pytest.fixture
@@ -83,3 +88,43 @@ def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_non
         _open(run, *driver(usd_per_hour=2), COMMAND)
     plan, resolved = driver(usd_per_hour=2)
     _open(run, plan, replace(resolved, places="endpoint"), COMMAND)
+
+
+@pytest.fixture
+def hub_run(moving_hub, monkeypatch, tmp_path):
+    """Starts a run, or continues it, on a model and a head of the hub; what its engines would be. None is started."""
+    moving_hub.push("org/model", FIRST, MODEL)
+    moving_hub.push("org/head", FIRST, HEAD)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
+    specs = []
+    monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
+    monkeypatch.setattr(run_module.cluster, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(run_module.cluster, "require_capacity", lambda *_, **__: None)
+    monkeypatch.setattr(run_module, "stream", lambda run, plan, units, resolved, *_: specs.append(resolved.spec))
+
+    def start(name="run", **others):
+        config = GenerateConfig(
+            input=str(tmp_path / "in.jsonl"), output=tmp_path / name, model="org/model", drafter="org/head",
+            usd_per_hour=1,
+        )  # fmt: skip
+        run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND, **others)
+        return specs[-1]
+
+    return start
+
+
+def test_a_run_is_on_one_commit_of_its_model_and_head_from_its_first_attempt_on(hub_run, moving_hub):
+    before = hub_run()
+    assert before.commits == {"org/model": FIRST, "org/head": FIRST}
+    moving_hub.push("org/model", SECOND, MODEL)
+    moving_hub.push("org/head", SECOND, HEAD)
+    assert hub_run() == before
+    assert hub_run("another").commits == {"org/model": SECOND, "org/head": SECOND}
+
+
+def test_the_run_of_a_batch_is_on_the_commits_of_the_endpoint_and_stays_there(hub_run, moving_hub):
+    endpoint = {"org/model": FIRST, "org/head": FIRST}
+    moving_hub.push("org/model", SECOND, MODEL)
+    moving_hub.push("org/head", SECOND, HEAD)
+    assert hub_run(commits=endpoint).commits == endpoint
+    assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint
