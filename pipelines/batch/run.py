@@ -90,7 +90,7 @@ def generate(
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
             stack.callback(cluster.release_nodes)
-        here = neighbours.hardware if neighbours else _look(config, progress)
+        here = neighbours.hardware if neighbours else _finished_on(run, config) or _look(config, progress)
         plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
@@ -143,6 +143,17 @@ def generate(
         stack.close()  # the rest needs no cluster
         run.remove_leftovers()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
+
+
+def _finished_on(run: RunDirectory, config: GenerateConfig) -> Hardware | None:
+    """The accelerators that a finished run had: it need not wait for others to find that nothing is left to do.
+
+    None where something may be left, or where nobody would wait: then somebody has to look at what is there.
+    """
+    if config.accelerator_type is None or config.retry_failed or not run.exists or run.plan().left(run.committed()):
+        return None
+    before = Hardware.from_dict(run.manifest()["run"]["hardware"])
+    return before if before.platform == "cuda" else None
 
 
 def _look(config: GenerateConfig, progress: Progress) -> Hardware:
