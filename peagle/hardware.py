@@ -7,6 +7,7 @@ neither torch nor CUDA bindings, so that asking costs milliseconds and works whe
 import os
 import platform as python_platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,20 @@ class Hardware:
             "core_ids": list(self.core_ids),
             "compute_capability": list(self.compute_capability) if self.compute_capability else None,
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Hardware":
+        """Inverse of `to_dict`; where it is not said what is free, all of it is."""
+        capability = values["compute_capability"]
+        return cls(
+            **{
+                "free_memory_gib": values["memory_gib"],
+                **values,
+                "cpu_flags": frozenset(values["cpu_flags"]),
+                "core_ids": tuple(values["core_ids"]),
+                "compute_capability": tuple(capability) if capability else None,
+            }
+        )
 
 
 def detect(*, root: Path = Path("/")) -> Hardware:

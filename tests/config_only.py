@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-_TARGET = {
+TARGET = {
     "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
     "num_attention_heads": 2,
 }  # fmt: skip
-_HEAD = {
+HEAD = {
     "transformer_layer_config": {"hidden_size": 8, "vocab_size": 300},
     "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     "mask_token_id": 0,
@@ -19,12 +19,12 @@ _HEAD = {
 
 def write_target(folder: Path) -> Path:
     """A target whose context is 512 tokens."""
-    return _write(folder, _TARGET)
+    return _write(folder, TARGET)
 
 
 def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
     """A head of that target; what is changed sets it apart from others."""
-    return _write(folder, _HEAD | {"speculators_model_type": kind} | changes)
+    return _write(folder, HEAD | {"speculators_model_type": kind} | changes)
 
 
 def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

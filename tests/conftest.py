@@ -55,6 +55,14 @@ def s3(s3_server, monkeypatch):
     client.close()
 
 
+@pytest.fixture
+def moving_hub(tmp_path, monkeypatch):
+    """A Hugging Face hub of the test's own, and an empty cache."""
+    from moving_hub import MovingHub
+
+    return MovingHub(tmp_path / "hub", monkeypatch)
+
+
 @pytest.fixture(params=["disk", "s3"])
 def root(request, tmp_path):
     """Where a run may lie: a folder on a disk, and one in a store."""

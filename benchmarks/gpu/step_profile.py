@@ -67,7 +67,7 @@ def profile(config: BenchConfig) -> int:
     rows, model = read_dataset(config), resolve_model(config.model, announce=say)
     plan = make_plan(config, hardware.detect(), model)
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, load_tokenizer(model.path), plan.spec.max_model_len)
+    dataset = build_dataset(config, rows, load_tokenizer(model.path, model.revision), plan.spec.max_model_len)
     root = config.output or Path("runs/steps")
     folder = MeasurementFolder(root, name="steps", schema=1, fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
     done = {setup.label: folder.find(setup_name(setup), dict) for setup in plan.setups}

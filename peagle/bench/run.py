@@ -48,13 +48,13 @@ def bench(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     """Run every pass that is not there yet, or as many as there is time for; the report, and the folder that holds it.
 
     Args:
         start: starts an engine.
-        tokenizer_of: the tokenizer of a target's folder.
+        tokenizer_of: the tokenizer of a folder, or of a hub id and its revision.
 
     Raises:
         ConfigError: bad usage; no engine was started.
@@ -64,7 +64,7 @@ def bench(
     model = resolve_model(config.model, announce=listener.say)
     plan = make_plan(config, hardware.detect(), model)
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, tokenizer_of(model.path), plan.spec.max_model_len)
+    dataset = build_dataset(config, rows, tokenizer_of(model.path, model.revision), plan.spec.max_model_len)
     fingerprint = plan.fingerprint(dataset)
     root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
     folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)

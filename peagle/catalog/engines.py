@@ -4,7 +4,7 @@ Bulk runs and the endpoint share it, so that equal keys are equal engines. It st
 many engines there are or where they are placed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter, resolve_model
+from peagle.catalog.targets import NO_COMMITS
 from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
@@ -115,24 +116,31 @@ class ResolvedEngine:
 
 
 def resolve_engine(
-    keys: EngineKeys, hardware: Hardware, *, num_engines_on_node: int, announce: Callable[[str], None]
+    keys: EngineKeys,
+    hardware: Hardware,
+    *,
+    num_engines_on_node: int,
+    commits: Mapping[str, str] = NO_COMMITS,
+    announce: Callable[[str], None],
 ) -> ResolvedEngine:
     """Decide everything about an engine, and that the hardware can hold it.
 
     Args:
+        commits: by hub id, the commits of a run that goes on, or of the engine that this one is to equal.
         announce: told what takes long, such as converting a model.
 
     Raises:
         ConfigError: of the kind that fits (model, drafter, precision).
         CapacityError: the hardware cannot hold that many engines.
     """
-    model = resolve_model(keys.model, announce=announce)
+    model = resolve_model(keys.model, commits=commits, announce=announce)
     drafter = resolve_drafter(
         keys.drafter,
         model,
         keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         num_speculative_tokens=keys.num_speculative_tokens,
         platform=hardware.platform,
+        commits=commits,
     )
     engine = compose_engine(keys, hardware, model, drafter)
     check_capacity(engine.spec, hardware, num_engines_on_node=num_engines_on_node)

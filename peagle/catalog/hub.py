@@ -1,4 +1,5 @@
-"""Reads `config.json` of a model that is not a local folder: from the Hugging Face cache, else from the hub.
+"""Reads `config.json` of a model that is not a local folder, from the Hugging Face cache, else from the hub; and says
+which commit its revision is at.
 
 Fetches nothing else; weights are vLLM's business. Without a network it says so within seconds, where the
 hub's own client retries for half a minute.
@@ -6,6 +7,7 @@ hub's own client retries for half a minute.
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from urllib.parse import urlsplit
 from peagle.errors import CatalogError
 
 _CONNECT_TIMEOUT_S = 5
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
@@ -28,7 +31,8 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
     try:
         path = hf_hub_download(model_id, "config.json", revision=revision, local_files_only=True)
     except LocalEntryNotFoundError:
-        _require_network(model_id)
+        if not _is_reachable():
+            raise _unreachable(model_id) from None
         try:
             path = hf_hub_download(model_id, "config.json", revision=revision)
         except GatedRepoError as error:
@@ -46,29 +50,47 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
     return dict(json.loads(Path(path).read_text()))
 
 
-def hub_commit(model_id: str, revision: str | None = None) -> str:
-    """The cached commit of a hub id, or the revision's name where none is cached; for fingerprints."""
-    from huggingface_hub.constants import HF_HUB_CACHE
+def hub_commit(model_id: str, revision: str | None = None) -> str | None:
+    """The commit that a revision (None: the main branch) of a hub id is at; None where neither hub nor cache can tell.
 
-    reference = Path(HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "refs" / (revision or "main")
+    The hub is asked first, as an engine that loads the branch would: what that is to be is decided here, once. The
+    file is asked for by the branch's name, so that the cache remembers for later, without a network, where it was.
+    """
+    if is_commit(revision):
+        return revision
+    path = _config_path(model_id, revision, is_local=False) if _is_reachable() else None
+    commit = (path or _config_path(model_id, revision, is_local=True) or Path()).parent.name
+    return commit if is_commit(commit) else None
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision names a commit, and not a branch or a tag, which move."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path | None:
+    """Where the cache has `config.json`: SNAPSHOTS/COMMIT/config.json. None where it is not to be had."""
+    from huggingface_hub import hf_hub_download
+
     try:
-        return reference.read_text().strip()
-    except OSError:
-        return revision or "main"
+        return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=is_local))
+    except OSError:  # the client's own errors are of that kind; `hub_config` has the words for them
+        return None
 
 
-def _require_network(model_id: str) -> None:
-    """Fail at once where the hub cannot be reached. Behind a proxy only the client itself can tell."""
+def _is_reachable() -> bool:
+    """Whether the hub can be reached. Behind a proxy only the client itself can tell."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        raise _unreachable(model_id)
+        return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return
+        return True
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
     try:
         socket.create_connection((endpoint.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise _unreachable(model_id) from error
+    except OSError:
+        return False
+    return True
 
 
 def _unreachable(model_id: str) -> CatalogError:

@@ -14,7 +14,7 @@ from peagle.catalog.fit import HeadFacts, check_fit
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.hub import hub_commit, hub_config
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
-from peagle.catalog.targets import ResolvedModel, is_hub_id, local_path, max_model_len, resolve_model
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, is_hub_id, local_path, max_model_len, resolve_model
 from peagle.engine import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
 
@@ -52,6 +52,7 @@ def resolve_drafter(
     *,
     num_speculative_tokens: int | None = None,
     platform: Platform | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
 ) -> ResolvedDrafter:
     """The drafter that `name` stands for, checked to fit the model.
 
@@ -61,6 +62,7 @@ def resolve_drafter(
         concurrency: requests decoded at once.
         num_speculative_tokens: K; None takes the measured one, else the head's own, else a common default.
         platform: hardware of the engine; None where unknown.
+        commits: as `resolve_model` takes them.
 
     Raises:
         DrafterError: no such head, or it does not fit the target.
@@ -69,14 +71,16 @@ def resolve_drafter(
     if name == "none":
         return _no_drafter("no drafter was asked for")
     if name == "auto":
-        return _automatic(model, concurrency, num_speculative_tokens, platform)
+        return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
     measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
     path = _path_on_card(model, name) if name in DRAFT_METHODS else name
-    return _build(model, path, num_speculative_tokens, measured_k, note="as asked for")
+    return _build(model, path, num_speculative_tokens, measured_k, commits, note="as asked for")
 
 
-def _automatic(model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None) -> ResolvedDrafter:
+def _automatic(
+    model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None, commits: Mapping[str, str]
+) -> ResolvedDrafter:
     if model.card is None:
         return _no_drafter(f"{model.name} is not in the catalog: name a drafter to use one")
     row = model.card.speculation_for(concurrency, platform)
@@ -89,11 +93,17 @@ def _automatic(model: ResolvedModel, concurrency: int, k: int | None, platform: 
     if not is_hub_id(path) and not Path(path).is_dir():
         return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
     note = f"recommended for {concurrency} requests at once ({row.source})"
-    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, note=note)
+    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, note=note)
 
 
 def _build(
-    model: ResolvedModel, path: str, k: int | None, measured_k: Mapping[str, int], *, note: str
+    model: ResolvedModel,
+    path: str,
+    k: int | None,
+    measured_k: Mapping[str, int],
+    commits: Mapping[str, str],
+    *,
+    note: str,
 ) -> ResolvedDrafter:
     """Read the head, check that it fits and settle K."""
     folder = Path(path).expanduser()
@@ -103,7 +113,8 @@ def _build(
             f"no such drafter: {path}",
             hint="give auto, none, peagle, eagle3, a local folder or a hub id ORG/NAME",
         )
-    head = check_fit(read_config(folder, DrafterError) if is_local else hub_config(path), model.config)
+    revision = None if is_local else hub_commit(path, commits.get(path)) or commits.get(path)
+    head = check_fit(read_config(folder, DrafterError) if is_local else hub_config(path, revision), model.config)
     if k is None:
         k = measured_k.get(head.method) or head.default_k
     return ResolvedDrafter(
@@ -111,10 +122,11 @@ def _build(
             method=head.method,
             model=str(whole_head(folder.resolve())) if is_local else path,
             num_speculative_tokens=k,
+            revision=revision,
         ),
         name=folder.resolve().name if is_local else path,
         note=note + _depth_warning(model, path, head, k),
-        fingerprint=folder_fingerprint(folder) if is_local else f"{path}@{hub_commit(path)}",
+        fingerprint=folder_fingerprint(folder) if is_local else f"{path}@{revision or 'main'}",
     )
 
 

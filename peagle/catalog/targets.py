@@ -6,17 +6,19 @@ It reads configurations, never weights. Drafters are resolved in `resolve.py`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peagle.catalog.cards import ModelCard
 from peagle.catalog.embedded import embedded_name, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
-from peagle.catalog.hub import hub_commit, hub_config
+from peagle.catalog.hub import hub_commit, hub_config, is_commit
 from peagle.catalog.loader import load_catalog
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
 from peagle.errors import CatalogError, ConfigError
 
+NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -30,7 +32,8 @@ class ResolvedModel:
         card: its catalog card, None outside the catalog.
         fingerprint: changes when the weights or the configuration do.
         config: its `config.json`.
-        revision: of a hub id, where the card pins one: what an engine is to load; None is the latest.
+        revision: of a hub id, what an engine is to load: the commit that the card's revision, or the main branch, is
+            at; where that cannot be told, the card's own, None for the latest.
     """
 
     name: str
@@ -47,11 +50,14 @@ class ResolvedModel:
         return method or (self.card.precision.native_quantization if self.card else None)
 
 
-def resolve_model(name: str, *, announce: Callable[[str], None] = lambda message: None) -> ResolvedModel:
+def resolve_model(
+    name: str, *, commits: Mapping[str, str] = NO_COMMITS, announce: Callable[[str], None] = lambda message: None
+) -> ResolvedModel:
     """The model that `name` stands for. A target inside a package is converted on first use (half a minute).
 
     Args:
         name: catalog name, local folder or hub id, looked for in this order.
+        commits: by hub id, what was decided before and holds, wherever its branch is now.
         announce: is told, in a sentence, when something slow begins.
 
     Raises:
@@ -65,11 +71,11 @@ def resolve_model(name: str, *, announce: Callable[[str], None] = lambda message
     if card is not None and card.source.kind == "folder":
         return _local_model(card.name, Path(card.source.id), card)
     if card is not None:
-        return _hub_model(card.name, card.source.id, card.source.revision, card)
+        return _hub_model(card.name, card.source.id, card.source.revision, card, commits)
     if folder.exists():
         return _local_model(folder.resolve().name, folder.resolve(), None)
     if is_hub_id(name):
-        return _hub_model(name, name, None, None)
+        return _hub_model(name, name, None, None, commits)
     if "/" in name or name.startswith((".", "~")):
         raise CatalogError(f"no such model folder: {name}", hint="a hub id has the form ORG/NAME")
     raise catalog.unknown(name)
@@ -141,7 +147,11 @@ def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedMod
     return ResolvedModel(name=name, path=str(folder), card=card, fingerprint=fingerprint, config=config)
 
 
-def _hub_model(name: str, model_id: str, revision: str | None, card: ModelCard | None) -> ResolvedModel:
+def _hub_model(
+    name: str, model_id: str, pinned: str | None, card: ModelCard | None, commits: Mapping[str, str]
+) -> ResolvedModel:
+    wanted = pinned if is_commit(pinned) else commits.get(model_id, pinned)
+    revision = hub_commit(model_id, wanted) or wanted
     config = hub_config(model_id, revision)
-    fingerprint = f"{model_id}@{hub_commit(model_id, revision)}"
+    fingerprint = f"{model_id}@{revision or 'main'}"
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)

@@ -130,6 +130,8 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
         **({"model": drafter.model} if drafter.has_head else {}),
         "num_speculative_tokens": drafter.num_speculative_tokens,
     }
+    if drafter.revision is not None:
+        config["revision"] = drafter.revision
     if drafter.method == "peagle":
         config["parallel_drafting"] = True
     if drafter.method == "suffix":

@@ -13,7 +13,7 @@ from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
 
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
-_KEYS = ("method", "model", "num_speculative_tokens", "parallel_drafting")
+_KEYS = ("method", "model", "revision", "num_speculative_tokens", "parallel_drafting")
 
 
 def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
@@ -39,7 +39,14 @@ def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
         raise ConfigError(f"{VARIABLE}: num_speculative_tokens must be a whole number, not {k!r}")
     if not isinstance(config["model"], str):
         raise ConfigError(f"{VARIABLE}: model must be text, not {config['model']!r}")
-    return DrafterSpec(method="peagle" if is_parallel else "eagle3", model=config["model"], num_speculative_tokens=k)
+    if not isinstance(revision := config.get("revision"), str | None):
+        raise ConfigError(f"{VARIABLE}: revision must be text, not {revision!r}")
+    return DrafterSpec(
+        method="peagle" if is_parallel else "eagle3",
+        model=config["model"],
+        num_speculative_tokens=k,
+        revision=revision,
+    )
 
 
 def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:

@@ -32,12 +32,14 @@ class DrafterSpec:
         num_speculative_tokens: K, the tokens drafted ahead of every verification.
         synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
             be accepted. It times hardware; the text means nothing.
+        revision: of a hub id, as an engine's.
     """
 
     method: DraftMethod | LookupMethod
     model: str
     num_speculative_tokens: int
     synthetic_rates: tuple[float, ...] | None = None
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         methods = DRAFT_METHODS + LOOKUP_METHODS
@@ -70,7 +72,8 @@ class EngineSpec:
 
     Attributes:
         model: the target, a folder or a hub id.
-        revision: of a hub id, the branch, tag or commit of weights and tokenizer; None is the latest.
+        revision: of a hub id, the commit of weights and tokenizer; a branch or tag, or None for the latest, where the
+            commit could not be told.
         drafter: None decodes without speculation.
         precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
         kv_cache_precision: "auto" as `precision` has it, else "bf16" or "fp8".
@@ -127,6 +130,14 @@ class EngineSpec:
     def num_accelerators(self) -> int:
         """Accelerators that one engine occupies."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def commits(self) -> dict[str, str]:
+        """By hub id, what its target and its head are pinned to."""
+        pinned = [(self.model, self.revision)]
+        if self.drafter is not None:
+            pinned.append((self.drafter.model, self.drafter.revision))
+        return {model: revision for model, revision in pinned if revision is not None}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; the inverse of `from_dict`."""

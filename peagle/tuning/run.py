@@ -50,13 +50,13 @@ def tune(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[Profile, Path]:
     """Search until the answer is found or the budget is spent; the profile, and its file.
 
     Args:
         start: starts an engine.
-        tokenizer_of: the tokenizer of a target's folder.
+        tokenizer_of: the tokenizer of a folder, or of a hub id and its revision.
 
     Raises:
         ConfigError: bad usage; no engine was started. Or: nothing meets the limits, and the nearest is named.
@@ -66,7 +66,7 @@ def tune(
     model = resolve_model(config.model, announce=listener.say)
     space = make_space(config, hardware.detect(), model)
     assert space.plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, tokenizer_of(model.path), space.plan.spec.max_model_len)
+    dataset = build_dataset(config, rows, tokenizer_of(model.path, model.revision), space.plan.spec.max_model_len)
     fingerprint = _fingerprint(config, space, dataset)
     root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
     folder = MeasurementFolder(root, name="tune", schema=SCHEMA, fingerprint=fingerprint)

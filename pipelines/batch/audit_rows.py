@@ -94,7 +94,7 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> Target:
             f"the run computed in {stated}, and this machine computes in {precision.describe()}",
             hint="audit it on hardware like its own, or its files alone with --no-regenerate",
         )
-    if resolve_model(spec.model).fingerprint != manifest["fingerprint"]["model"]["weights"]:
+    if resolve_model(spec.model, commits=spec.commits).fingerprint != manifest["fingerprint"]["model"]["weights"]:
         raise ConfigError(
             f"the model {spec.model} is not the one that answered: its weights differ",
             hint="audit it where that model is, or its files alone with --no-regenerate",

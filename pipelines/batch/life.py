@@ -1,9 +1,12 @@
 """Whether an engine lives: how long it has been silent, and a row's time limit, which counts in an engine that works.
 
 A step and what comes of any row are signs of life. It knows no engine: it asks for a number that grows with the signs.
+What looks at an engine runs in the event loop of its actor; whether that loop lives, a thread sees.
 """
 
 import asyncio
+import faulthandler
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,6 +19,9 @@ step of a large model on a few cores, takes minutes."""
 POLL_S = 1.0
 """How often somebody looks while rows are in the engine."""
 _LONGEST_LOOK_S = 5.0
+_LEAST_STANDSTILL_S = 10.0  # a loop that has much to do on a machine that has too answers late, however short the limit
+_LAST_WORDS_S = 150.0  # a store that does not answer is asked again for two minutes
+_STDERR = 2
 _LOOKS_PER_LIMIT = 20  # a row that is out of time is found out before it has had much more
 
 
@@ -48,6 +54,63 @@ class SilenceClock:
         self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
         self._signs, self._looked_at = signs, now
         return self._silent_s
+
+
+class LoopWatch:
+    """A thread that ends this process when its event loop has stood still for too long.
+
+    It asks the loop for a sign at each look, and goes when the loop has ended. Begun from within the loop, so that
+    nothing counts that takes long before there is one, such as an engine that loads.
+
+    Args:
+        limit_s: of standing still; ten seconds at least.
+        die: ends the process, as for an engine that is silent. It has a moment: what the loop holds on to may be what
+            it waits for.
+        leave: ends the process at once.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        limit_s: float,
+        die: Callable[[str], object],
+        leave: Callable[[], object],
+    ) -> None:
+        self._loop, self._die, self._leave = loop, die, leave
+        self._limit_s = max(limit_s, _LEAST_STANDSTILL_S)
+        self._num_answers = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        clock = SilenceClock(lambda: self._num_answers)
+        while self._ask():
+            time.sleep(POLL_S)
+            if clock.look(is_busy=True) > self._limit_s:
+                self._end()
+                return
+
+    def _ask(self) -> bool:
+        """Have the loop answer; False where there is none any more that could."""
+        try:
+            self._loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # it is closed
+            return False
+        return self._loop.is_running()
+
+    def _answer(self) -> None:
+        self._num_answers += 1
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback(file=_STDERR)  # where it stands
+        late = threading.Timer(_LAST_WORDS_S, self._leave)
+        late.daemon = True
+        late.start()
+        try:
+            self._die(f"the event loop has stood still for {self._limit_s:g} s (--engine-timeout-s)")
+        finally:
+            late.cancel()
+            self._leave()
 
 
 async def within(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from peagle import hardware
 from peagle.catalog.resolve import local_path, resolve_model
+from peagle.catalog.targets import NO_COMMITS
 from peagle.engine.spec import EngineSpec
 from peagle.engine.start import start_engine
 from peagle.engine.vllm_engine import VllmEngine
@@ -41,15 +42,18 @@ def claim_slot(places: str) -> int:
 
 
 @functools.lru_cache(maxsize=4)
-def localize(model: str) -> str:
-    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache."""
-    return resolve_model(model).path
+def localize(model: str, revision: str | None = None) -> str:
+    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache.
+
+    `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
+    """
+    return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
 
 
 def local_spec(spec: EngineSpec) -> EngineSpec:
     """The spec with the folders that this node has for its models."""
     drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    return dataclasses.replace(spec, model=localize(spec.model), drafter=drafter)
+    return dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
 
 
 def redirect_output(log: Path) -> None:

@@ -63,5 +63,5 @@ def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
         from peagle.engine.fake_engine import ByteTokenizer
 
         return ByteTokenizer()
-    tokenizer: Tokenizer = load_tokenizer(localize(model), revision)
+    tokenizer: Tokenizer = load_tokenizer(localize(model, revision), revision)
     return tokenizer

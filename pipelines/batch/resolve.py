@@ -3,12 +3,13 @@
 Everything that can be refused is refused here, before an engine starts. It starts nothing itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.catalog.engines import compose_fake_engine, resolve_engine
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
+from peagle.catalog.targets import NO_COMMITS
 from peagle.economics.price_keys import resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
@@ -77,6 +78,7 @@ def resolve(
     is_batch: bool = False,
     num_nodes: int = 1,
     neighbours: Neighbours | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
     """Decide everything.
@@ -86,6 +88,7 @@ def resolve(
         num_nodes: among which engines are divided.
         is_batch: whether the corpus is an OpenAI batch.
         neighbours: engines of others that share the nodes.
+        commits: by hub id, those of the run that goes on; else they are looked up.
         announce: told what takes long, such as converting a model.
 
     Raises:
@@ -97,7 +100,13 @@ def resolve(
     if config.engine == "fake":
         engine = compose_fake_engine(config, hardware)
     else:
-        engine = resolve_engine(config, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
+        engine = resolve_engine(
+            config,
+            hardware,
+            num_engines_on_node=placement.num_engines_on_node,
+            commits=commits,
+            announce=announce,
+        )
     tokenizer = None if config.engine == "fake" else engine.spec.model
     return ResolvedRun(
         config=config,

@@ -10,14 +10,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peagle import hardware, manifest
 from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
+from peagle.catalog.targets import NO_COMMITS
 from peagle.economics.price_keys import machine_of, require_same_price
 from peagle.economics.prices import Price
+from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr
@@ -62,6 +64,7 @@ def generate(
     command: Sequence[str],
     stop: threading.Event | None = None,
     neighbours: Neighbours | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
 ) -> Outcome:
     """Start a bulk run, or continue the unfinished one in the same directory.
 
@@ -69,6 +72,7 @@ def generate(
         command: the command line, for `run.json`.
         stop: asks it to stop when it is set; signals do so too.
         neighbours: engines of others that share the nodes.
+        commits: by hub id, of the engine that a new run's is to equal; a run that is there keeps its own.
 
     Raises:
         ConfigError: bad usage; nothing was started.
@@ -86,7 +90,7 @@ def generate(
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
             stack.callback(cluster.release_nodes)
-        here = neighbours.hardware if neighbours else _look(config, progress)
+        here = neighbours.hardware if neighbours else _finished_on(run, config) or _look(config, progress)
         plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
@@ -102,6 +106,7 @@ def generate(
             if is_remote
             else 1,
             neighbours=neighbours,
+            commits=EngineSpec.from_dict(run.manifest()["engine"]).commits if run.exists else commits,
             announce=progress.say,
         )
         progress.say(_announcement(resolved, plan))
@@ -138,6 +143,17 @@ def generate(
         stack.close()  # the rest needs no cluster
         run.remove_leftovers()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
+
+
+def _finished_on(run: RunDirectory, config: GenerateConfig) -> Hardware | None:
+    """The accelerators that a finished run had: it need not wait for others to find that nothing is left to do.
+
+    None where something may be left, or where nobody would wait: then somebody has to look at what is there.
+    """
+    if config.accelerator_type is None or config.retry_failed or not run.exists or run.plan().left(run.committed()):
+        return None
+    before = Hardware.from_dict(run.manifest()["run"]["hardware"])
+    return before if before.platform == "cuda" else None
 
 
 def _look(config: GenerateConfig, progress: Progress) -> Hardware:

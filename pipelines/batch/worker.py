@@ -28,7 +28,7 @@ from peagle.errors import EngineError
 from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.admission import Admission
-from pipelines.batch.life import ENGINE_TIMEOUT_S, POLL_S, OutOfTime, SilenceClock, within
+from pipelines.batch.life import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfTime, SilenceClock, within
 from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
@@ -114,12 +114,17 @@ class EngineWorker:
         self._places = Places(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._turns = Turns()
         self._silence = SilenceClock(self._engine.signs_of_life)
+        self._loop_watch: LoopWatch | None = None
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
+        if self._loop_watch is None:
+            loop = asyncio.get_running_loop()
+            limit_s = self._job.engine_timeout_s
+            self._loop_watch = LoopWatch(loop, limit_s=limit_s, die=self._die, leave=self._leave)
         table = unpacked(batch)
         if is_given_back(table) or self._grace.is_asked():
             yield _receipt(None)
@@ -149,7 +154,7 @@ class EngineWorker:
     async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
         """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over.
 
-        Who waits also watches: an engine that is silent for too long ends here.
+        Who waits also watches: an engine that is silent for too long ends here. `LoopWatch` sees whether anybody waits.
         """
         while not (await asyncio.wait([work], timeout=POLL_S))[0]:
             if self._grace.is_over():
@@ -211,14 +216,19 @@ class EngineWorker:
         """Note what was in the engine, and end this process: Ray starts another, which does its units again."""
         sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
         sys.stderr.flush()
-        for unit, notes in self._notes.items():
+        for unit, notes in list(self._notes.items()):
             if rows := self._in_engine[unit]:
                 notes.write(Note(rows=tuple(sorted(rows)), alone=self._turns.is_alone, died=True))
             else:
                 notes.withdraw()
         self._session.end()
-        self._engine.kill()  # what hangs would keep the memory that the next engine needs
-        os._exit(1)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        try:
+            self._engine.kill()  # what hangs would keep the memory that the next engine needs
+        finally:
+            os._exit(1)
 
     def _places_of(self, own: dict[str, Any]) -> int:
         """How many of the engine's places a row takes: one for each response where its time counts."""

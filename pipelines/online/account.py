@@ -88,11 +88,12 @@ class EngineAccount:
         self._meter.ready(compile_s)
         self.heartbeat()
 
-    def begin(self, request_id: str, key: str) -> "RequestAccount":
-        """A request enters the engine."""
+    def begin(self, request_id: str, key: str, choices_per_prompt: int | None = None) -> "RequestAccount":
+        """A request enters the engine; of a completion, each of its prompts gets so many choices."""
         number = next(self._numbers)
         self._meter.start(number)
-        return RequestAccount(self, number, request_id, key, self._monotonic())
+        tally = Tally(choices_per_prompt=choices_per_prompt)
+        return RequestAccount(self, number, request_id, key, self._monotonic(), tally)
 
     def end(self) -> None:
         """The engine stops, for good."""
@@ -157,13 +158,15 @@ class EngineAccount:
 class RequestAccount:
     """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`."""
 
-    def __init__(self, account: EngineAccount, number: int, request_id: str, key: str, began: float) -> None:
+    def __init__(
+        self, account: EngineAccount, number: int, request_id: str, key: str, began: float, tally: Tally
+    ) -> None:
         self.number = number
         self.request_id = request_id
         self.key = key
         self.started_at = time.time()
         self.ttft_s: float | None = None
-        self.tally = Tally()
+        self.tally = tally
         self._account = account
         self._began = began
         self._record: RequestUsage | None = None

@@ -4,7 +4,7 @@ It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that e
 them on.
 
     usage                           tokens of the prompt, cached ones, output; of a stream at its end, and in each event
-                                    when it was asked for: there it is of that event's one choice alone
+                                    when it was asked for: there it is of that event's one choice and its prompt alone
     metrics.speculative_decoding    drafts of the request; with the last usage
     peagle                          ours: what the request cost; with the last usage
 """
@@ -23,13 +23,20 @@ _END = "\n\n"
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of an answer so far; a later statement replaces an earlier one about the same."""
+    """What is known of an answer so far; a later statement replaces an earlier one about the same.
+
+    Attributes:
+        choices_per_prompt: of a completion, whose choices are numbered through all its prompts; None where there is
+            one prompt.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+    choices_per_prompt: int | None = None
     _of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
+    _of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
 
     def read(self, answer: Mapping[str, Any]) -> None:
         """Take what a whole answer says of itself, or the last event of a stream."""
@@ -45,11 +52,15 @@ class Tally:
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:
-        """Take what an event of a stream says. Of several prompts, those before the last event are one prompt's."""
+        """Take what an event of a stream says; a prompt counts from the first event of its answer on."""
         self.read(event)
         if event.get("usage") and (choices := event.get("choices")):
-            self._of_choice[choices[0].get("index") or 0] = self.num_output_tokens
+            choice = choices[0].get("index") or 0
+            prompt = choice // self.choices_per_prompt if self.choices_per_prompt else 0
+            self._of_choice[choice] = self.num_output_tokens
+            self._of_prompt[prompt] = self.num_prompt_tokens
             self.num_output_tokens = sum(self._of_choice.values())
+            self.num_prompt_tokens = sum(self._of_prompt.values())
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:

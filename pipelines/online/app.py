@@ -170,7 +170,12 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         settings=settings,
         price=price,
         batches=batch_settings(
-            config, settings, hardware, {one.keys.served_name: one.placement for one in served}, app_id
+            config,
+            settings,
+            hardware,
+            {one.keys.served_name: one.placement for one in served},
+            {one.keys.served_name: one.engine.spec for one in served},
+            app_id,
         ),
     )
 

@@ -111,12 +111,16 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
-        return self._accounted(await super().completions(request, raw_request_info), raw_request_info)
+        answers = await super().completions(request, raw_request_info)
+        return self._accounted(answers, raw_request_info, choices_per_prompt=request.n or 1)
 
-    def _accounted(self, answers: Any, info: Any) -> AsyncGenerator[Any, None]:
+    def _accounted(
+        self, answers: Any, info: Any, *, choices_per_prompt: int | None = None
+    ) -> AsyncGenerator[Any, None]:
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
-        begin = functools.partial(self._account.begin, request_id, headers.get(KEY_HEADER, LOCAL_NAME))
+        key = headers.get(KEY_HEADER, LOCAL_NAME)
+        begin = functools.partial(self._account.begin, request_id, key, choices_per_prompt)
         answer = relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
         return in_pieces(answer, self._pace)
 

@@ -1,3 +1,5 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,9 +149,19 @@ def test_a_cpu_caches_in_fp8_with_avx512_alone() -> None:
 
 
 def test_this_machine_can_be_detected_and_written_as_json() -> None:
-    import json
-
     found = detect()
     assert found.num_cpus >= 1
     assert found.memory_gib >= found.free_memory_gib > 0
     assert json.loads(json.dumps(found.to_dict()))["num_cpus"] == found.num_cpus
+
+
+def test_hardware_survives_json_but_for_what_was_free_and_is_not_kept() -> None:
+    h100 = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=70, num_cpus=192, cpu_flags=frozenset({"avx2"}), core_ids=(0, 2),
+    )  # fmt: skip
+    values = json.loads(json.dumps(h100.to_dict()))
+    assert Hardware.from_dict(values) == h100
+    del values["free_memory_gib"]
+    assert Hardware.from_dict(values) == replace(h100, free_memory_gib=80)
+    assert Hardware.from_dict(detect().to_dict()).platform == detect().platform

@@ -33,13 +33,13 @@ def evaluate(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str], Tokenizer] = load_tokenizer,
+    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     """Measure every cell that is not measured yet; the report, and the folder that holds it.
 
     Args:
         start: starts an engine.
-        tokenizer_of: the tokenizer of a target's folder.
+        tokenizer_of: the tokenizer of a folder, or of a hub id and its revision.
 
     Raises:
         ConfigError: bad usage; no engine was started.
@@ -51,7 +51,11 @@ def evaluate(
     plan = make_plan(config, here, model)
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
     dataset = build_dataset(
-        config, rows, tokenizer_of(model.path), plan.spec.max_model_len, category_column=config.category_column
+        config,
+        rows,
+        tokenizer_of(model.path, model.revision),
+        plan.spec.max_model_len,
+        category_column=config.category_column,
     )
     fingerprint = plan.fingerprint(dataset)
     folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)

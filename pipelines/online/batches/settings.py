@@ -1,7 +1,7 @@
 """What the endpoint's batches are built from, wherever the ingress lands."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ class Recipe:
     Attributes:
         config: keys of a bulk run: engine, price and number of engines, the same that the endpoint has.
         neighbours: the endpoint's engines and those of other batches.
+        commits: by hub id, what the endpoint's engines have loaded.
     """
 
     model: ServedModel
     config: Mapping[str, Any]
     neighbours: Neighbours
+    commits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

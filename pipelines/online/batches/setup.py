@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
+from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
 from pipelines.batch.config import StandInKeys
 from pipelines.batch.placing import Neighbours, Placement
@@ -24,12 +25,18 @@ def num_engines(config: ServeConfig) -> tuple[int, int]:
 
 
 def batch_settings(
-    config: ServeConfig, gate: GateSettings, hardware: Hardware, placements: Mapping[str, Placement], app_id: str
+    config: ServeConfig,
+    gate: GateSettings,
+    hardware: Hardware,
+    placements: Mapping[str, Placement],
+    specs: Mapping[str, EngineSpec],
+    app_id: str,
 ) -> BatchSettings | None:
     """What the batches are built from; None where there are none.
 
     Args:
         placements: what an engine takes, by the model's name, with those of batches counted in.
+        specs: of the endpoint's engines, by the model's name.
         app_id: under which the endpoint's engines number their places on a node.
     """
     if config.batches is None:
@@ -47,6 +54,7 @@ def batch_settings(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
                 neighbours=Neighbours(places=app_id, hardware=hardware, placement=placements[keys.served_name]),
+                commits=specs[keys.served_name].commits,
             )
             for keys in config.served
         },

@@ -36,6 +36,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
         errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
         config={} if recipe is None else {**recipe.config, **_sampling(order, settings, model)},
         neighbours=None if recipe is None else recipe.neighbours,
+        commits={} if recipe is None else recipe.commits,
         budget_usd=budget_usd,
     )
 

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -47,7 +47,7 @@ class Task:
         owner: name of the key.
         model: what clients call it.
         input, run, errors: where they are, or are to be.
-        config: of the run, if it is not there already: then it has its own.
+        config, commits: of the run, if it is not there already: then it has its own.
         budget_usd: what the run may cost in all; None is no limit.
     """
 
@@ -59,6 +59,7 @@ class Task:
     errors: str
     config: Mapping[str, Any]
     neighbours: Neighbours | None
+    commits: Mapping[str, str] = field(default_factory=dict)
     budget_usd: float | None = None
 
 
@@ -109,6 +110,7 @@ def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
             command=["POST", "/v1/batches", task.batch_id],
             stop=stop.event,
             neighbours=task.neighbours,
+            commits=task.commits,
         )
     except StoppedEarly:
         if stop.reason is None and task.budget_usd is None:

@@ -71,7 +71,7 @@ def run(target: Path, head: Any, tmp_path: Path, write_jsonl: Callable[..., Path
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | keys  # fmt: skip
         listener = Listener(say=(said if said is not None else []).append)
-        report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda _: ByteTokenizer())
+        report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 

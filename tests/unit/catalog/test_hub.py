@@ -6,6 +6,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from moving_hub import FIRST, SECOND, MovingHub
 
 from peagle.catalog.hub import hub_commit, hub_config
 from peagle.errors import CatalogError
@@ -103,11 +104,33 @@ def test_what_the_hub_refuses_is_explained(hub: Hub, kind: Any, reason: str, hin
     assert hint in caught.value.hint
 
 
-def test_the_cached_commit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert hub_commit("org/m") == "main"
-    assert hub_commit("org/m", "v2") == "v2"
-    reference = tmp_path / "models--org--m" / "refs" / "main"
-    reference.parent.mkdir(parents=True)
-    reference.write_text("abc123")
-    assert hub_commit("org/m") == "abc123"
+def test_a_branch_is_at_the_commit_that_the_hub_says(moving_hub: MovingHub) -> None:
+    moving_hub.push("org/m", FIRST, {})
+    moving_hub.push("org/m", SECOND, {}, branch="v2")
+    assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
+    moving_hub.push("org/m", SECOND, {})
+    assert hub_commit("org/m") == SECOND
+    assert moving_hub.asked == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
+
+
+def test_without_a_network_a_branch_is_where_the_cache_has_it(moving_hub: MovingHub) -> None:
+    moving_hub.push("org/m", FIRST, {})
+    hub_commit("org/m")
+    moving_hub.push("org/m", SECOND, {})
+    moving_hub.is_online = False
+    assert hub_commit("org/m") == FIRST
+    assert (hub_commit("org/m", "v2"), hub_commit("org/other")) == (None, None)
+
+
+def test_a_model_that_the_hub_refuses_is_where_the_cache_has_it(hub: Hub, tmp_path: Path) -> None:
+    hub.failure = GatedRepoError("refused", response=Response())
+    assert hub_commit("org/m") is None
+    snapshot = tmp_path / "snapshots" / FIRST
+    snapshot.mkdir(parents=True)
+    hub.file, hub.cached = hub.file.rename(snapshot / "config.json"), True
+    assert hub_commit("org/m") == FIRST
+
+
+def test_a_commit_is_where_it_is(moving_hub: MovingHub) -> None:
+    assert hub_commit("org/m", FIRST) == FIRST
+    assert moving_hub.asked == []

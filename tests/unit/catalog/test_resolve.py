@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from moving_hub import FIRST, SECOND, MovingHub
 from safetensors.torch import save_file
 
 from peagle.catalog import load_catalog, resolve
@@ -146,11 +147,29 @@ def test_retraining_a_head_changes_its_fingerprint(model: ResolvedModel, tmp_pat
 
 def test_a_hub_id_is_read_from_the_hub(model: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
-    monkeypatch.setattr(resolve, "hub_config", lambda model_id: head)
-    monkeypatch.setattr(resolve, "hub_commit", lambda model_id: "abc")
+    monkeypatch.setattr(resolve, "hub_config", lambda model_id, revision: head)
+    monkeypatch.setattr(resolve, "hub_commit", lambda model_id, revision: "abc")
     drafter = resolve_drafter("org/head", model, 1)
     assert drafter.spec is not None
     assert (drafter.spec.model, drafter.fingerprint) == ("org/head", "org/head@abc")
+
+
+def test_an_engine_loads_the_commit_that_its_heads_main_branch_was_at(
+    model: ResolvedModel, moving_hub: MovingHub, tmp_path: Path
+) -> None:
+    head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
+    moving_hub.push("org/head", FIRST, head)
+    before = resolve_drafter("org/head", model, 1)
+    assert before.spec is not None
+    assert (before.spec.revision, before.fingerprint) == (FIRST, f"org/head@{FIRST}")
+    moving_hub.push("org/head", SECOND, head)
+    after = resolve_drafter("org/head", model, 1)
+    assert after.spec is not None
+    assert after.spec.revision == SECOND
+    assert resolve_drafter("org/head", model, 1, commits={"org/head": FIRST}) == before
+    local = resolve_drafter(str(make_head(tmp_path / "mine")), model, 1)
+    assert local.spec is not None
+    assert local.spec.revision is None
 
 
 def test_a_head_that_is_not_published_says_why(model: ResolvedModel) -> None:

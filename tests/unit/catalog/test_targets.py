@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from moving_hub import FIRST, SECOND, MovingHub
 
 from peagle.catalog import shipped_heads, targets
 from peagle.catalog.folders import folder_fingerprint
@@ -59,11 +60,34 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> 
 def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = load_catalog().find("gpt-oss-20b")
     assert card is not None
-    assert resolve_model("gpt-oss-20b").revision is None
+    assert resolve_model("gpt-oss-20b").revision == "abc123"
     pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": "v2"})})
     monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
+    monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision: f"where {revision} is")
     model = resolve_model("gpt-oss-20b")
-    assert (model.path, model.revision) == ("openai/gpt-oss-20b", "v2")
+    assert (model.path, model.revision) == ("openai/gpt-oss-20b", "where v2 is")
+    monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision: None)
+    assert resolve_model("gpt-oss-20b").revision == "v2"
+
+
+def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub: MovingHub) -> None:
+    moving_hub.push("org/model", FIRST, CONFIG)
+    before = resolve_model("org/model")
+    assert (before.revision, before.fingerprint) == (FIRST, f"org/model@{FIRST}")
+    moving_hub.push("org/model", SECOND, CONFIG | {"num_hidden_layers": 31})
+    after = resolve_model("org/model")
+    assert (after.revision, after.config["num_hidden_layers"]) == (SECOND, 31)
+    assert resolve_model("org/model", commits={"org/model": FIRST}) == before
+
+
+def test_a_commit_on_a_card_is_above_what_was_decided_before(
+    moving_hub: MovingHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving_hub.push("openai/gpt-oss-20b", SECOND, CONFIG)
+    card = load_catalog().get("gpt-oss-20b")
+    pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": SECOND})})
+    monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
+    assert resolve_model("gpt-oss-20b", commits={"openai/gpt-oss-20b": FIRST}).revision == SECOND
 
 
 def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub: None) -> None:

@@ -45,6 +45,11 @@ def test_eagle3_drafts_one_after_another() -> None:
     }
 
 
+def test_a_head_is_loaded_at_its_own_revision() -> None:
+    config = speculative_config(replace(head("peagle", 3), revision="abc"))
+    assert config == {**(speculative_config(head("peagle", 3)) or {}), "revision": "abc"}
+
+
 def test_drafts_can_be_looked_up_without_a_head() -> None:
     ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=4)
     assert speculative_config(ngram) == {"method": "ngram", "num_speculative_tokens": 4}

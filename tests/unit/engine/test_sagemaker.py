@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from peagle.errors import ConfigError
 def test_a_drafter_survives_the_variable(method: DraftMethod) -> None:
     drafter = DrafterSpec(method=method, model="amazon/head", num_speculative_tokens=7)
     assert from_sagemaker_env(to_sagemaker_env(drafter)) == drafter
+    pinned = replace(drafter, revision="abc")
+    assert from_sagemaker_env(to_sagemaker_env(pinned)) == pinned
 
 
 def test_what_jumpstart_writes_is_understood() -> None:
@@ -42,6 +45,7 @@ def test_no_variable_means_no_drafter(env: dict[str, str]) -> None:
         (json.dumps({"model": "h", "num_speculative_tokens": "3"}), "whole number"),
         (json.dumps({"model": "h", "num_speculative_tokens": 0}), "above zero"),
         (json.dumps({"model": 5, "num_speculative_tokens": 3}), "must be text"),
+        (json.dumps({"model": "h", "num_speculative_tokens": 3, "revision": 5}), "revision must be text"),
         (
             json.dumps({"model": "h", "num_speculative_tokens": 3, "parallel_drafting": "yes"}),
             "true or false",

@@ -26,6 +26,12 @@ def test_a_spec_without_a_drafter_survives_json() -> None:
     assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
+def test_what_a_spec_pins_is_known_by_hub_id() -> None:
+    head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, revision="b")
+    assert EngineSpec(model="org/model", revision="a", drafter=head).commits == {"org/model": "a", "org/head": "b"}
+    assert EngineSpec(model="org/model", drafter=HEAD).commits == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

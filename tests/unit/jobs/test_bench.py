@@ -31,7 +31,7 @@ def test_a_run_prints_its_tables_and_writes_its_result(
         def start(spec: Any, hardware: Any) -> FakeEngine:
             return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
-        return bench(*args, start=start, tokenizer_of=lambda folder: ByteTokenizer())
+        return bench(*args, start=start, tokenizer_of=lambda *_: ByteTokenizer())
 
     bench = runner.bench
     monkeypatch.setattr(runner, "bench", with_fakes)

@@ -32,7 +32,7 @@ def test_a_run_prints_its_table_and_writes_its_result(
         def start(spec: Any, hardware: Any) -> FakeEngine:
             return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens)
 
-        return evaluate(*args, start=start, tokenizer_of=lambda folder: ByteTokenizer())
+        return evaluate(*args, start=start, tokenizer_of=lambda *_: ByteTokenizer())
 
     evaluate = runner.evaluate
     monkeypatch.setattr(runner, "evaluate", with_fakes)

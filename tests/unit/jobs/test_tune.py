@@ -26,7 +26,7 @@ def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def with_fakes(*args: Any) -> Any:
-        return tune(*args, start=lambda *_: FakeEngine(token_s=0.001), tokenizer_of=lambda _: ByteTokenizer())
+        return tune(*args, start=lambda *_: FakeEngine(token_s=0.001), tokenizer_of=lambda *_: ByteTokenizer())
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)

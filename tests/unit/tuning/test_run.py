@@ -67,7 +67,7 @@ def run(folder: Any, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callab
             "usd_per_hour": 3.6,
         } | keys  # fmt: skip
         listener = Listener(say=(said if said is not None else []).append)
-        profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda _: ByteTokenizer())
+        profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
         return profile
 

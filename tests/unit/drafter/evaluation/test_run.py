@@ -26,7 +26,7 @@ def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Calla
     def run(start: Callable[[EngineSpec, Hardware], Any], **keys: Any) -> dict[str, Any]:
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
         config = EvaluateConfig(model=str(target), **values)
-        report, folder = evaluate(config, Listener(), start=start, tokenizer_of=lambda folder: Bytes())
+        report, folder = evaluate(config, Listener(), start=start, tokenizer_of=lambda *_: Bytes())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 

@@ -1,8 +1,11 @@
 import asyncio
+import threading
+import time
 
 import pytest
 
-from pipelines.batch.life import OutOfTime, SilenceClock, within
+from pipelines.batch import life
+from pipelines.batch.life import LoopWatch, OutOfTime, SilenceClock, within
 
 
 class Watched:
@@ -83,3 +86,73 @@ def test_what_an_engine_raises_comes_through_with_a_limit_and_without():
     for limit_s in (None, 5):
         with pytest.raises(ValueError, match="no"):
             asyncio.run(within(limit_s, refuse(), lambda: 0))
+
+
+@pytest.fixture
+def watched_loop(monkeypatch):
+    """Runs a scene in a loop that is watched; what became of it, told once the watching thread has gone.
+
+    A look counts little, so that a machine that has much else to do makes no standstill.
+    """
+    monkeypatch.setattr(life, "POLL_S", 0.02)
+    monkeypatch.setattr(life, "_LONGEST_LOOK_S", 0.03)
+    monkeypatch.setattr(life, "_LEAST_STANDSTILL_S", 0.0)
+
+    def watched(scene, die, *, limit_s=0.3):
+        ended, before = [], set(threading.enumerate())
+
+        async def run():
+            LoopWatch(asyncio.get_running_loop(), limit_s=limit_s, die=die, leave=lambda: ended.append("left"))
+            await scene(ended)
+
+        asyncio.run(run())
+        for thread in set(threading.enumerate()) - before:
+            thread.join(5)
+        return ended
+
+    return watched
+
+
+def test_an_event_loop_that_answers_is_left_alone_and_so_is_one_that_has_ended(watched_loop):
+    async def works(_):
+        for _ in range(50):
+            await asyncio.sleep(0.02)
+
+    assert watched_loop(works, pytest.fail) == []
+
+
+def test_a_process_whose_event_loop_stands_still_ends_and_says_where_it_stands(watched_loop, capfd):
+    gone, reasons = threading.Event(), []
+
+    def die(why):
+        reasons.append(why)
+        gone.set()
+
+    async def stands_in_the_way(_):
+        assert gone.wait(20)
+
+    assert watched_loop(stands_in_the_way, die) == ["left"]
+    assert reasons == ["the event loop has stood still for 0.3 s (--engine-timeout-s)"]
+    assert "in stands_in_the_way" in capfd.readouterr().err
+
+
+def test_a_process_that_cannot_say_why_it_ends_ends_all_the_same(watched_loop, monkeypatch):
+    monkeypatch.setattr(life, "_LAST_WORDS_S", 0.05)
+    released = threading.Event()
+
+    async def holds_what_the_last_words_need(ended):
+        until = time.monotonic() + 20
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+        released.set()
+
+    assert watched_loop(holds_what_the_last_words_need, lambda why: released.wait(20)) == ["left", "left"]
+
+
+def test_the_limit_of_a_standstill_is_ten_seconds_at_least(monkeypatch, watched_loop):
+    monkeypatch.setattr(life, "_LEAST_STANDSTILL_S", 10.0)
+
+    async def is_late(_):
+        threading.Event().wait(1)
+
+    assert watched_loop(is_late, pytest.fail, limit_s=0.1) == []

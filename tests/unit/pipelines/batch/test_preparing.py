@@ -59,7 +59,7 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
 
 def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
     asked = []
-    monkeypatch.setattr(preparing, "localize", lambda model: model)
+    monkeypatch.setattr(preparing, "localize", lambda model, revision: model)
     monkeypatch.setattr(preparing, "load_tokenizer", lambda *of: asked.append(of))
     preparing.tokenizer_of("org/model-of-this-test", "v2")
     preparing.tokenizer_of("org/model-of-this-test")

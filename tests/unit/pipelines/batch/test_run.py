@@ -1,11 +1,18 @@
+import contextlib
 import json
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
+from moving_hub import FIRST, SECOND
 from rich.console import Console
 
 from peagle import hardware
-from peagle.errors import PriceError
+from peagle.economics.usage import UnitUsage
+from peagle.engine.fake_engine import ByteTokenizer
+from peagle.errors import CapacityError, ConfigError, PriceError
+from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
@@ -16,6 +23,8 @@ from pipelines.batch.rundir import RunDirectory
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate"]
+MODEL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "max_position_embeddings": 8192}
+HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 
 
 @pytest.fixture
@@ -24,11 +33,11 @@ def driver(tmp_path):
     corpus = tmp_path / "in.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
 
-    def make(**keys):
+    def make(*, hardware=HERE, **keys):
         keys = {"usd_per_hour": 1, **keys}
         config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", **keys)
         plan = make_plan(config)
-        return plan, resolve(config, HERE, plan.schema.names, announce=print)
+        return plan, resolve(config, hardware, plan.schema.names, announce=print)
 
     return make
 
@@ -75,6 +84,48 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     assert done == expected
 
 
+@pytest.fixture
+def on_no_accelerator(driver, monkeypatch, tmp_path):
+    """Starts a finished run on H100s again, on a cluster that would be waited for in vain."""
+    h100 = Hardware(
+        platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
+        memory_gib=79.6, free_memory_gib=70, num_cpus=16,
+    )  # fmt: skip
+    plan, resolved = driver(hardware=h100, accelerator_type="H100", rows_per_unit=12)
+    run = RunDirectory(tmp_path / "run")
+    _open(run, plan, resolved, COMMAND)
+    usage = UnitUsage(
+        session_id="s", num_rows=12, num_failed_rows=0, num_prompt_tokens=24, num_cached_tokens=0, num_output_tokens=24,
+        busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+    )  # fmt: skip
+    run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), usage, [])
+
+    def wait(*_, **__):
+        raise CapacityError("they do not come")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(run_module.cluster, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(run_module.cluster, "_nodes", lambda: [{"CPU": 2.0}])
+    monkeypatch.setattr(run_module.cluster, "require_capacity", wait)
+    monkeypatch.setattr(run_module, "make_report", lambda run: {})
+
+    def again(**keys):
+        config = driver(**{"hardware": h100, "accelerator_type": "H100", **keys})[1].config
+        return run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND)
+
+    return run, again
+
+
+def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_accelerator):
+    run, again = on_no_accelerator
+    assert again().did_nothing
+    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: it was 256, now it is 8"):
+        again(max_tokens=8)
+    run.unit_path(0).unlink()
+    with pytest.raises(CapacityError, match="they do not come"):
+        again()
+
+
 def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(driver, tmp_path):
     run = RunDirectory(tmp_path / "run")
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
@@ -83,3 +134,43 @@ def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_non
         _open(run, *driver(usd_per_hour=2), COMMAND)
     plan, resolved = driver(usd_per_hour=2)
     _open(run, plan, replace(resolved, places="endpoint"), COMMAND)
+
+
+@pytest.fixture
+def hub_run(moving_hub, monkeypatch, tmp_path):
+    """Starts a run, or continues it, on a model and a head of the hub; what its engines would be. None is started."""
+    moving_hub.push("org/model", FIRST, MODEL)
+    moving_hub.push("org/head", FIRST, HEAD)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
+    specs = []
+    monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
+    monkeypatch.setattr(run_module.cluster, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(run_module.cluster, "require_capacity", lambda *_, **__: None)
+    monkeypatch.setattr(run_module, "stream", lambda run, plan, units, resolved, *_: specs.append(resolved.spec))
+
+    def start(name="run", **others):
+        config = GenerateConfig(
+            input=str(tmp_path / "in.jsonl"), output=tmp_path / name, model="org/model", drafter="org/head",
+            usd_per_hour=1,
+        )  # fmt: skip
+        run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND, **others)
+        return specs[-1]
+
+    return start
+
+
+def test_a_run_is_on_one_commit_of_its_model_and_head_from_its_first_attempt_on(hub_run, moving_hub):
+    before = hub_run()
+    assert before.commits == {"org/model": FIRST, "org/head": FIRST}
+    moving_hub.push("org/model", SECOND, MODEL)
+    moving_hub.push("org/head", SECOND, HEAD)
+    assert hub_run() == before
+    assert hub_run("another").commits == {"org/model": SECOND, "org/head": SECOND}
+
+
+def test_the_run_of_a_batch_is_on_the_commits_of_the_endpoint_and_stays_there(hub_run, moving_hub):
+    endpoint = {"org/model": FIRST, "org/head": FIRST}
+    moving_hub.push("org/model", SECOND, MODEL)
+    moving_hub.push("org/head", SECOND, HEAD)
+    assert hub_run(commits=endpoint).commits == endpoint
+    assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from peagle import hardware
 from peagle.engine.fake_engine import FakeEngine
-from pipelines.batch import worker
+from pipelines.batch import life, worker
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
 from pipelines.batch.preparing import PrepareJob, prepare_unit
@@ -171,6 +172,33 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
     assert one.counts(0) == (7, 1)
     assert [(int(letter["id"]), letter["reason"]) for letter in one.run.letters(0)] == [(3, "engine_died")]
     assert not list(one.run.suspects.iterdir())
+
+
+def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(scene, monkeypatch):
+    monkeypatch.setattr(life, "POLL_S", 0.05)
+    monkeypatch.setattr(life, "_LEAST_STANDSTILL_S", 0.0)
+    one, killed, ends, gone = scene(), [], [], threading.Event()
+
+    class Blocking(FakeEngine):
+        async def generate(self, request_id, prompt_token_ids, sampling):
+            if b"line 3" in bytes(prompt_token_ids):
+                assert gone.wait(20)
+            return await super().generate(request_id, prompt_token_ids, sampling)
+
+        def kill(self):
+            killed.append(self)
+
+    def leave(code):
+        if not gone.is_set():
+            ends.append((code, [json.loads(path.read_bytes()) for path in one.run.suspects.iterdir()]))
+        gone.set()
+
+    monkeypatch.setattr(worker.os, "_exit", leave)
+    asyncio.run(one.call(one.worker(Blocking(), engine_timeout_s=0.4), 0))
+    ((code, (note,)),) = ends
+    assert (code, note["died"], 3 in note["rows"], bool(killed)) == (1, True, True, True)
+    (session,) = one.run.sessions()
+    assert session.ended
 
 
 def test_an_engine_that_is_slow_but_takes_steps_is_left_alone(scene):

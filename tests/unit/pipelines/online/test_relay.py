@@ -115,6 +115,26 @@ def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
     assert record(tmp_path).usage.num_prompt_tokens == 5
 
 
+@pytest.mark.parametrize(("choices_per_prompt", "num_prompt_tokens"), [(1, 5 + 7 + 9), (2, 5 + 9)])
+def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, choices_per_prompt, num_prompt_tokens):
+    def chosen(index, prompt_tokens, count):
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+        return event(choices=[{"index": index, "text": "x"}], usage=usage)
+
+    async def leave():
+        second = 7 if choices_per_prompt == 1 else 5
+        answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
+        begin = partial(engine_account.begin, "r1", "alice", choices_per_prompt)
+        stream = relay(answers, begin, wants_each_usage=False)
+        await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 6)
+    assert record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
+
+
 def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
     with pytest.raises(RuntimeError, match="dead"):
         passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), wants_each_usage=False)

@@ -122,7 +122,7 @@ def real_run(start_run, monkeypatch):
     manifest["config"]["engine"] = "vllm"
     (run.root / "run.json").write_text(json.dumps(manifest))
     assert manifest["fingerprint"]["precision"] == precision
-    monkeypatch.setattr(module, "resolve_model", lambda name: replace(FAKE_MODEL, fingerprint="fake"))
+    monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="fake"))
     monkeypatch.setattr(module, "tokenizer_of", lambda model, revision: ByteTokenizer())
     return run
 
@@ -174,7 +174,7 @@ def test_a_tie_is_what_the_user_says_it_is(real_run, toss, capsys):
 def test_another_precision_or_model_is_refused_before_an_engine_starts(real_run, monkeypatch):
     manifest = real_run.manifest()
     assert require_target(manifest, None).max_tie > 0
-    monkeypatch.setattr(module, "resolve_model", lambda name: replace(FAKE_MODEL, fingerprint="other"))
+    monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="other"))
     with pytest.raises(ConfigError, match=r"its weights differ(.|\n)*--no-regenerate"):
         require_target(manifest, None)
     manifest["fingerprint"]["precision"] = "fp8 weights, fp8 KV cache"

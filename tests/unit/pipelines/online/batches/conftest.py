@@ -68,6 +68,7 @@ def settings(tmp_path, store):
         model=ServedModel(name="m", max_model_len=1000),
         config={"engine": "fake", "usd_per_hour": 1},
         neighbours=Neighbours(places="app", hardware=CPU, placement=placement),
+        commits={"org/model": "abc"},
     )
     return BatchSettings(
         folder=str(store.root), recipes={"m": recipe}, at_once=1, max_output_tokens=None, ledger=tmp_path / "ledger"

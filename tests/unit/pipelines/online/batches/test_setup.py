@@ -1,3 +1,4 @@
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.placing import Placement
@@ -8,12 +9,15 @@ from pipelines.online.requests import ServedModel
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+HEAD = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, revision="b" * 40)
+SPEC = EngineSpec(model="org/model", revision="a" * 40, drafter=HEAD)
 
 
 def settings_of(config, tmp_path):
     models = tuple(ServedModel(name=keys.served_name, max_model_len=100) for keys in config.served)
     gate = GateSettings(models=models, ledger=tmp_path)
-    return batch_settings(config, gate, CPU, {model.name: PLACEMENT for model in models}, "app")
+    placements, specs = {model.name: PLACEMENT for model in models}, {model.name: SPEC for model in models}
+    return batch_settings(config, gate, CPU, placements, specs, "app")
 
 
 def test_without_a_folder_there_are_no_batches_and_no_engines_for_them(tmp_path):
@@ -41,3 +45,4 @@ def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
             assert getattr(run, name) == getattr(keys, name)
         assert run.usd_per_hour == 2
         assert recipes[keys.served_name].neighbours.places == "app"
+        assert recipes[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}

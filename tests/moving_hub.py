@@ -1,0 +1,56 @@
+"""A Hugging Face hub whose main branches move, behind the client's own `hf_hub_download` and its cache on disk."""
+
+import json
+import socket
+
+import huggingface_hub
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+FIRST, SECOND = "a" * 40, "c" * 40  # commits
+
+
+class MovingHub:
+    """In the place of huggingface.co.
+
+    Attributes:
+        is_online: whether it can be reached.
+        asked: (hub id, revision) of each request that reached it.
+    """
+
+    def __init__(self, folder, monkeypatch):
+        self.is_online, self.asked = True, []
+        self._cache, self._branches, self._configs = folder, {}, {}
+        self._from_cache = huggingface_hub.hf_hub_download
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self._download)
+        monkeypatch.setattr(socket, "create_connection", self._connect)
+        for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
+            monkeypatch.delenv(name, raising=False)
+
+    def push(self, model_id, commit, config, branch="main"):
+        """Move a branch of a repository, new or there already, to a commit."""
+        self._branches[model_id, branch] = commit
+        self._configs[model_id, commit] = json.dumps(config)
+
+    def _download(self, model_id, name, *, revision=None, local_files_only=False):
+        if self.is_online and not local_files_only:
+            self.asked.append((model_id, revision))
+            commit = self._branches.get((model_id, revision or "main"), revision)
+            if (model_id, commit) not in self._configs:
+                raise LocalEntryNotFoundError(f"there is no {model_id} at {commit}")
+            self._keep(model_id, revision or "main", commit, name)
+        return self._from_cache(model_id, name, revision=revision, local_files_only=True)
+
+    def _keep(self, model_id, revision, commit, name):
+        repository = self._cache / f"models--{model_id.replace('/', '--')}"
+        snapshot, reference = repository / "snapshots" / commit, repository / "refs" / revision
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_text(self._configs[model_id, commit])
+        if revision != commit:  # the client notes where branches were, and a commit is where it is
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(commit)
+
+    def _connect(self, address, timeout):
+        if not self.is_online:
+            raise OSError("no route")
+        return socket.socket()
