@@ -75,6 +75,11 @@ class TrainConfig(BaseModel):
         description="first weights: warm (the target's last layers), random, or a head's folder to go on from, "
         "to which layers may be added",
     )
+    further_layers: Literal["identity", "unrolled"] = Field(
+        "identity",
+        description="layers that the head of --init has not begin as the identity, or unrolled: each two as one more "
+        "step of the EAGLE-3 head that it is",
+    )
     train_lm_head: bool = Field(True, description="train lm_head as well, rather than keep the target's rows")
     train_embeddings: bool = Field(
         False, description="train embeddings as well, and save them with the head, rather than share the target's"

@@ -21,10 +21,12 @@ from peagle.errors import ConfigError, DrafterError
 from peagle.files import write_atomic
 
 _MAPS = ("d2t", "t2d")
+_KV_PROJECTIONS = ("k_proj.weight", "v_proj.weight")
 _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
+FURTHER_LAYERS = ("identity", "unrolled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,10 @@ class HeadSpec:
         num_depths: K_train, the number of tokens it learns to draft at once.
         mask_token_id: the token that stands at depths 1 and up.
         init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
-            a saved head to go on from: of the same shape, or with fewer layers, whose further ones then begin as the
-            identity. A P-EAGLE head may go on from an EAGLE-3 one.
+            a saved head to go on from: of the same shape, or with fewer layers or KV heads, which are then repeated. A
+            P-EAGLE head may go on from an EAGLE-3 one.
+        further_layers: those that the head to go on from has not begin as the "identity", or "unrolled": as steps of
+            the EAGLE-3 head that it is (unroll.py).
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
         train_embeddings: whether embeddings are trained, rather than shared with the target. They are then saved with
             the head: vocabulary x hidden size, most of its bytes.
@@ -54,6 +58,7 @@ class HeadSpec:
     num_depths: int = 8
     mask_token_id: int = 0
     init: str = "warm"
+    further_layers: str = "identity"
     train_lm_head: bool = False
     train_embeddings: bool = False
 
@@ -64,6 +69,8 @@ class HeadSpec:
             raise ConfigError(f"num_depths must be at least 1, got {self.num_depths}")
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if self.further_layers not in FURTHER_LAYERS:
+            raise ConfigError(f"further_layers must be one of {', '.join(FURTHER_LAYERS)}, got {self.further_layers!r}")
         if self.init not in INITS and not Path(self.init).is_dir():
             raise ConfigError(f"init must be one of {', '.join(INITS)} or the folder of a head, got {self.init!r}")
 
@@ -136,7 +143,42 @@ def require_buildable(target: Path, spec: HeadSpec) -> Any:
         )
     if spec.init not in INITS:
         _require_same_reading(Path(spec.init), spec)
+    if spec.further_layers == "unrolled":
+        _require_unrollable(config, spec)
     return config
+
+
+def _require_unrollable(config: Any, spec: HeadSpec) -> None:
+    """Whether the head to go on from can be unrolled into the one to train."""
+    saved = None if spec.init in INITS else read_head(read_config(Path(spec.init), ConfigError))
+    if saved is None or saved.method != "eagle3" or saved.num_layers != 1 or spec.algorithm != "peagle":
+        raise ConfigError(
+            "only an EAGLE-3 head of one layer can be unrolled, into a P-EAGLE head",
+            hint="give its folder as --init, or leave --further-layers unrolled out",
+        )
+    if spec.num_layers < 3 or spec.num_layers % 2 == 0:
+        raise ConfigError(
+            f"unrolled steps are two layers each behind the first: {spec.num_layers} layers cannot hold them",
+            hint="give --num-layers 3, 5 or 7",
+        )
+    if spec.num_depths <= spec.num_layers // 2:
+        raise ConfigError(
+            f"{spec.num_layers} layers draft {spec.num_layers // 2 + 1} tokens, K_train is {spec.num_depths}",
+            hint="give more --num-depths",
+        )
+    wanted = next(
+        number
+        for number in range(1, config.num_attention_heads + 1)
+        if config.num_attention_heads % number == 0
+        and number % config.num_key_value_heads == 0
+        and number * config.head_dim >= config.hidden_size
+    )
+    own = spec.num_key_value_heads or config.num_key_value_heads
+    if own < wanted:
+        raise ConfigError(
+            f"{own} KV heads of {config.head_dim} cannot bring a state of {config.hidden_size} from row to row",
+            hint=f"give --num-key-value-heads {wanted}",
+        )
 
 
 def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
@@ -203,6 +245,7 @@ def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
             own.pop(f"layers.{index}.{name}")
             if name in _LAYER_OUTPUTS:
                 parameter.zero_()
+    weights = {name: _with_kv_heads(tensor, name, own, head) for name, tensor in weights.items()}
     for name in sorted(own.keys() | {name for name in weights if name not in _MAPS}):
         shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
         if shapes[0] != shapes[1]:
@@ -211,6 +254,14 @@ def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
                 hint="give the algorithm, layers and vocabulary of that head, or another init",
             )
         own[name].copy_(weights[name])
+
+
+def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
+    """A saved weight, its KV heads repeated where the head to train has a multiple of them."""
+    if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
+        return tensor
+    heads = tensor.unflatten(0, (-1, head.config.transformer_layer_config.head_dim))
+    return heads.repeat_interleave(own[name].shape[0] // tensor.shape[0], dim=0).flatten(0, 1)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:

@@ -31,11 +31,11 @@ def micro_batches(store: Features, documents: Sequence[int], config: TrainingCon
             yield from _in_parts(document, partition_rows(rows, -(-tokens // limit)))
         else:
             if limit is not None and packed and tokens + sum(map(store.num_tokens, packed)) > limit:
-                yield _packed(store, packed, config, step)
+                yield sampled_batch(store, packed, config, step)
                 packed = []
             packed.append(index)
     if packed:
-        yield _packed(store, packed, config, step)
+        yield sampled_batch(store, packed, config, step)
 
 
 def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
@@ -79,7 +79,8 @@ def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
         yield replace(part, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
 
 
-def _packed(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
+def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
+    """Whole documents side by side, with the rows that COD sampling draws for them at a step."""
     loaded = store.documents(documents)
     rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
     return make_batch(loaded, rows)

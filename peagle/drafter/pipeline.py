@@ -8,6 +8,7 @@ metrics.svg), `head/` (config.json, model.safetensors, README.md), `run.json` (c
 """
 
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from peagle.drafter.batch import Batch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
@@ -24,6 +26,7 @@ from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, ta
 from peagle.drafter.head import INITS, HeadSpec, build_head, require_buildable
 from peagle.drafter.hidden_states import load_reader
 from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.micro import sampled_batch
 from peagle.drafter.on_the_fly import ComputedFeatures
 from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
@@ -32,6 +35,7 @@ from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, load_target
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.training_plot import PLOT, training_plot
+from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
@@ -41,6 +45,8 @@ _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "optimizer", "learning_rate",
     "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
 )  # fmt: skip
+
+_TOKENS_PER_DIMENSION = 8  # of the documents that further layers are fitted to
 
 # Has a store filled, and tells how far it is: shards done, and in all.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
@@ -101,7 +107,19 @@ class Prepared:
     def new_head(self) -> Any:
         """The head with its first weights."""
         head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed)
+        if self.spec.further_layers == "unrolled":
+            unroll(head, self._sample())
         return head.to(self.device)
+
+    def _sample(self) -> Batch:
+        """Rows of documents from all over the corpus, enough of them for regressions over a state."""
+        num_tokens, chosen = 0, []
+        for index in random.Random(self.config.seed).sample(self.corpus.trained, len(self.corpus.trained)):
+            num_tokens += self.store.num_tokens(index)
+            chosen.append(index)
+            if num_tokens >= _TOKENS_PER_DIMENSION * self.target.hidden_size:
+                break
+        return sampled_batch(self.store, chosen, self.recipe, step=0)
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
@@ -190,6 +208,7 @@ def _head_spec(config: TrainConfig, target: Target) -> HeadSpec:
         num_depths=config.num_depths,
         mask_token_id=config.mask_token_id,
         init=config.init,
+        further_layers=config.further_layers,
         train_lm_head=config.train_lm_head,
         train_embeddings=config.train_embeddings,
     )

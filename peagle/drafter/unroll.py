@@ -1,0 +1,190 @@
+"""Further layers of a P-EAGLE head that begin as the EAGLE-3 head it goes on from, one step after the other.
+
+An EAGLE-3 head of one layer drafts token by token: a step reads the state of the step before and the token drafted from
+it. A P-EAGLE head has no loop, but its layers follow each other. So two further layers stand for one step:
+
+- **copy**: every row whose token is not known yet takes over the state of the row one place before. Queries and keys
+  are constants turned by the rotary embedding, so that the best match is one place away. Known rows find themselves,
+  and become larger, so that what follows hardly changes them.
+- **step**: EAGLE-3's own layer. What it reads of the embedding is taken from the state, which foretells the token, by
+  linear regression; and a key stands one place further on, since a row's state tells of the next place's token.
+
+2n + 1 layers thus begin by drafting n + 1 tokens, those behind the first roughly: the regression is all that they know
+of a drafted token. What is gained is a start from which training goes on, not a head to serve.
+
+Whether a row's token is known is a linear function of its state, found by regression as well. All regressions are over
+the rows of a batch of the training's documents.
+
+Shapes: S rows of the batch, H hidden size, D head dimension.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from peagle.drafter.attention import parallel_plan
+from peagle.drafter.batch import Batch
+
+_PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next
+_GAP = 8.0  # by how much the place sought scores more than its neighbours
+_LARGER = 5.0  # known rows grow by this much of their size
+_MUTE = 20.0  # how much less rows answer in a step that are not known
+_GATE = 10.0  # a gate that is this open passes its input on times this
+
+
+@torch.no_grad()
+def unroll(head: Any, batch: Batch) -> None:
+    """Give the layers behind the first their first weights, in place.
+
+    Args:
+        head: a PEagleDraftModel of 3, 5 or 7 layers, whose first layer and `fc` are those of an EAGLE-3 head, and whose
+            KV heads hold a whole state.
+        batch: rows of documents, at more depths than there are steps and many more than H, for the regressions.
+    """
+    rows = _Rows(head, batch)
+    rows.pass_through(head.layers[0])
+    first_size = _size(rows.states_SH[rows.depth_S == 0])
+    for num_steps, (copy, step) in enumerate(zip(head.layers[1::2], head.layers[2::2], strict=True)):
+        _wire_copy(head, copy, rows, known_depth=num_steps)
+        rows.pass_through(copy)
+        _wire_step(head, step, rows, known_depth=num_steps, first_size=first_size)
+        rows.pass_through(step)
+
+
+class _Rows:
+    """The rows of a batch on their way through the layers."""
+
+    def __init__(self, head: Any, batch: Batch) -> None:
+        known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
+        deeper = (batch.depth_S > 0)[:, None]
+        states = torch.where(deeper, head.fc(head.mask_hidden[0]), known[batch.anchor_S])
+        token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
+        self._padded = torch.cat([head.embed_tokens(token_ids).to(states.dtype), states], dim=-1)[None]
+        self._places = batch.place_S[None]
+        self._rotary = head.rotary_emb(self._padded, self._places)
+        self._plan = parallel_plan(batch.documents).to(states.device)
+        self.num = sum(map(len, batch.documents))
+        self.depth_S = batch.depth_S[: self.num]
+        self.states_SH = self._padded[0, : self.num]
+
+    def through(self, layer: Any) -> torch.Tensor:
+        """The states behind a layer, with padding, [1, S, H]."""
+        output: torch.Tensor = layer(
+            self._padded, attention_mask=self._plan, position_ids=self._places, position_embeddings=self._rotary
+        )
+        return output
+
+    def pass_through(self, layer: Any) -> None:
+        """Go on to the next layer."""
+        self._padded = self.through(layer)
+        self.states_SH = self._padded[0, : self.num]
+
+
+def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
+    """A layer that gives each row behind `known_depth` the state of the row one place before."""
+    config = head.config.transformer_layer_config
+    head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    attention, hidden = layer.self_attn, config.hidden_size
+    layer.input_layernorm.weight.fill_(1)
+    states_SH = _normed(rows.states_SH)
+    unknown_H = _fit(states_SH, rows.depth_S > known_depth)
+    one_H = _fit(states_SH, torch.ones_like(rows.depth_S))
+
+    speeds = head.rotary_emb.inv_freq[:_PAIRS].to(states_SH.dtype)
+    sharpness = math.sqrt(_GAP * math.sqrt(head_dim) / float((1 - speeds.cos()).sum()))
+    query_DH, key_DH = states_SH.new_zeros(2, head_dim, hidden)
+    for pair, speed in enumerate(speeds.tolist()):
+        key_DH[pair] = sharpness * one_H
+        query_DH[pair] = sharpness * (math.cos(speed) * unknown_H + (one_H - unknown_H))
+        query_DH[pair + head_dim // 2] = -sharpness * math.sin(speed) * unknown_H
+    attention.q_proj.weight.copy_(query_DH.repeat(num_heads, 1))
+    attention.k_proj.weight.copy_(key_DH.repeat(num_kv_heads, 1))
+
+    # What tells a row that is not known stays its own: the layers behind ask for it again.
+    kept_HH = torch.eye(hidden).to(states_SH) - torch.outer(unknown_H, unknown_H) / unknown_H.dot(unknown_H)
+    size = _size(rows.states_SH[rows.depth_S == known_depth])
+    attention.v_proj.weight.zero_()
+    attention.v_proj.weight[:hidden] = kept_HH
+    attention.o_proj.weight.zero_()
+    group = num_heads // num_kv_heads
+    for kv_head in range(math.ceil(hidden / head_dim)):  # the first query head of each group carries its values
+        brought = slice(kv_head * head_dim, min((kv_head + 1) * head_dim, hidden))
+        column = kv_head * group * head_dim
+        attention.o_proj.weight[brought, column : column + brought.stop - brought.start] = size * torch.eye(
+            brought.stop - brought.start
+        ).to(states_SH)
+
+    layer.post_attention_layernorm.weight.fill_(1)
+    mlp = layer.mlp
+    mlp.down_proj.weight.zero_()
+    after_SH = _normed(rows.through(layer)[0, : rows.num])
+    known_H = _fit(after_SH, rows.depth_S <= known_depth)
+    unknown_H = _fit(after_SH, rows.depth_S > known_depth)
+    mlp.gate_proj.weight[:hidden] = _GATE * known_H - _GATE / 2 * unknown_H
+    mlp.up_proj.weight[:hidden] = torch.eye(hidden)
+    mlp.down_proj.weight[:, :hidden] = _LARGER * size / _GATE * torch.eye(hidden)
+
+
+def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_size: torch.Tensor) -> None:
+    """A layer that does to the rows one place behind the known ones what EAGLE-3's layer does in its next step."""
+    config, first = head.config.transformer_layer_config, head.layers[0]
+    head_dim, hidden = config.head_dim, config.hidden_size
+    states_SH = _normed(rows.states_SH)
+    held_SH = states_SH[rows.depth_S <= known_depth + 1]
+    embedded_HH = _fit(held_SH, first.input_layernorm(head.embed_tokens(_drafted(head, held_SH))).float(), ridge=1e-2).T
+
+    def reads_state(projection: Any) -> torch.Tensor:
+        of_embedding, of_state = projection.weight.split(hidden, dim=1)
+        return of_embedding @ embedded_HH + of_state * first.hidden_norm.weight
+
+    attention = layer.self_attn
+    layer.input_layernorm.weight.fill_(1)
+    attention.q_proj.weight.copy_(reads_state(first.self_attn.q_proj))
+    attention.k_proj.weight.copy_(_one_place_further(reads_state(first.self_attn.k_proj), head))
+    attention.v_proj.weight.copy_(reads_state(first.self_attn.v_proj))
+    unknown_H = math.sqrt(_MUTE * math.sqrt(head_dim)) * _fit(states_SH, rows.depth_S > known_depth)
+    slowest = head_dim // 2 - 1  # its half pair hardly turns: its product is the same at all distances
+    attention.q_proj.weight.view(-1, head_dim, hidden)[:, slowest] = unknown_H
+    attention.k_proj.weight.view(-1, head_dim, hidden)[:, slowest] = -unknown_H
+
+    # EAGLE-3's layer adds to a state of the size that its first step leaves.
+    scale = _size(rows.states_SH[rows.depth_S == known_depth + 1]) / first_size
+    attention.o_proj.weight.copy_(first.self_attn.o_proj.weight * scale)
+    layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
+    layer.mlp.gate_proj.weight.copy_(first.mlp.gate_proj.weight)
+    layer.mlp.up_proj.weight.copy_(first.mlp.up_proj.weight)
+    layer.mlp.down_proj.weight.copy_(first.mlp.down_proj.weight * scale)
+
+
+def _drafted(head: Any, states_SH: torch.Tensor) -> torch.Tensor:
+    """The target's id of each row's likeliest token, [S]."""
+    draft_ids: torch.Tensor = head.lm_head(head.norm(states_SH)).argmax(-1)
+    return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
+
+
+def _one_place_further(keys: torch.Tensor, head: Any) -> torch.Tensor:
+    """A key projection [heads * D, H] turned by the rotary embedding of one place."""
+    speeds = head.rotary_emb.inv_freq.to(keys.dtype)[None, :, None]
+    left, right = keys.view(-1, 2, len(head.rotary_emb.inv_freq), keys.shape[1]).unbind(1)
+    turned = torch.stack(
+        [left * speeds.cos() - right * speeds.sin(), right * speeds.cos() + left * speeds.sin()], dim=1
+    )
+    return turned.view_as(keys)
+
+
+def _normed(states_SH: torch.Tensor) -> torch.Tensor:
+    """What an RMSNorm of weight 1 makes of them."""
+    return states_SH * torch.rsqrt(states_SH.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def _size(states_SH: torch.Tensor) -> torch.Tensor:
+    """Root of their mean square."""
+    return states_SH.pow(2).mean().sqrt()
+
+
+def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
+    """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], of the states: least squares, with a small ridge."""
+    products_HH = states_SH.T @ states_SH
+    products_HH += ridge * products_HH.diagonal().mean() * torch.eye(len(products_HH)).to(states_SH)
+    return torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
