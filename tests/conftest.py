@@ -89,6 +89,14 @@ def shipped_head():
 
 
 @pytest.fixture(scope="session")
+def shipped_eagle3():
+    """Folder of the EAGLE-3 head that ships, with all its weights."""
+    from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+
+    return whole_head(HEADS_FOLDER / "smollm2-135m-eagle3")
+
+
+@pytest.fixture(scope="session")
 def target(tmp_path_factory):
     """Folder of a random target of the Llama architecture: 4 layers of 4 heads, hidden size 32, 96 tokens."""
     import torch

@@ -133,6 +133,11 @@ def require_buildable(target: Path, spec: HeadSpec) -> Any:
     config = AutoConfig.from_pretrained(target)
     if config.model_type != "llama":
         raise ConfigError(f"{target}: heads are made for Llama-like targets, not {config.model_type!r}")
+    if spec.init != "random" and spec.num_layers > config.num_hidden_layers:
+        raise ConfigError(
+            f"{spec.num_layers} layers cannot start as the last ones of a target that has {config.num_hidden_layers}",
+            hint="give fewer --num-layers, or --init random",
+        )
     num_heads, num_kv_heads, own = config.num_attention_heads, config.num_key_value_heads, spec.num_key_value_heads
     if own is not None and num_heads % own:
         raise ConfigError(f"{own} KV heads do not divide {num_heads} heads")

@@ -1,0 +1,59 @@
+"""The EAGLE-3 head that ships, unrolled on real states: a better start than further layers that are the identity."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from peagle.drafter.batch import Batch
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.forward import BatchLoss, batch_loss
+from peagle.drafter.micro import sampled_batch
+from peagle.drafter.pipeline import Listener, Prepared, prepare
+
+RESPONSES = Path(__file__).parents[2] / "benchmarks" / "drafter" / "responses" / "greedy.parquet"
+NUM_DEPTHS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, embedded_target, shipped_eagle3):
+    folder = tmp_path_factory.mktemp("unrolled")
+    pq.write_table(pq.read_table(RESPONSES).slice(0, 30), folder / "responses.parquet")
+    return TrainConfig(
+        target=str(embedded_target),
+        prompts=[folder / "responses.parquet"],
+        responses="given",
+        output=folder / "out",
+        held_out=0.3,
+        num_layers=3,
+        num_key_value_heads=9,
+        num_depths=NUM_DEPTHS,
+        train_lm_head=False,
+        init=str(shipped_eagle3),
+        further_layers="unrolled",
+    )
+
+
+@torch.no_grad()
+def _of(prepared: Prepared, batch: Batch) -> BatchLoss:
+    return batch_loss(prepared.new_head().eval(), batch, num_depths=NUM_DEPTHS)
+
+
+def test_it_drafts_more_than_layers_that_are_the_identity(config) -> None:
+    prepared = prepare(config, Listener())
+    held_out = sampled_batch(prepared.store, sorted(prepared.corpus.held_out), prepared.recipe, step=1)
+    unrolled = _of(prepared, held_out)
+    identity = _of(prepare(config.model_copy(update={"further_layers": "identity"}), Listener()), held_out)
+
+    first, second = (unrolled.correct_D / unrolled.rows_D)[:2].tolist()
+    first_before, second_before = (identity.correct_D / identity.rows_D)[:2].tolist()
+    assert first > first_before - 0.08
+    assert second > second_before + 0.03
+    assert unrolled.loss < identity.loss - 1
+
+
+def test_every_worker_unrolls_to_the_same_weights(config) -> None:
+    two_steps = config.model_copy(update={"num_layers": 5})
+    one, other = (prepare(two_steps, Listener()).new_head() for _ in range(2))
+    assert all(torch.equal(left, right) for left, right in zip(one.parameters(), other.parameters(), strict=True))
