@@ -265,7 +265,7 @@ def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tens
     """A saved weight, its KV heads repeated where the head to train has a multiple of them."""
     if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
         return tensor
-    heads = tensor.unflatten(0, (-1, head.config.transformer_layer_config.head_dim))
+    heads = tensor.view(-1, head.config.transformer_layer_config.head_dim, tensor.shape[1])
     return heads.repeat_interleave(own[name].shape[0] // tensor.shape[0], dim=0).flatten(0, 1)
 
 

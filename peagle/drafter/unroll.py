@@ -135,8 +135,9 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     embedded_HH = _fit(held_SH, first.input_layernorm(head.embed_tokens(_drafted(head, held_SH))).float(), ridge=1e-2).T
 
     def reads_state(projection: Any) -> torch.Tensor:
-        of_embedding, of_state = projection.weight.split(hidden, dim=1)
-        return of_embedding @ embedded_HH + of_state * first.hidden_norm.weight
+        of_embedding, of_state = torch.split(projection.weight, hidden, dim=1)
+        weight_H: torch.Tensor = first.hidden_norm.weight
+        return of_embedding @ embedded_HH + of_state * weight_H
 
     attention = layer.self_attn
     layer.input_layernorm.weight.fill_(1)
@@ -187,4 +188,5 @@ def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) 
     """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], of the states: least squares, with a small ridge."""
     products_HH = states_SH.T @ states_SH
     products_HH += ridge * products_HH.diagonal().mean() * torch.eye(len(products_HH)).to(states_SH)
-    return torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
+    weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
+    return weights
