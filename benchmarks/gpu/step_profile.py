@@ -38,6 +38,7 @@ from peagle.catalog.targets import resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
+from peagle.engine.interrupts import interruptible
 from peagle.errors import PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
@@ -95,7 +96,8 @@ def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dic
         quiet.move_to(log)
         from vllm import LLM
 
-        llm = LLM(**arguments, worker_extension_cls="step_timer.StepTimer")
+        with interruptible():
+            llm = LLM(**arguments, worker_extension_cls="step_timer.StepTimer")
         try:
             (bytes_per_s, *_) = llm.collective_rpc("copy_bytes_per_s")
             cells = [profile_cell(llm, plan, setup, dataset, c, bytes_per_s) for c in plan.config.concurrency]

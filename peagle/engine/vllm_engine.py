@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.engine.interrupts import interruptible
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -36,7 +37,8 @@ class VllmEngine:
 
         self._steps = _StepCounter()
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
+            with interruptible():
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM did not start: {error}") from error
         self.max_model_len: int = self._llm.model_config.max_model_len

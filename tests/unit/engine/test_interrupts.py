@@ -1,0 +1,53 @@
+"""An interrupt while an engine starts. That vLLM swallows one is shown with vLLM's own context."""
+
+import signal
+import threading
+from contextlib import closing
+
+import pytest
+
+from peagle.engine.interrupts import interruptible
+
+
+def start_as_vllm_does(address: str) -> str:
+    """Open the socket that the core says on that it is up, and be interrupted."""
+    import zmq
+    from vllm.utils.network_utils import zmq_socket_ctx
+
+    with zmq_socket_ctx(address, zmq.ROUTER, bind=True) as socket, closing(socket):
+        signal.raise_signal(signal.SIGINT)
+    return "waits on"
+
+
+def test_vllm_alone_swallows_an_interrupt_of_its_start(tmp_path):
+    assert start_as_vllm_does(f"ipc://{tmp_path}/core") == "waits on"
+
+
+def test_an_interrupt_ends_a_start_all_the_same(tmp_path):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        start_as_vllm_does(f"ipc://{tmp_path}/core")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_somebody_else_stays():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["theirs"]
+
+
+def test_an_engine_may_start_in_any_thread():
+    done = []
+
+    def start():
+        with interruptible():
+            done.append(True)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert done == [True]
