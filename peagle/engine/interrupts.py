@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
 
 class _Interrupt(BaseException):
@@ -19,21 +19,24 @@ def interruptible() -> Iterator[None]:
     core to start. The core has died of the same signal by then, and vLLM goes on to wait ten minutes for its word.
 
     Raises:
-        KeyboardInterrupt: one came. Outside the main thread, or where somebody else handles the signal, nothing is
-            changed.
+        KeyboardInterrupt: one came, and the handler that was there before raised it. Outside the main thread, or where
+            SIGINT is ignored or has no handler of Python's, nothing is changed.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except KeyboardInterrupt:
+            raise _Interrupt from None
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except _Interrupt:
         raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupt(*_: Any) -> None:
-    raise _Interrupt
+        signal.signal(signal.SIGINT, before)

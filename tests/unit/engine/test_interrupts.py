@@ -9,6 +9,14 @@ import pytest
 from peagle.engine.interrupts import interruptible
 
 
+@pytest.fixture(autouse=True)
+def handler():
+    """What Python does with an interrupt, whatever a test before has left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 def start_as_vllm_does(address: str) -> str:
     """Open the socket that the core says on that it is up, and be interrupted."""
     import zmq
@@ -23,21 +31,39 @@ def test_vllm_alone_swallows_an_interrupt_of_its_start(tmp_path):
     assert start_as_vllm_does(f"ipc://{tmp_path}/core") == "waits on"
 
 
-def test_an_interrupt_ends_a_start_all_the_same(tmp_path):
+def test_an_interrupt_ends_a_start_all_the_same(tmp_path, handler):
     with pytest.raises(KeyboardInterrupt), interruptible():
         start_as_vllm_does(f"ipc://{tmp_path}/core")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_handler_of_somebody_else_stays():
+def test_a_handler_of_somebody_else_that_interrupts_ends_a_start_too(tmp_path):
     seen = []
-    before = signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
-    try:
-        with interruptible():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+    def theirs(*_):
+        seen.append("theirs")
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, theirs)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        start_as_vllm_does(f"ipc://{tmp_path}/core")
     assert seen == ["theirs"]
+    assert signal.getsignal(signal.SIGINT) is theirs
+
+
+def test_a_handler_of_somebody_else_that_goes_on_does_so():
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
+    with interruptible():
+        signal.raise_signal(signal.SIGINT)
+    assert seen == ["theirs"]
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interruptible():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_engine_may_start_in_any_thread():
