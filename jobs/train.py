@@ -37,8 +37,8 @@ _GROUPS = {
         "mask_token_id", "init", "train_lm_head",
     ],
     "recipe": [
-        "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "learning_rate",
-        "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
+        "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "depth_weight",
+        "learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
     ],
     "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip
@@ -102,10 +102,11 @@ def _shard(done: int, total: int) -> None:
 
 def _step(progress: Any) -> None:
     accuracy = " ".join("-" if a is None else f"{a:.2f}" for a in progress.accuracy)
+    length = 1 + sum(a or 0 for a in progress.accepted)
     left_s = (progress.num_steps - progress.step) * progress.train_s / progress.step
     say(
         f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.3f}  accuracy by depth {accuracy}"
-        f"  {progress.tokens_per_s:,.0f} tokens/s  {left_s / 60:.0f} min left"
+        f"  acceptance length {length:.2f}  {progress.tokens_per_s:,.0f} tokens/s  {left_s / 60:.0f} min left"
     )
 
 

@@ -92,6 +92,11 @@ class TrainConfig(BaseModel):
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
+    depth_weight: Literal["fixed", "dpace"] = Field(
+        "fixed",
+        description="dpace weighs each row by what it adds to the length of an accepted draft (D-PACE), on top; fixed "
+        "does not",
+    )
     optimizer: Literal["muon", "adamw"] = Field(
         "muon", description="muon moves the layers' matrices by Muon and the rest by AdamW; adamw all by AdamW"
     )

@@ -16,7 +16,11 @@ import torch
 from peagle.drafter.attention import parallel_plan
 from peagle.drafter.batch import Batch
 from peagle.drafter.eagle3 import sequential_states
-from peagle.drafter.loss import RowLosses, Targets, linear_kl
+from peagle.drafter.loss import RowLosses, Targets, greedy_confidence, linear_kl
+from peagle.drafter.weighting import Weighting, by_chain, dpace_weight, fixed_weight
+
+
+_FLAT = Weighting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +30,27 @@ class BatchLoss:
     Attributes:
         loss: scalar with a gradient: the weighted mean divergence over rows, or the batch's share of it.
         correct_D: rows whose likeliest token is the target's.
+        accepted_D: rows of which that is so, and of all rows before them in their chain.
         rows_D: rows under the loss.
         divergence_D: sum of their divergences.
     """
 
     loss: torch.Tensor
     correct_D: torch.Tensor
+    accepted_D: torch.Tensor
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
 
     @classmethod
     def zeros(cls, num_depths: int, device: torch.device | str) -> "BatchLoss":
         """No rows."""
-        nothing = [torch.zeros(num_depths, device=device) for _ in range(3)]
+        nothing = [torch.zeros(num_depths, device=device) for _ in range(4)]
         return cls(
-            loss=torch.zeros((), device=device), correct_D=nothing[0], rows_D=nothing[1], divergence_D=nothing[2]
+            loss=torch.zeros((), device=device),
+            correct_D=nothing[0],
+            accepted_D=nothing[1],
+            rows_D=nothing[2],
+            divergence_D=nothing[3],
         )
 
     def __add__(self, other: "BatchLoss") -> "BatchLoss":
@@ -48,6 +58,7 @@ class BatchLoss:
         return BatchLoss(
             loss=self.loss.detach() + other.loss.detach(),
             correct_D=self.correct_D + other.correct_D,
+            accepted_D=self.accepted_D + other.accepted_D,
             rows_D=self.rows_D + other.rows_D,
             divergence_D=self.divergence_D + other.divergence_D,
         )
@@ -91,15 +102,13 @@ def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
     return row_states[0]
 
 
-def loss_weight(batch: Batch, depth_decay: float) -> torch.Tensor:
-    """[R] weight of each row in the loss: depth_decay ** d at depth d, 0 for padding."""
-    weight = depth_decay ** batch.depth_S[batch.row_R].float()
-    weight[batch.num_loss_rows :] = 0
-    return weight
-
-
 def batch_loss(
-    head: Any, batch: Batch, *, num_depths: int, depth_decay: float = 1.0, total_weight: torch.Tensor | None = None
+    head: Any,
+    batch: Batch,
+    *,
+    num_depths: int,
+    weighting: Weighting = _FLAT,
+    total_weight: torch.Tensor | None = None,
 ) -> BatchLoss:
     """Weighted sum of the rows' KL divergences over `total_weight`.
 
@@ -107,28 +116,32 @@ def batch_loss(
         head: P-EAGLE or EAGLE-3.
         batch: the rows.
         num_depths: K_train.
-        depth_decay: weight of a row at depth d is depth_decay ** d.
-        total_weight: of the whole step that the batch is a part of; None when it is all of it, for the mean.
+        weighting: what each row counts.
+        total_weight: fixed weight of the whole step that the batch is a part of; None when it is all of it, for the
+            mean.
     """
     states = head_states(head, batch)
     dtype = torch.get_autocast_dtype(states.device.type) if _autocast_on(states) else states.dtype
-    depth = batch.depth_S[batch.row_R]
-    weight = loss_weight(batch, depth_decay)
+    states = states.to(dtype)
     with torch.no_grad():
         target_states = head.verifier_norm(batch.last_PH.to(head.verifier_norm.weight.dtype))
-    rows: RowLosses = linear_kl(
-        states.to(dtype),
-        head.lm_head.weight,
-        Targets(target_states.to(dtype), head.verifier_lm_head.weight),
-        batch.target_R,
-        weight / (weight.sum() if total_weight is None else total_weight),
-    )
+    targets = Targets(target_states.to(dtype), head.verifier_lm_head.weight)
+    weight = fixed_weight(batch, weighting)
+    total = weight.sum() if total_weight is None else total_weight
+    if weighting.dpace:
+        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
+        weight = weight * dpace_weight(batch, weighting, confidence)
+    rows: RowLosses = linear_kl(states, head.lm_head.weight, targets, batch.target_R, weight / total)
     real = slice(batch.num_loss_rows)
+    row, correct = batch.row_R[real], rows.correct_R[real].float()
+    depth = batch.depth_S[row]
+    accepted = by_chain(batch, correct).cumprod(1)[batch.anchor_S[row], depth]
     return BatchLoss(
         loss=rows.loss,
-        correct_D=_sum_by_depth(rows.correct_R[real].float(), depth[real], num_depths),
-        rows_D=_sum_by_depth(torch.ones_like(rows.divergence_R[real]), depth[real], num_depths),
-        divergence_D=_sum_by_depth(rows.divergence_R[real], depth[real], num_depths),
+        correct_D=_sum_by_depth(correct, depth, num_depths),
+        accepted_D=_sum_by_depth(accepted, depth, num_depths),
+        rows_D=_sum_by_depth(torch.ones_like(correct), depth, num_depths),
+        divergence_D=_sum_by_depth(rows.divergence_R[real], depth, num_depths),
     )
 
 

@@ -66,6 +66,29 @@ def linear_kl(
     return RowLosses(*outcome)
 
 
+@torch.no_grad()
+def greedy_confidence(
+    hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
+) -> torch.Tensor:
+    """[R] float32, the head's probability of the target's likeliest token.
+
+    Args:
+        hidden_RH: the head's states after its norm.
+        weight_VH: the head's lm_head.
+        targets: the target's side.
+        position_R: for each row the index in `targets.state_PH`; ascending order saves work.
+    """
+    weight, target_weight = weight_VH.to(hidden_RH.dtype), targets.weight_VH.to(hidden_RH.dtype)
+    confidence = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
+    for start in range(0, len(hidden_RH), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
+        likeliest = (targets.state_PH[_rounded_up(positions)].to(hidden_RH.dtype) @ target_weight.T).argmax(-1)[which]
+        logits = (hidden_RH[rows] @ weight.T).float()
+        confidence[rows] = (logits.gather(1, likeliest[:, None])[:, 0] - logits.logsumexp(-1)).exp()
+    return confidence
+
+
 class _LinearKL(torch.autograd.Function):
     """Forward computes the gradients too; backward only scales them."""
 

@@ -18,6 +18,8 @@ class Progress:
 
     Attributes:
         accuracy: by depth, share of rows whose likeliest token is the target's; None where there were no rows.
+        accepted: by depth, share of rows of which that is so, and of all rows before them in their chain: what an engine
+            would accept that drafts this many tokens.
         divergence: by depth, mean KL divergence.
         tokens_per_s: of the documents, over this attempt.
     """
@@ -26,6 +28,7 @@ class Progress:
     num_steps: int
     loss: float
     accuracy: tuple[float | None, ...]
+    accepted: tuple[float | None, ...]
     divergence: tuple[float | None, ...]
     learning_rate: float
     gradient_norm: float
@@ -36,7 +39,7 @@ class Progress:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Progress":
         """What a line of the file says."""
-        return cls(**{**raw, "accuracy": tuple(raw["accuracy"]), "divergence": tuple(raw["divergence"])})
+        return cls(**{**raw, **{name: tuple(raw[name]) for name in ("accuracy", "accepted", "divergence")}})
 
 
 class Metrics:

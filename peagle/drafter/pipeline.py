@@ -42,8 +42,9 @@ from peagle.errors import ConfigError
 from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
-    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "optimizer", "learning_rate",
-    "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm", "precision", "seed",
+    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight", "optimizer",
+    "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm",
+    "precision", "seed",
 )  # fmt: skip
 
 _TOKENS_PER_DIMENSION = 8  # of the documents that further layers are fitted to

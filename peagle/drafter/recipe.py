@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from peagle.drafter.weighting import Weighting
 from peagle.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp32")
 OPTIMIZERS = ("muon", "adamw")
+DEPTH_WEIGHTS = ("fixed", "dpace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,8 @@ class TrainingConfig:
         num_depths: K_train.
         cod_ratio: share of the chains that go on from one depth to the next.
         depth_decay: weight of a row at depth d is depth_decay ** d.
+        depth_weight: "dpace" multiplies it by what the row adds to the length of an accepted draft (weighting.py),
+            "fixed" leaves it.
         optimizer: "muon" for the matrices of the layers and AdamW for the rest, or "adamw" for all.
         learning_rate: AdamW's peak.
         muon_learning_rate: Muon's peak, for updates of AdamW's size (Moonlight's scale, `match_rms_adamw`).
@@ -39,6 +43,7 @@ class TrainingConfig:
     num_depths: int = 8
     cod_ratio: float = 0.8
     depth_decay: float = 1.0
+    depth_weight: str = "fixed"
     optimizer: str = "muon"
     learning_rate: float = 7e-4
     muon_learning_rate: float = 3.5e-3
@@ -58,11 +63,20 @@ class TrainingConfig:
             raise ConfigError(f"cod_ratio must be above 0 and at most 1, got {self.cod_ratio}")
         if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens must be positive, got {self.micro_batch_tokens}")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        for name, known in (
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("depth_weight", DEPTH_WEIGHTS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+    @property
+    def weighting(self) -> Weighting:
+        """What a row counts in the loss."""
+        return Weighting(
+            depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio
+        )
 
     def learning_rate_at(self, step: int) -> float:
         """AdamW's: linear rise, then a cosine down to `final_learning_rate` of the peak."""

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from peagle.drafter.forward import BatchLoss, batch_loss, loss_weight
+from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import give_back_freed, micro_batches
 from peagle.drafter.optimizer import HeadOptimizer
 from peagle.drafter.order import Order
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features
+from peagle.drafter.weighting import fixed_weight
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import PeagleError
 from peagle.files import writing
@@ -152,7 +153,7 @@ class _Trainer:
         batches = list(micro_batches(self.store, mine, self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
-            total_weight += loss_weight(batch, self.config.depth_decay).sum().to(self.device)
+            total_weight += fixed_weight(batch, self.config.weighting).sum().to(self.device)
         self.workers.sum_([total_weight])
         total = BatchLoss.zeros(self.config.num_depths, self.device)
         for batch in batches:
@@ -161,7 +162,7 @@ class _Trainer:
                     self.head,
                     batch.to(self.device),
                     num_depths=self.config.num_depths,
-                    depth_decay=self.config.depth_decay,
+                    weighting=self.config.weighting,
                     total_weight=total_weight,
                 )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
@@ -173,7 +174,7 @@ class _Trainer:
             if parameter.grad is None:  # no document of this step fell to this worker
                 parameter.grad = torch.zeros_like(parameter)
         self.workers.sum_([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
-        self.workers.sum_([total.loss, total.correct_D, total.rows_D, total.divergence_D])
+        self.workers.sum_([total.loss, total.correct_D, total.accepted_D, total.rows_D, total.divergence_D])
         return total, num_tokens
 
     def save(self) -> None:
@@ -224,6 +225,7 @@ class _Trainer:
             num_steps=self.config.num_steps,
             loss=float(outcome.loss.detach()),
             accuracy=_means(outcome.correct_D, outcome.rows_D),
+            accepted=_means(outcome.accepted_D, outcome.rows_D),
             divergence=_means(outcome.divergence_D, outcome.rows_D),
             learning_rate=learning_rate,
             gradient_norm=gradient_norm,

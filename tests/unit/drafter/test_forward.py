@@ -13,6 +13,7 @@ from peagle.drafter.forward import batch_loss, head_states
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.drafter.weighting import Weighting
 
 NUM_DEPTHS = 4
 
@@ -126,7 +127,30 @@ def test_packed_documents_do_not_see_each_other(head: Any, eagle3: Any, store: F
 def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: FeatureStore) -> None:
     batch = _batch([store[4]])
     flat = batch_loss(head, batch, num_depths=NUM_DEPTHS)
-    steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, depth_decay=1e-6)
+    steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=Weighting(depth_decay=1e-6))
     first = flat.divergence_D[0] / flat.rows_D[0]
     assert steep.loss.item() == pytest.approx(first.item(), rel=1e-3)
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
+
+
+def test_a_row_is_accepted_with_all_before_it_in_its_chain(head: Any, eagle3: Any, store: FeatureStore) -> None:
+    batch = _batch([store[4], store[6]])
+    rows = batch.row_R[: batch.num_loss_rows]
+    for either in (head, eagle3):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for lm_head in (either.lm_head, either.verifier_lm_head):  # two tokens only: half of the rows are right
+                row = torch.randn_like(lm_head.weight[0])
+                lm_head.weight.zero_()[:2] = torch.stack([row, -row])
+            drafts = (head_states(either, batch) @ either.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
+            wanted = (either.verifier_norm(batch.last_PH) @ either.verifier_lm_head.weight.T).argmax(-1)
+            outcome = batch_loss(either, batch, num_depths=NUM_DEPTHS)
+        right = (drafts == wanted[batch.target_R[: batch.num_loss_rows]]).tolist()
+        places = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
+        by_place = dict(zip(places, right, strict=True))
+        expected = [
+            sum(all(by_place[anchor, d] for d in range(depth + 1)) for anchor, depth in by_place if depth == deepest)
+            for deepest in range(NUM_DEPTHS)
+        ]
+        assert outcome.accepted_D.tolist() == expected
+        assert 0 < outcome.accepted_D[1] < outcome.correct_D[1]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from peagle.drafter.loss import CHUNK_ROWS, Targets, linear_kl
+from peagle.drafter.loss import CHUNK_ROWS, Targets, greedy_confidence, linear_kl
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS, CHUNK_ROWS + 9])
@@ -36,3 +36,14 @@ def test_a_frozen_lm_head_gets_no_gradient() -> None:
     linear_kl(hidden, weight, targets, torch.arange(3), torch.ones(3)).loss.backward()
     assert weight.grad is None
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS + 9])
+def test_confidence_is_the_probability_of_the_targets_likeliest_token(num_rows: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(num_rows, 16), torch.randn(40, 16)
+    targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
+    position = torch.randint(12, (num_rows,)).sort().values
+    likeliest = (targets.state_PH @ targets.weight_VH.T).argmax(-1)[position]
+    expected = (hidden @ weight.T).softmax(-1)[torch.arange(num_rows), likeliest]
+    torch.testing.assert_close(greedy_confidence(hidden, weight, targets, position), expected)

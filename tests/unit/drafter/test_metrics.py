@@ -8,6 +8,7 @@ STEP = Progress(
     num_steps=3,
     loss=2.5,
     accuracy=(0.25, None),
+    accepted=(0.25, None),
     divergence=(2.5, None),
     learning_rate=1e-3,
     gradient_norm=1.0,

@@ -9,12 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import Rows, sample_rows
-from peagle.drafter.forward import batch_loss, loss_weight
+from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.micro import micro_batches, partition_rows
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.drafter.weighting import Weighting, fixed_weight
 
 NUM_DEPTHS = 4
 NUM_TOKENS = 230
@@ -49,18 +50,19 @@ def norms_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
-def _gradients(head: Any, batches: list[Batch]) -> dict[str, torch.Tensor]:
+def _gradients(head: Any, batches: list[Batch], *, dpace: bool) -> dict[str, torch.Tensor]:
     head.zero_grad()
-    total = torch.stack([loss_weight(batch, 0.9).double().sum() for batch in batches]).sum()
+    weighting = Weighting(depth_decay=0.9, dpace=dpace, cod_ratio=0.8)
+    total = torch.stack([fixed_weight(batch, weighting).double().sum() for batch in batches]).sum()
     for batch in batches:
-        loss = batch_loss(head, batch, num_depths=NUM_DEPTHS, depth_decay=0.9, total_weight=total).loss
+        loss = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=weighting, total_weight=total).loss
         loss.backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad for name, parameter in head.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.usefixtures("norms_in_double")
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-@pytest.mark.parametrize("num_parts", [2, 8])
+@pytest.mark.parametrize(("num_parts", "dpace"), [(2, False), (8, False), (8, True)])
 def test_gradients_of_the_parts_add_up_to_those_of_the_whole(
     target: Path,
     spec: FeatureSpec,
@@ -69,15 +71,16 @@ def test_gradients_of_the_parts_add_up_to_those_of_the_whole(
     rows: Rows,
     algorithm: str,
     num_parts: int,
+    dpace: bool,
 ) -> None:
     shape = HeadSpec(
         aux_layers=spec.aux_layers, num_layers=2, num_depths=NUM_DEPTHS, algorithm=algorithm, train_lm_head=True
     )
     head = build_head(target, shape, vocabulary).double()
-    whole = _gradients(head, [make_batch([document], [rows])])
+    whole = _gradients(head, [make_batch([document], [rows])], dpace=dpace)
     parts = partition_rows(rows, num_parts)
     assert len(parts) == num_parts
-    summed = _gradients(head, [make_batch([document], [part]) for part in parts])
+    summed = _gradients(head, [make_batch([document], [part]) for part in parts], dpace=dpace)
     assert {"fc.weight", "lm_head.weight", "layers.1.mlp.up_proj.weight"} <= whole.keys() == summed.keys()
     for name, gradient in whole.items():
         assert gradient.dtype == torch.float64

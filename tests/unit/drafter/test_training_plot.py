@@ -13,6 +13,7 @@ STEP = Progress(
     num_steps=2000,
     loss=4.0,
     accuracy=(0.5, 0.2, None),
+    accepted=(0.5, 0.1, None),
     divergence=(4.0, 5.0, None),
     learning_rate=1e-3,
     gradient_norm=1.0,

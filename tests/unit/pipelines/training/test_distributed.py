@@ -7,7 +7,7 @@ from pipelines.training.distributed import _Follower, _reason
 
 def step(number, train_s=0.5):
     return Progress(
-        step=number, num_steps=9, loss=1.0, accuracy=(), divergence=(), learning_rate=0.1, gradient_norm=1.0,
+        step=number, num_steps=9, loss=1.0, accuracy=(), accepted=(), divergence=(), learning_rate=0.1, gradient_norm=1.0,
         num_tokens=1, tokens_per_s=1.0, train_s=train_s,
     )  # fmt: skip
 
