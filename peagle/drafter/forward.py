@@ -19,7 +19,6 @@ from peagle.drafter.eagle3 import sequential_states
 from peagle.drafter.loss import RowLosses, Targets, greedy_confidence, linear_kl
 from peagle.drafter.weighting import Weighting, by_chain, dpace_weight, fixed_weight
 
-
 _FLAT = Weighting()
 
 

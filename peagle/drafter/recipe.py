@@ -74,9 +74,7 @@ class TrainingConfig:
     @property
     def weighting(self) -> Weighting:
         """What a row counts in the loss."""
-        return Weighting(
-            depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio
-        )
+        return Weighting(depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio)
 
     def learning_rate_at(self, step: int) -> float:
         """AdamW's: linear rise, then a cosine down to `final_learning_rate` of the peak."""

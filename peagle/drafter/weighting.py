@@ -2,13 +2,12 @@
 
 A draft is thrown away behind its first wrong token, so what a row is worth depends on the rows before it in its chain.
 D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) takes the weights from that: with c_d the head's
-confidence at depth d, the expected length of the accepted draft is the sum over d of c_0 * ... * c_d, and a row's share in
-its gradient, by log c_d, is the sum of those products that it is part of. The weights move with the head: to the first
-depths while these are unsure, to the later ones of chains whose beginning is learnt.
+confidence at depth d, the expected length of the accepted draft is the sum over d of c_0 * ... * c_d, and a row's share
+in its gradient, by log c_d, is the sum of those products that it is part of. The weights move with the head: to the
+first depths while these are unsure, to the later ones of chains whose beginning is learnt.
 
 Shapes: R rows under the loss, T tokens, D depths.
 """
-# ruff: noqa: N803 - arguments carry a shape suffix with capitals
 
 from dataclasses import dataclass
 

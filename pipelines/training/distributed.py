@@ -8,6 +8,7 @@ node has to see.
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,30 @@ def _run(prepared: Prepared) -> None:
         ),
     )
     try:
-        trainer.fit()
+        _outside_the_main_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
             f"the workers stopped: {_reason(error)}",
             hint=f"the last checkpoint stays in {prepared.folder}; the same command goes on from it",
         ) from error
+
+
+def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
+    """Call it in a thread, and wait.
+
+    In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) takes SIGINT and never gives it
+    back: Ctrl-C ends the process with 0 during the training, and is lost after it.
+    """
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(fit())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="trainer", daemon=True).start()
+    outcome.result()
 
 
 def _work(settings: dict[str, Any]) -> None:

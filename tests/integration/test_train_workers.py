@@ -38,7 +38,7 @@ def curve(output):
 
 
 def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
-    steps = []
+    steps, on_interrupt = [], signal.getsignal(signal.SIGINT)
     alone = train_head(config(tmp_path / "alone"), Listener())
     together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
 
@@ -47,6 +47,7 @@ def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-4)
     assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one]
     assert [step.step for step in steps] == [line["step"] for line in two]
+    assert signal.getsignal(signal.SIGINT) is on_interrupt  # Ray Train would keep it
     assert together["finished"]
     assert together["tokens_seen"] == alone["tokens_seen"]
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()

@@ -182,19 +182,26 @@ def test_every_step_that_vllm_tells_of_is_a_sign_of_life():
 
 
 def test_a_kill_leaves_no_process_of_the_engine_behind():
-    """In a process of its own: all that descends from it is killed."""
+    """In a process of its own: all that descends from it is killed. Whether init buries orphans is its own business."""
     code = """if True:
-        import psutil, subprocess, sys
+        import psutil, subprocess, sys, time
         from peagle.engine.vllm_engine import VllmEngine
+        def runs(process):
+            try:
+                return process.status() != psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return False
         sleeper = "import subprocess as s; s.Popen(['sleep', '60']); print('up', flush=True); s.run(['sleep', '60'])"
         core = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE)
         core.stdout.readline()
         there = psutil.Process().children(recursive=True)
         object.__new__(VllmEngine).kill()
-        print(len(there) > 1, psutil.wait_procs(there, timeout=10)[1])
+        while any(map(runs, there)):
+            time.sleep(0.05)
+        print(len(there))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "[]"]
+    assert int(done.stdout) > 1
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])

@@ -1,14 +1,19 @@
 """What the driver tells of a training on several workers, whose first worker writes the metrics file."""
 
+import signal
+import threading
+
+import pytest
+
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.pipeline import Listener
-from pipelines.training.distributed import _Follower, _reason
+from pipelines.training.distributed import _Follower, _outside_the_main_thread, _reason
 
 
 def step(number, train_s=0.5):
     return Progress(
-        step=number, num_steps=9, loss=1.0, accuracy=(), accepted=(), divergence=(), learning_rate=0.1, gradient_norm=1.0,
-        num_tokens=1, tokens_per_s=1.0, train_s=train_s,
+        step=number, num_steps=9, loss=1.0, accuracy=(), accepted=(), divergence=(), learning_rate=0.1,
+        gradient_norm=1.0, num_tokens=1, tokens_per_s=1.0, train_s=train_s,
     )  # fmt: skip
 
 
@@ -44,3 +49,29 @@ def test_what_the_first_worker_said_last_is_told():
 def test_an_error_of_ray_itself_is_told_by_its_last_line():
     assert _reason(RuntimeError("no room\nfor two workers")) == "for two workers"
     assert _reason(RuntimeError()) == "RuntimeError()"
+
+
+def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs():
+    ended = threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+
+    def fit():
+        assert threading.get_ident() != main
+        signal.pthread_kill(main, signal.SIGINT)
+        ended.wait()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _outside_the_main_thread(fit)
+    finally:
+        ended.set()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_trainers_error_is_the_callers():
+    def fit():
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        _outside_the_main_thread(fit)
