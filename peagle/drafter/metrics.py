@@ -18,8 +18,8 @@ class Progress:
 
     Attributes:
         accuracy: by depth, share of rows whose likeliest token is the target's; None where there were no rows.
-        accepted: by depth, share of rows of which that is so and of all rows before them in their chain. An engine takes
-            the drafts up to the first wrong one.
+        accepted: by depth, share of rows of which that is so and of all rows before them in their chain. An engine
+            takes the drafts up to the first wrong one.
         divergence: by depth, mean KL divergence.
         tokens_per_s: of the documents, over this attempt.
     """
