@@ -72,7 +72,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     """One step in this process: seconds, and peak resident memory above where it stood."""
     import gc
 
-    from peagle.drafter.head import HeadSpec, build_head
+    from peagle.drafter.head import build_head
+    from peagle.drafter.head_spec import HeadSpec
     from peagle.drafter.recipe import TrainingConfig
     from peagle.drafter.store import FeatureStore
     from peagle.drafter.training import train

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.head import INITS
+from peagle.drafter.head_spec import INITS
 from peagle.speculation import SpeculationStats
 
 

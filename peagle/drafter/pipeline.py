@@ -23,7 +23,8 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
-from peagle.drafter.head import INITS, HeadSpec, build_head, require_buildable
+from peagle.drafter.head import build_head
+from peagle.drafter.head_spec import INITS, HeadSpec, require_buildable
 from peagle.drafter.hidden_states import load_reader
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import sampled_batch

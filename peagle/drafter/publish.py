@@ -9,7 +9,7 @@ import torch
 from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus
-from peagle.drafter.head import save_head
+from peagle.drafter.head_folder import save_head
 from peagle.drafter.model_card import CardFacts, render_card
 from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome

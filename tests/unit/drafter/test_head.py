@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import head_states
-from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
+from peagle.drafter.head import build_head
+from peagle.drafter.head_folder import load_head, save_head
+from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, DrafterError

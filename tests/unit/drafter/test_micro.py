@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import Rows, sample_rows
 from peagle.drafter.forward import batch_loss
-from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.head import build_head
+from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.micro import micro_batches, partition_rows
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore

@@ -8,7 +8,8 @@ from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
 from peagle.drafter.features import extract_features
-from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.head import build_head
+from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.on_the_fly import ComputedFeatures
 from peagle.drafter.recipe import TrainingConfig

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.head import load_head
+from peagle.drafter.head_folder import load_head
 from peagle.drafter.metrics import Progress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.errors import ConfigError, InputError

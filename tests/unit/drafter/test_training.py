@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.head import build_head
+from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.metrics import Progress
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore

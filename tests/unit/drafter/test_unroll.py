@@ -9,7 +9,9 @@ import torch
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import batch_loss, parallel_states
-from peagle.drafter.head import HeadSpec, build_head, require_buildable, save_head
+from peagle.drafter.head import build_head
+from peagle.drafter.head_folder import save_head
+from peagle.drafter.head_spec import HeadSpec, require_buildable
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary
