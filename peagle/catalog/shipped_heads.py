@@ -1,7 +1,8 @@
 """Heads inside this package, made whole on first use.
 
 vLLM reads a draft vocabulary's rows of lm_head from the head's own file. Where they were not trained they are the
-target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once:
+target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once. Layers
+may lie in the package as FP8, half as large; here they become bf16, the same numbers on every machine:
 
     $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
 
@@ -9,6 +10,7 @@ It knows files and the embedded targets; it knows nothing of engines, or of who 
 """
 
 import hashlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -40,7 +42,7 @@ def find_shipped_head(name: str) -> Path | None:
 
 
 def whole_head(folder: Path) -> Path:
-    """The folder of a head as vLLM takes it: its own, or a copy with the target's rows of lm_head put back.
+    """The folder of a head as vLLM takes it: its own, or a copy with the target's rows of lm_head put back, in bf16.
 
     Safe when several processes ask at once: each makes the same copy, and one of them stays.
 
@@ -115,17 +117,38 @@ def _whole_folder(folder: Path) -> Path:
 def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
     from safetensors.torch import load_file
 
-    tensors = load_file(folder / _WEIGHTS)
+    tensors = _in_bf16(load_file(folder / _WEIGHTS))
     tensors[_LM_HEAD] = _rows_of(target, tensors["d2t"])
     whole.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
         head = Path(staging) / whole.name
         _copy_with(folder, tensors, head)
+        _state_no_quantization(head / "config.json")
         try:
             head.rename(whole)
         except OSError:
             if not whole.is_dir():  # another process was first, with the same bytes
                 raise
+
+
+def _in_bf16(tensors: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    """The tensors without scales: each FP8 matrix as the numbers that it stands for, rounded to bf16."""
+    import torch
+
+    from peagle.drafter.fp8 import FP8, SCALE, dequantize
+
+    quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+    return {
+        name: dequantize(tensor, tensors[name + SCALE]).to(torch.bfloat16) if name in quantised else tensor
+        for name, tensor in tensors.items()
+        if name.removesuffix(SCALE) not in quantised or name in quantised
+    }
+
+
+def _state_no_quantization(config_file: Path) -> None:
+    config = json.loads(config_file.read_text())
+    if config.pop("quantization_config", None):
+        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:

@@ -63,3 +63,15 @@ def test_a_head_that_nobody_could_load_leaves_the_old_one(tmp_path: Path, target
     with pytest.raises(DrafterError, match="its target is not one that peagle carries"):
         ship.ship(trained(tmp_path / "other", rows, lm_head, verifier="org/other"), TARGET, target)
     assert set(load_file(heads / "smollm2-135m-eagle3" / "model.safetensors")) == {"d2t", "norm.weight"}
+
+
+def test_matrices_may_ship_in_fp8(tmp_path: Path, target: Path, heads: Path) -> None:
+    rows = [0, 3, 9]
+    head = trained(tmp_path / "head", rows, torch.arange(20.0).view(10, 2)[rows])
+    tensors = load_file(head / "model.safetensors") | {"fc.weight": torch.tensor([[0.5, -2.0], [3.0, 1.0]])}
+    save_file(tensors, head / "model.safetensors")
+    place = ship.ship(head, TARGET, target, fp8=True)
+    shipped = load_file(place / "model.safetensors")
+    assert set(shipped) == {"d2t", "norm.weight", "fc.weight", "fc.weight_scale"}
+    assert shipped["fc.weight"].dtype == torch.float8_e4m3fn
+    assert [path.name for path in heads.iterdir()] == ["smollm2-135m-eagle3"]

@@ -60,6 +60,20 @@ def test_what_ships_is_made_whole_again(trained: Path, shipped: Path, tmp_path: 
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
 
 
+def test_fp8_becomes_the_bf16_that_it_stands_for(shipped: Path) -> None:
+    tensors, config = load_file(shipped / "model.safetensors"), json.loads((shipped / "config.json").read_text())
+    stored = torch.tensor([[112.0, -448.0], [448.0, 15.0]]).to(torch.float8_e4m3fn)
+    quantised = {"fc.weight": stored, "fc.weight_scale": torch.tensor([[2 / 448], [1.0]])}
+    save_file(tensors | quantised, shipped / "model.safetensors")
+    (shipped / "config.json").write_text(json.dumps(config | {"quantization_config": {"format": "float-quantized"}}))
+    whole = whole_head(shipped)
+    made = load_file(whole / "model.safetensors")
+    assert set(made) == {"fc.weight", "lm_head.weight", "d2t"}
+    assert made["fc.weight"].dtype == torch.bfloat16
+    assert made["fc.weight"].tolist() == [[0.5, -2.0], [448.0, 15.0]]
+    assert json.loads((whole / "config.json").read_text()) == config
+
+
 def test_it_is_made_once(shipped: Path) -> None:
     before = (whole_head(shipped) / "model.safetensors").stat()
     assert (whole_head(shipped) / "model.safetensors").stat() == before
