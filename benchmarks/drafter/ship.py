@@ -52,6 +52,8 @@ def ship(head: Path, name: str, target: Path, *, fp8: bool = False) -> Path:
         without_rows(head, target, reduced)
         if fp8:
             quantize_head(reduced, quantised := Path(staging) / "fp8")
+            for card in reduced.glob("README.md"):  # it speaks of what is loaded, which is bf16
+                shutil.copyfile(card, quantised / card.name)
             reduced = quantised
         if place.exists():
             shutil.rmtree(place)

@@ -30,7 +30,7 @@ from peagle.catalog.home import peagle_home
 from peagle.errors import CatalogError, ConfigError, PeagleError, did_you_mean
 from peagle.files import sha256, write_json
 
-CONVERTER_VERSION = 1  # raise it when `gguf.py` writes something else from the same file
+CONVERTER_VERSION = 2  # raise it when `gguf.py` writes something else from the same file
 _MANIFEST = "peagle-manifest.json"
 _VERIFIED = ".verified.json"
 _CONVERSION_TIMEOUT_S = 600

@@ -1,8 +1,8 @@
 """Heads inside this package, made whole on first use.
 
 vLLM reads a draft vocabulary's rows of lm_head from the head's own file. Where they were not trained they are the
-target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once. Layers
-may lie in the package as FP8, half as large; here they become bf16, the same numbers on every machine:
+target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once. The
+matrices of such a head may be FP8, half as large; here they become bf16, the same numbers on every machine:
 
     $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
 
@@ -117,7 +117,9 @@ def _whole_folder(folder: Path) -> Path:
 def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
     from safetensors.torch import load_file
 
-    tensors = _in_bf16(load_file(folder / _WEIGHTS))
+    from peagle.fp8 import in_bf16
+
+    tensors = in_bf16(load_file(folder / _WEIGHTS))
     tensors[_LM_HEAD] = _rows_of(target, tensors["d2t"])
     whole.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
@@ -129,20 +131,6 @@ def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
         except OSError:
             if not whole.is_dir():  # another process was first, with the same bytes
                 raise
-
-
-def _in_bf16(tensors: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """The tensors without scales: each FP8 matrix as the numbers that it stands for, rounded to bf16."""
-    import torch
-
-    from peagle.drafter.fp8 import FP8, SCALE, dequantize
-
-    quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
-    return {
-        name: dequantize(tensor, tensors[name + SCALE]).to(torch.bfloat16) if name in quantised else tensor
-        for name, tensor in tensors.items()
-        if name.removesuffix(SCALE) not in quantised or name in quantised
-    }
 
 
 def _state_no_quantization(config_file: Path) -> None:

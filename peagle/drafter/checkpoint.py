@@ -56,6 +56,11 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     partial.replace(folder / FILE)
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one in `folder`, of whatever training."""
+    return (folder / FILE).is_file()
+
+
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
     """The checkpoint in `folder`, or None when there is none.
 
@@ -66,7 +71,7 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
     Raises:
         ConfigError: it was trained on something else or otherwise; names what differs.
     """
-    if not (folder / FILE).is_file():
+    if not has_checkpoint(folder):
         return None
     raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
     checkpoint = Checkpoint(**raw)

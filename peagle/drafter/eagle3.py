@@ -35,7 +35,7 @@ def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tenso
             parent = _parents(batch, rows_of_depth[depth - 1], rows)
             state = outputs[-1][parent]
             token_ids = (
-                _drafted(head, state) if free_run else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
+                drafted_ids(head, state) if free_run else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
             )
         plan = sequential_plan(batch.documents, depth).to(state.device)
         outputs.append(_one_depth(head, batch.place_S[rows], state, token_ids, cache, plan))
@@ -67,7 +67,8 @@ def _parents(batch: Batch, previous: torch.Tensor, rows: torch.Tensor) -> torch.
     return place[batch.anchor_S[rows]]
 
 
-def _drafted(head: Any, state: torch.Tensor) -> torch.Tensor:
+def drafted_ids(head: Any, state: torch.Tensor) -> torch.Tensor:
+    """The target's id of the likeliest token of each state (before the norm), [S]."""
     draft_ids: torch.Tensor = head.lm_head(head.norm(state)).argmax(-1)
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
 

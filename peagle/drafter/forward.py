@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.attention import parallel_plan
+from peagle.drafter.attention import AttentionPlan, parallel_plan
 from peagle.drafter.batch import Batch
 from peagle.drafter.eagle3 import sequential_states
 from peagle.drafter.loss import RowLosses, Targets, greedy_confidence, linear_kl
@@ -27,7 +27,8 @@ class BatchLoss:
     """Loss of a batch and what it was made of, by depth.
 
     Attributes:
-        loss: scalar with a gradient: the weighted mean divergence over rows, or the batch's share of it.
+        loss: scalar with a gradient: the weighted divergence over the rows' fixed weight, or the batch's share of it. A
+            mean without D-PACE; with it, only to be compared with itself.
         correct_D: rows whose likeliest token is the target's.
         accepted_D: rows of which that is so, and of all rows before them in their chain.
         rows_D: rows under the loss.
@@ -82,23 +83,51 @@ def is_parallel(head: Any) -> bool:
     return bool(head.config.speculators_model_type == "peagle")
 
 
-def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
-    """All rows' states before the norm in one pass, [S, H].
+@dataclass(frozen=True, slots=True)
+class ParallelRows:
+    """What goes into the layers of a P-EAGLE head.
 
-    At depth 0 a row holds its token and the projected aux states; deeper, the mask token and the learnt state.
+    Attributes:
+        states: [1, S, 2 H], embedding and state side by side: at depth 0 a row's token and the projected aux states,
+            deeper the mask token and the learnt state.
+        places: [1, S].
+        rotary: cosines and sines of the places.
+        plan: who attends to whom.
     """
+
+    states: torch.Tensor
+    places: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    plan: AttentionPlan
+
+    def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
+        """The rows behind a layer, [1, S, H]."""
+        output: torch.Tensor = layer(
+            states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
+        )
+        return output
+
+
+def parallel_rows(head: Any, batch: Batch) -> ParallelRows:
+    """The rows of a batch as they enter the first layer."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]
     state = torch.where(deeper, masked, known[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
-    row_states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
+    states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     places = batch.place_S[None]
-    rotary = head.rotary_emb(row_states, places)
-    plan = parallel_plan(batch.documents).to(row_states.device)
+    plan = parallel_plan(batch.documents).to(states.device)
+    return ParallelRows(states, places, head.rotary_emb(states, places), plan)
+
+
+def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
+    """All rows' states before the norm in one pass, [S, H]."""
+    rows = parallel_rows(head, batch)
+    states = rows.states
     for layer in head.layers:
-        row_states = layer(row_states, attention_mask=plan, position_ids=places, position_embeddings=rotary)
-    return row_states[0]
+        states = rows.through(layer, states)
+    return states[0]
 
 
 def batch_loss(

@@ -2,7 +2,7 @@
 
 The output appears whole or not at all; everything of the head that is no weight is copied, and its card gains a line.
 The way back holds the values that FP8 holds, so that a machine without FP8 can measure what they do to acceptance; it
-does not repeat what FP8 does to activations. It knows files; the arithmetic is `fp8.py`'s.
+does not repeat what FP8 does to activations. It knows files; the arithmetic is `peagle/fp8.py`'s.
 """
 
 import json
@@ -17,19 +17,20 @@ import torch
 
 from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
-from peagle.drafter.fp8 import (
+from peagle.errors import ConfigError, DrafterError, did_you_mean
+from peagle.fp8 import (
     FP8,
     OPTIONAL,
     SCALE,
     WeightError,
     dequantize,
+    in_bf16,
     is_matrix,
     quantization_config,
     quantize,
     weight_error,
     why_kept,
 )
-from peagle.errors import ConfigError, DrafterError, did_you_mean
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _MODEL_TYPES = ("llama", "qwen3")  # the drafters that vLLM has a quantised class for
@@ -111,17 +112,16 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
-    lost = [name for name in names if name + SCALE not in tensors]
-    if stated.get("quant_method") != "compressed-tensors" or not names or lost:
-        reason = f": {lost[0]} has no scale" if lost else ""
-        raise DrafterError(
-            f"{source} is not an FP8 head{reason}", hint="give a folder that `peagle quantize-drafter` wrote"
-        )
-    written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in names}
+    hint = "give a folder that `peagle quantize-drafter` wrote"
+    if stated.get("quant_method") != "compressed-tensors" or not names:
+        raise DrafterError(f"{source} is not an FP8 head", hint=hint)
+    try:
+        written = in_bf16(tensors)
+    except DrafterError as error:
+        raise DrafterError(f"{source} is not an FP8 head: {error.message}", hint=hint) from error
     errors = []
     for name in names:
         exact = dequantize(tensors[name], tensors[name + SCALE])
-        written[name] = exact.to(torch.bfloat16)
         errors.append(weight_error(name, exact, written[name], tensors[name + SCALE]))
     kept = dict.fromkeys(written.keys() - set(names), "not in FP8")
     line = "**bf16 again**: the values that the FP8 head holds, rounded to bf16. Written by `peagle quantize-drafter"

@@ -109,12 +109,21 @@ def _require_unrollable(config: Any, spec: HeadSpec) -> None:
             hint="give more --num-depths",
         )
     wanted = next(
-        number
-        for number in range(1, config.num_attention_heads + 1)
-        if config.num_attention_heads % number == 0
-        and number % config.num_key_value_heads == 0
-        and number * config.head_dim >= config.hidden_size
+        (
+            number
+            for number in range(1, config.num_attention_heads + 1)
+            if config.num_attention_heads % number == 0
+            and number % config.num_key_value_heads == 0
+            and number * config.head_dim >= config.hidden_size
+        ),
+        None,
     )
+    if wanted is None:
+        raise ConfigError(
+            f"{config.num_attention_heads} heads of {config.head_dim} cannot bring a state of {config.hidden_size} "
+            "from row to row",
+            hint="leave --further-layers unrolled out",
+        )
     own = spec.num_key_value_heads or config.num_key_value_heads
     if own < wanted:
         raise ConfigError(

@@ -21,6 +21,7 @@ class Progress:
         accepted: by depth, share of rows of which that is so and of all rows before them in their chain. An engine
             takes the drafts up to the first wrong one.
         divergence: by depth, mean KL divergence.
+        loss: with D-PACE only to be compared with itself: the weights move.
         tokens_per_s: of the documents, over this attempt.
     """
 

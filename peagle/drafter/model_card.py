@@ -45,6 +45,8 @@ def render_card(facts: CardFacts) -> str:
     """The card as Markdown, with the front matter that model hubs read."""
     config = facts.config
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
+    if config.num_key_value_heads is not None:
+        layers += f" of {config.num_key_value_heads} KV heads"
     method = _METHODS[config.algorithm]
     parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
     return f"""---
@@ -72,7 +74,7 @@ speculative_config = {{
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_weights(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -94,7 +96,15 @@ def _responses(config: TrainConfig) -> str:
 
 def _start(config: TrainConfig) -> str:
     """Whose folder it was is nobody's business: cards are published."""
-    return f"{config.init} start" if config.init in INITS else "start from an earlier head"
+    if config.init in INITS:
+        return f"{config.init} start"
+    unrolled = config.further_layers == "unrolled"
+    return f"start from an earlier {'EAGLE-3 head, its steps unrolled into layers' if unrolled else 'head'}"
+
+
+def _weights(config: TrainConfig) -> str:
+    decay = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
+    return f"{decay}, D-PACE" if config.depth_weight == "dpace" else decay
 
 
 def _embeddings(config: TrainConfig) -> str:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from peagle.drafter.batch import Batch
+from peagle.drafter.checkpoint import has_checkpoint
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
@@ -106,12 +107,20 @@ class Prepared:
             "vocabulary": hashlib.sha256(repr(self.vocabulary.token_ids).encode()).hexdigest(),
         }
 
-    def new_head(self) -> Any:
-        """The head with its first weights."""
-        head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed)
-        if self.spec.further_layers == "unrolled":
-            unroll(head, self._sample())
-        return head.to(self.device)
+    def new_head(self, *, is_told: bool = False) -> Any:
+        """The head with its first weights.
+
+        Args:
+            is_told: another worker tells them, so that what takes long to compute is left out; as where a checkpoint
+                takes their place.
+
+        Raises:
+            ConfigError: layers cannot be unrolled on these documents.
+        """
+        head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
+        if self.spec.further_layers == "unrolled" and not is_told and not has_checkpoint(self.folder):
+            unroll(head, self._sample().to(self.device))
+        return head
 
     def _sample(self) -> Batch:
         """Rows of documents from all over the corpus, enough of them for regressions over a state."""

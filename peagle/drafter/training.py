@@ -131,6 +131,7 @@ class _Trainer:
         self.step = self.num_tokens = 0
         self.train_s = 0.0
         self._restore()
+        workers.tell(list(self.parameters.values()))  # unlike processors compute unlike first weights
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
     def advance(self) -> Progress:

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.attention import parallel_plan
 from peagle.drafter.batch import Batch
+from peagle.drafter.eagle3 import drafted_ids
+from peagle.drafter.forward import parallel_rows
+from peagle.errors import ConfigError
 
 _PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next
 _GAP = 8.0  # by how much the place sought scores more than its neighbours
@@ -40,15 +42,26 @@ def unroll(head: Any, batch: Batch) -> None:
     Args:
         head: a PEagleDraftModel of 3, 5 or 7 layers, whose first layer and `fc` are those of an EAGLE-3 head, and whose
             KV heads hold a whole state.
-        batch: rows of documents, at more depths than there are steps and many more than H, for the regressions.
+        batch: rows of documents, at more depths than there are steps and many more than H, for the regressions. On the
+            head's device.
+
+    Raises:
+        ConfigError: a step has no rows to be fitted to, since the documents under the loss are too short.
     """
     rows = _Rows(head, batch)
+    deepest, num_steps = int(rows.depth_S.max()), len(head.layers) // 2
+    if deepest < num_steps:
+        raise ConfigError(
+            f"{len(head.layers)} unrolled layers are fitted to rows at depth {num_steps}, and those of the documents "
+            f"end at {deepest}: the responses are too short",
+            hint="give fewer --num-layers, longer responses, or a --cod-ratio nearer to 1",
+        )
     rows.pass_through(head.layers[0])
     first_size = _size(rows.states_SH[rows.depth_S == 0])
-    for num_steps, (copy, step) in enumerate(zip(head.layers[1::2], head.layers[2::2], strict=True)):
-        _wire_copy(head, copy, rows, known_depth=num_steps)
+    for known_depth, (copy, step) in enumerate(zip(head.layers[1::2], head.layers[2::2], strict=True)):
+        _wire_copy(head, copy, rows, known_depth=known_depth)
         rows.pass_through(copy)
-        _wire_step(head, step, rows, known_depth=num_steps, first_size=first_size)
+        _wire_step(head, step, rows, known_depth=known_depth, first_size=first_size)
         rows.pass_through(step)
 
 
@@ -56,24 +69,15 @@ class _Rows:
     """The rows of a batch on their way through the layers."""
 
     def __init__(self, head: Any, batch: Batch) -> None:
-        known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
-        deeper = (batch.depth_S > 0)[:, None]
-        states = torch.where(deeper, head.fc(head.mask_hidden[0]), known[batch.anchor_S])
-        token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
-        self._padded = torch.cat([head.embed_tokens(token_ids).to(states.dtype), states], dim=-1)[None]
-        self._places = batch.place_S[None]
-        self._rotary = head.rotary_emb(self._padded, self._places)
-        self._plan = parallel_plan(batch.documents).to(states.device)
+        self._rows = parallel_rows(head, batch)
+        self._padded = self._rows.states
         self.num = sum(map(len, batch.documents))
         self.depth_S = batch.depth_S[: self.num]
         self.states_SH = self._padded[0, : self.num]
 
     def through(self, layer: Any) -> torch.Tensor:
         """The states behind a layer, with padding, [1, S, H]."""
-        output: torch.Tensor = layer(
-            self._padded, attention_mask=self._plan, position_ids=self._places, position_embeddings=self._rotary
-        )
-        return output
+        return self._rows.through(layer, self._padded)
 
     def pass_through(self, layer: Any) -> None:
         """Go on to the next layer."""
@@ -132,7 +136,8 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     head_dim, hidden = config.head_dim, config.hidden_size
     states_SH = _normed(rows.states_SH)
     held_SH = states_SH[rows.depth_S <= known_depth + 1]
-    embedded_HH = _fit(held_SH, first.input_layernorm(head.embed_tokens(_drafted(head, held_SH))).float(), ridge=1e-2).T
+    drafted_SH = first.input_layernorm(head.embed_tokens(drafted_ids(head, held_SH))).float()
+    embedded_HH = _fit(held_SH, drafted_SH, ridge=1e-2).T
 
     def reads_state(projection: Any) -> torch.Tensor:
         of_embedding, of_state = torch.split(projection.weight, hidden, dim=1)
@@ -156,12 +161,6 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     layer.mlp.gate_proj.weight.copy_(first.mlp.gate_proj.weight)
     layer.mlp.up_proj.weight.copy_(first.mlp.up_proj.weight)
     layer.mlp.down_proj.weight.copy_(first.mlp.down_proj.weight * scale)
-
-
-def _drafted(head: Any, states_SH: torch.Tensor) -> torch.Tensor:
-    """The target's id of each row's likeliest token, [S]."""
-    draft_ids: torch.Tensor = head.lm_head(head.norm(states_SH)).argmax(-1)
-    return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
 
 
 def _one_place_further(keys: torch.Tensor, head: Any) -> torch.Tensor:

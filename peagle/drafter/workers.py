@@ -18,6 +18,9 @@ class Workers(Protocol):
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by its sum over all workers."""
 
+    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by the first worker's."""
+
     def agree(self, stop: bool) -> bool:
         """What the first worker says, so that all of them stop at the same step."""
 
@@ -33,6 +36,9 @@ class Alone:
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to add."""
+
+    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nobody to tell."""
 
     def agree(self, stop: bool) -> bool:
         """Its own word."""
@@ -59,6 +65,11 @@ class Distributed:
             with torch.no_grad():
                 for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
                     tensor.copy_(summed.view_as(tensor))
+
+    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast from the first worker."""
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach(), src=0)
 
     def agree(self, stop: bool) -> bool:
         """Broadcast from the first worker."""

@@ -21,7 +21,7 @@ from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_p
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
-from pipelines.batch.cluster import ray_cluster, require_workers
+from pipelines.batch.cluster import abandon, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
 
 _POLL_S = 2.0
@@ -86,7 +86,8 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
     """Call it in a thread, and wait.
 
     In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) takes SIGINT and never gives it
-    back: Ctrl-C ends the process with 0 during the training, and is lost after it.
+    back: Ctrl-C ends the process with 0 during the training, and is lost after it. Here it ends this process, and with
+    it the workers; their last checkpoint stays.
     """
     outcome: Future[Any] = Future()
 
@@ -96,14 +97,20 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="trainer", daemon=True).start()
-    outcome.result()
+    try:
+        threading.Thread(target=run, name="trainer", daemon=True).start()
+        outcome.result()
+    finally:
+        if not outcome.done():
+            abandon()
 
 
 def _work(settings: dict[str, Any]) -> None:
     """What each worker runs; it reads what the driver has prepared."""
     prepared = prepare(TrainConfig(**settings), Listener(), extract=_leave, verify=False)
-    train_prepared(prepared, prepared.new_head(), workers=Distributed(prepared.device), progress=lambda _: None)
+    workers = Distributed(prepared.device)
+    head = prepared.new_head(is_told=workers.rank > 0)
+    train_prepared(prepared, head, workers=workers, progress=lambda _: None)
 
 
 def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:

@@ -4,8 +4,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import time
 
+import psutil
 import pytest
+import yaml
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.pipeline import Listener, train_head
@@ -53,17 +57,40 @@ def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
 
 
-def train_workers():
-    """Process ids of the Ray Train workers of this process's own cluster."""
+def train_workers(of=None):
+    """Process ids of the Ray Train workers of a process's own cluster; of this one's, if none is named."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     processes = {
         int(pid): (int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listing.splitlines())
     }
 
     def is_ours(pid):
-        return pid == os.getpid() or (pid in processes and is_ours(processes[pid][0]))
+        return pid == (of or os.getpid()) or (pid in processes and is_ours(processes[pid][0]))
 
     return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_ours(pid)]
+
+
+def test_an_interrupt_ends_the_training_and_its_workers(config, tmp_path):
+    output, run = tmp_path / "cut", config(tmp_path / "cut", workers=2, epochs=400)
+    settings = tmp_path / "train.yaml"
+    settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "jobs.train", "--config", str(settings)]
+    with (tmp_path / "said").open("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, text=True, start_new_session=True)
+        try:
+            metrics = output / "training" / "metrics.jsonl"
+            while not (metrics.exists() and metrics.read_bytes()):
+                assert process.poll() is None, (tmp_path / "said").read_text()
+                time.sleep(0.2)
+            workers = train_workers(of=process.pid)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 3
+        finally:
+            process.kill()
+    assert "interrupted" in (tmp_path / "said").read_text().splitlines()[-1]
+    assert len(workers) == 2
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in workers):
+        time.sleep(0.2)
 
 
 @pytest.mark.soak

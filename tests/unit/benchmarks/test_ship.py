@@ -70,8 +70,10 @@ def test_matrices_may_ship_in_fp8(tmp_path: Path, target: Path, heads: Path) -> 
     head = trained(tmp_path / "head", rows, torch.arange(20.0).view(10, 2)[rows])
     tensors = load_file(head / "model.safetensors") | {"fc.weight": torch.tensor([[0.5, -2.0], [3.0, 1.0]])}
     save_file(tensors, head / "model.safetensors")
+    (head / "README.md").write_text("its card")
     place = ship.ship(head, TARGET, target, fp8=True)
     shipped = load_file(place / "model.safetensors")
     assert set(shipped) == {"d2t", "norm.weight", "fc.weight", "fc.weight_scale"}
     assert shipped["fc.weight"].dtype == torch.float8_e4m3fn
+    assert (place / "README.md").read_text() == "its card"
     assert [path.name for path in heads.iterdir()] == ["smollm2-135m-eagle3"]

@@ -36,6 +36,19 @@ def test_a_head_that_goes_on_from_another_says_so_and_not_from_which_folder(tmp_
     assert str(tmp_path) not in card
 
 
+def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
+    card = _card(
+        init=str(tmp_path),
+        further_layers="unrolled",
+        num_layers=5,
+        num_key_value_heads=9,
+        depth_decay=0.9,
+        depth_weight="dpace",
+    )
+    assert "P-EAGLE, 5 layers of 9 KV heads, " in card
+    assert "COD ratio 0.8, depth decay 0.9, D-PACE, start from an earlier EAGLE-3 head, its steps unrolled" in card
+
+
 def test_a_head_from_the_target_counts_all_its_tokens() -> None:
     card = _card(init="warm")
     assert "| Recipe | K_train 8, COD ratio 0.8, warm start, " in card

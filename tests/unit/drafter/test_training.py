@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.drafter.workers import Alone
 from peagle.errors import CapacityError, ConfigError, PeagleError
 
 CONFIG = TrainingConfig(
@@ -50,6 +51,22 @@ def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path
     assert outcome.finished
     assert outcome.step == 60
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_worker_takes_the_weights_that_the_first_one_tells(
+    head: Any, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, tmp_path: Path
+) -> None:
+    class Told(Alone):
+        def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+            first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+            with torch.no_grad():
+                for tensor, told in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
+                    tensor.copy_(told)
+
+    _train(head, store, tmp_path / "first")
+    other = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, init="random"), vocabulary, seed=2)
+    _train(other, store, tmp_path / "other", workers=Told())
+    assert _curve(tmp_path / "other") == _curve(tmp_path / "first")
 
 
 @pytest.mark.parametrize("killed_after", [1, 5])

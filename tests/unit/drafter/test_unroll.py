@@ -1,5 +1,6 @@
 """A P-EAGLE head unrolled from an EAGLE-3 head: what its copies and steps do on the way, and which shapes allow it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_every_step_is_wired_and_learns(
             assert projection.weight.grad.any()
 
 
+def test_documents_without_rows_to_fit_a_step_to_are_named(
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, store: FeatureStore
+) -> None:
+    head = build_head(target, _spec(spec, eagle3), vocabulary)
+    only_known = sample_rows(store[4].loss_mask_T[1:], num_depths=1, ratio=1.0)
+    with pytest.raises(ConfigError, match="rows at depth 1, and those of the documents end at 0") as caught:
+        unroll(head, make_batch([store[4]], [only_known]))
+    assert "--num-layers" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -145,6 +156,16 @@ def test_kv_heads_that_cannot_hold_a_state_are_refused_with_the_number_that_can(
     with pytest.raises(ConfigError, match="3 KV heads of 64 cannot bring a state of 576") as refused:
         require_buildable(embedded_target, spec)
     assert refused.value.hint == "give --num-key-value-heads 9"
+
+
+def test_heads_that_cannot_hold_a_state_at_all_are_refused(
+    tmp_path: Path, target: Path, spec: FeatureSpec, eagle3: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"] // 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="heads of 4 cannot bring a state of 32 from row to row"):
+        require_buildable(tmp_path, _spec(spec, eagle3))
 
 
 def test_saved_kv_heads_are_repeated_where_the_head_has_more(

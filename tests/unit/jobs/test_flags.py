@@ -2,9 +2,15 @@ import argparse
 
 import pytest
 
-from jobs import flags
+from jobs import bench, evaluate, flags, generate, plan, serve, train, tune
+from peagle.bench.config import BenchConfig
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.errors import ConfigError
+from peagle.planning.config import PlanConfig
+from peagle.tuning.config import TuneConfig
 from pipelines.batch.config import GenerateConfig
+from pipelines.online.config import ServeConfig
 
 
 @pytest.fixture
@@ -33,6 +39,23 @@ def test_every_key_has_a_flag_with_help():
     for name, field in GenerateConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert field.description
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "yaml_only"),
+    [
+        (bench, BenchConfig, set()),
+        (evaluate, EvaluateConfig, set()),
+        (generate, GenerateConfig, set()),
+        (plan, PlanConfig, set()),
+        (serve, ServeConfig, {"models"}),
+        (train, TrainConfig, set()),
+        (tune, TuneConfig, set()),
+    ],
+)
+def test_every_flag_stands_under_a_heading(command, model, yaml_only):
+    grouped = [name for names in command._GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(model.model_fields.keys() - yaml_only)
 
 
 def test_lists_repeat_and_booleans_negate(parse):

@@ -176,6 +176,7 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
 
 def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(scene, monkeypatch):
     monkeypatch.setattr(life, "POLL_S", 0.05)
+    monkeypatch.setattr(life, "_LONGEST_LOOK_S", 0.06)
     monkeypatch.setattr(life, "_LEAST_STANDSTILL_S", 0.0)
     one, killed, ends, gone = scene(), [], [], threading.Event()
 

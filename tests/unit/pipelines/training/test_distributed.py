@@ -7,6 +7,7 @@ import pytest
 
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.pipeline import Listener
+from pipelines.training import distributed
 from pipelines.training.distributed import _Follower, _outside_the_main_thread, _reason
 
 
@@ -51,8 +52,9 @@ def test_an_error_of_ray_itself_is_told_by_its_last_line():
     assert _reason(RuntimeError()) == "RuntimeError()"
 
 
-def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs():
-    ended = threading.Event()
+def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch):
+    ended, abandoned = threading.Event(), []
+    monkeypatch.setattr(distributed, "abandon", lambda: abandoned.append(True))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.get_ident()
 
@@ -67,9 +69,12 @@ def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs():
     finally:
         ended.set()
         signal.signal(signal.SIGINT, before)
+    assert abandoned == [True]
 
 
-def test_a_trainers_error_is_the_callers():
+def test_a_trainers_error_is_the_callers(monkeypatch):
+    monkeypatch.setattr(distributed, "abandon", lambda: pytest.fail("it has come back"))
+
     def fit():
         raise RuntimeError("no room")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
 from peagle.errors import DrafterError
+from peagle.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
 
 HALF_A_STEP = 2**-4  # E4M3 has 3 mantissa bits: neighbours are 2^-3 apart, so rounding errs by half of that
 

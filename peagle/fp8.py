@@ -96,6 +96,21 @@ def dequantize(stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return stored_NK.float() * scale.float()
 
 
+def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors without scales: each FP8 matrix as the values that it stands for, rounded to bf16.
+
+    Raises:
+        DrafterError: a matrix has no scale.
+    """
+    quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+    if lost := sorted(name for name in quantised if name + SCALE not in tensors):
+        raise DrafterError(f"{lost[0]} has no scale", hint="the head is damaged: copy it again")
+    written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in quantised}
+    for name in quantised:
+        written[name] = dequantize(tensors[name], tensors[name + SCALE]).to(torch.bfloat16)
+    return written
+
+
 def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, scale: torch.Tensor) -> WeightError:
     """How far `stored_NK` is from `original_NK`; `scale` tells which elements lie in FP8's normal range."""
     original_NK, stored_NK = original_NK.float(), stored_NK.float()

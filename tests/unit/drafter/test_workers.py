@@ -1,0 +1,31 @@
+"""Two processes of a real process group: what they add up, and what the first one tells."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = """
+import json, sys, torch
+from peagle.drafter.workers import Distributed
+rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+workers = Distributed()
+summed = [torch.tensor([1.0 + rank, 2.0]), torch.tensor([[3 * rank]])]
+workers.sum_(summed)
+told = [torch.nn.Parameter(torch.full((2,), float(rank + 1))), torch.nn.Parameter(torch.full((1, 2), 7.0 * rank))]
+workers.tell(told)
+said = workers.agree(rank == 1)
+workers.barrier()
+print(json.dumps([[t.tolist() for t in summed], [t.tolist() for t in told], said, workers.rank, workers.size]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_all_add_up_and_take_over_what_the_first_one_has(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", WORKER, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    for rank, process in enumerate(processes):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert json.loads(said.splitlines()[-1]) == [[[3.0, 4.0], [[3]]], [[1.0, 1.0], [[0.0, 0.0]]], False, rank, 2]
