@@ -1,6 +1,8 @@
 """The EAGLE-3 head that ships, unrolled on real states: a better start than further layers that are the identity."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,10 +19,10 @@ NUM_DEPTHS = 4
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, embedded_target, shipped_eagle3):
+def prepared(tmp_path_factory, embedded_target, shipped_eagle3):
     folder = tmp_path_factory.mktemp("unrolled")
     pq.write_table(pq.read_table(RESPONSES).slice(0, 30), folder / "responses.parquet")
-    return TrainConfig(
+    config = TrainConfig(
         target=str(embedded_target),
         prompts=[folder / "responses.parquet"],
         responses="given",
@@ -33,6 +35,12 @@ def config(tmp_path_factory, embedded_target, shipped_eagle3):
         init=str(shipped_eagle3),
         further_layers="unrolled",
     )
+    return prepare(config, Listener())
+
+
+def _changed(prepared: Prepared, **changes: Any) -> Prepared:
+    """The same documents and states for another head."""
+    return replace(prepared, config=prepared.config.model_copy(update=changes))
 
 
 @torch.no_grad()
@@ -40,11 +48,10 @@ def _of(prepared: Prepared, batch: Batch) -> BatchLoss:
     return batch_loss(prepared.new_head().eval(), batch, num_depths=NUM_DEPTHS)
 
 
-def test_it_drafts_more_than_layers_that_are_the_identity(config) -> None:
-    prepared = prepare(config, Listener())
+def test_it_drafts_more_than_layers_that_are_the_identity(prepared) -> None:
     held_out = sampled_batch(prepared.store, sorted(prepared.corpus.held_out), prepared.recipe, step=1)
     unrolled = _of(prepared, held_out)
-    identity = _of(prepare(config.model_copy(update={"further_layers": "identity"}), Listener()), held_out)
+    identity = _of(_changed(prepared, further_layers="identity"), held_out)
 
     first, second = (unrolled.correct_D / unrolled.rows_D)[:2].tolist()
     first_before, second_before = (identity.correct_D / identity.rows_D)[:2].tolist()
@@ -53,9 +60,10 @@ def test_it_drafts_more_than_layers_that_are_the_identity(config) -> None:
     assert unrolled.loss < identity.loss - 1
 
 
-def test_unrolling_gives_the_same_weights_again(config) -> None:
-    two_steps = config.model_copy(update={"num_layers": 5})
-    told = prepare(two_steps, Listener()).new_head(is_told=True)
-    one, other = (prepare(two_steps, Listener()).new_head() for _ in range(2))
+def test_unrolling_gives_the_same_weights_again(prepared) -> None:
+    two_steps = _changed(prepared, num_layers=5)
+    one, other = two_steps.new_head(), two_steps.new_head()
     assert all(torch.equal(left, right) for left, right in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.layers[2].self_attn.o_proj.weight.any()
+    told = two_steps.new_head(is_told=True)
     assert not told.layers[2].self_attn.o_proj.weight.any()  # another worker tells them
