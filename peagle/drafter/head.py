@@ -121,8 +121,7 @@ def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tens
     """A saved weight, its KV heads repeated where the head to train has a multiple of them."""
     if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
         return tensor
-    heads = tensor.view(-1, head.config.transformer_layer_config.head_dim, tensor.shape[1])
-    return heads.repeat_interleave(own[name].shape[0] // tensor.shape[0], dim=0).flatten(0, 1)
+    return _repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
@@ -132,12 +131,17 @@ def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
     """Copy the target's weight, its KV heads repeated to the head's number; what is left of a wider input is noise."""
     if own.shape[0] != target.shape[0]:
-        heads = target.view(-1, head_dim, target.shape[1])
-        target = heads.repeat_interleave(own.shape[0] // target.shape[0], dim=0).flatten(0, 1)
+        target = _repeated(target, own.shape[0], head_dim)
     if own.shape != target.shape:
         own.normal_(std=0.02)
         own = own[:, -target.shape[1] :]
     own.copy_(target)
+
+
+def _repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
+    """A projection's heads side by side as often as it takes for so many rows."""
+    heads = projection.view(-1, head_dim, projection.shape[1])
+    return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
 
 
 def _read_weights(target: Path) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ Shapes: R rows under the loss, P positions they predict from, H hidden size, V d
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,10 @@ def linear_kl(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """[R] float32, the head's probability of the target's likeliest token.
+    """[R] float32 or wider, the head's probability of the target's likeliest token.
+
+    `linear_kl` computes the same logits once more: a trained lm_head's gradient wants the rows' weights, which these
+    confidences decide.
 
     Args:
         hidden_RH: the head's states after its norm.
@@ -78,13 +82,9 @@ def greedy_confidence(
         targets: the target's side.
         position_R: for each row the index in `targets.state_PH`; ascending order saves work.
     """
-    weight, target_weight = weight_VH.to(hidden_RH.dtype), targets.weight_VH.to(hidden_RH.dtype)
-    confidence = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
-    for start in range(0, len(hidden_RH), CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
-        likeliest = (targets.state_PH[_rounded_up(positions)].to(hidden_RH.dtype) @ target_weight.T).argmax(-1)[which]
-        logits = (hidden_RH[rows] @ weight.T).float()
+    confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_wide(hidden_RH))
+    for rows, which, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
+        likeliest = target_logits.argmax(-1)[which]
         confidence[rows] = (logits.gather(1, likeliest[:, None])[:, 0] - logits.logsumexp(-1)).exp()
     return confidence
 
@@ -102,21 +102,17 @@ class _LinearKL(torch.autograd.Function):
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype = hidden_RH.dtype
-        weight, target_weight = weight_VH.to(dtype), target_weight_VH.to(dtype)
+        dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
+        weight = weight_VH.to(dtype)
         grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
-        wide = torch.promote_types(dtype, torch.float32)  # of sums and of the softmax
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
-        for start in range(0, len(hidden_RH), CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
-            positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
-            target_logits = (state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
+        targets = Targets(state_PH, target_weight_VH)
+        for rows, which, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
             target_log_p = target_logits.log_softmax(-1)
             target_p = target_log_p.exp()
             negative_entropy = (target_p * target_log_p).sum(-1)
-            logits = (hidden_RH[rows] @ weight.T).to(wide)
             correct[rows] = logits.argmax(-1) == target_logits.argmax(-1)[which]
             log_q = logits.log_softmax(-1)
             row_p = target_p[which]
@@ -136,6 +132,24 @@ class _LinearKL(torch.autograd.Function):
         hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
         weight = None if grad_weight is None else grad_weight * grad_loss
         return hidden, weight, None, None, None, None
+
+
+def _chunks(
+    hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows, the target's logits at their positions and which of these each row has, and the head's logits."""
+    dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
+    weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
+    for start in range(0, len(hidden_RH), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
+        target_logits = (targets.state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
+        yield rows, which, target_logits, (hidden_RH[rows] @ weight.T).to(wide)
+
+
+def _wide(states: torch.Tensor) -> torch.dtype:
+    """Of sums and of the softmax."""
+    return torch.promote_types(states.dtype, torch.float32)
 
 
 def _rounded_up(positions: torch.Tensor) -> torch.Tensor:

@@ -50,28 +50,25 @@ def dpace_weight(batch: Batch, weighting: Weighting, confidence_R: torch.Tensor)
         confidence_R: the head's probability of the target's likeliest token.
     """
     rows = batch.row_R[: batch.num_loss_rows]
-    confidence = confidence_R[: batch.num_loss_rows]
-    confidence_TD, there_TD = by_chain(batch, confidence, missing=1.0), by_chain(batch, torch.ones_like(confidence))
-    depth_D = torch.arange(confidence_TD.shape[1], device=confidence.device)
-    accepted_TD = ((1 - _SMOOTHING) * confidence_TD + _SMOOTHING).cumprod(1)
-    accepted_TD = accepted_TD * there_TD / weighting.cod_ratio**depth_D
+    smoothed_TD = by_chain(batch, (1 - _SMOOTHING) * confidence_R[: batch.num_loss_rows] + _SMOOTHING)
+    depth_D = torch.arange(smoothed_TD.shape[1], device=smoothed_TD.device)
+    accepted_TD = smoothed_TD.cumprod(1) / weighting.cod_ratio**depth_D
     weight_TD = accepted_TD.flip(1).cumsum(1).flip(1)
     weight = torch.zeros_like(confidence_R)
     weight[: batch.num_loss_rows] = weight_TD[batch.anchor_S[rows], batch.depth_S[rows]]
     return weight
 
 
-def by_chain(batch: Batch, value_R: torch.Tensor, *, missing: float = 0.0) -> torch.Tensor:
-    """[T, D] the rows' values by anchor and depth, `missing` where there is no row under the loss.
+def by_chain(batch: Batch, value_R: torch.Tensor) -> torch.Tensor:
+    """[T, D] the rows' values by anchor and depth, 0 where there is no row under the loss.
 
     Args:
         batch: the rows.
         value_R: without padding.
-        missing: fills the table.
     """
     rows = batch.row_R[: batch.num_loss_rows]
     anchor, depth = batch.anchor_S[rows], batch.depth_S[rows]
     num_depths = int(batch.depth_S.max()) + 1
-    table = value_R.new_full((len(batch.token_ids_T), num_depths), missing)
+    table = value_R.new_zeros(len(batch.token_ids_T), num_depths)
     table[anchor, depth] = value_R
     return table

@@ -88,7 +88,7 @@ def test_padding_has_no_fixed_weight(store: FeatureStore, anchor: int) -> None:
 def test_values_by_chain_lie_at_their_anchor_and_depth(store: FeatureStore, anchor: int) -> None:
     batch = _batch(store, anchor, 3)
     rows = batch.row_R[: batch.num_loss_rows]
-    table = by_chain(batch, batch.place_S[rows].float(), missing=-1.0)
-    assert table[anchor].tolist() == [anchor, anchor + 1, anchor + 2]
-    assert table[anchor + 1].tolist() == [anchor + 1, -1, -1]
-    assert table[0].tolist() == [-1, -1, -1]  # of the prompt
+    table = by_chain(batch, batch.place_S[rows] + 100.0)
+    assert table[anchor].tolist() == [anchor + 100, anchor + 101, anchor + 102]
+    assert table[anchor + 1].tolist() == [anchor + 101, 0, 0]
+    assert table[0].tolist() == [0, 0, 0]  # of the prompt
