@@ -193,12 +193,15 @@ class _BlockAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query)
         # Every block adds to the first keys, and in bf16 the last ones would be lost in the sum.
         wide = torch.promote_types(key.dtype, torch.float32)
+        # torch's CPU kernel for this gradient is slower in bf16, most of all where each block has another shape.
+        dtype = wide if query.device.type == "cpu" else query.dtype
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for block in ctx.plan.blocks:
-            parts = [part.detach().requires_grad_() for part in _parts(block, query, key, value)]
+            parts = [part.detach().to(dtype).requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
                 output = _attend(block, parts, ctx.scaling)
-            of_query, of_keys, of_values = torch.autograd.grad(output, parts, grad_output[:, :, block.query])
+            of_output = grad_output[:, :, block.query].to(dtype)
+            of_query, of_keys, of_values = torch.autograd.grad(output, parts, of_output)
             grad_query[:, :, block.query] = of_query
             start = 0
             for keys in block.keys:

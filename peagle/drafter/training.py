@@ -7,7 +7,8 @@ features and a head; it knows nothing of prompts, engines or Ray.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def train(
     trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers)
     started = saved = time.monotonic()
     while trainer.step < config.num_steps:
-        record = trainer.advance()
+        with _flushing_denormals():
+            record = trainer.advance()
         if workers.rank == 0:
             progress(record)
         now = time.monotonic()
@@ -98,6 +100,16 @@ def train(
         num_tokens=trainer.num_tokens,
         train_s=trainer.train_s,
     )
+
+
+@contextmanager
+def _flushing_denormals() -> Iterator[None]:
+    """Take numbers below 1e-38 as zero: attention that looks at one row leaves many, and a CPU is slow in them."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 # What changes how a step is computed, not what comes out of it: a resume may differ in it.

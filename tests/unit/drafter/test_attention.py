@@ -58,6 +58,16 @@ def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents: list[Ro
     )
 
 
+def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(documents: list[Rows]) -> None:
+    narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
+    wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
+    plan = parallel_plan(documents)
+    ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
+    for own, other in zip(ours, exact, strict=True):
+        assert own.dtype == torch.bfloat16
+        assert float((own.float() - other).norm() / other.norm()) < 2**-8
+
+
 def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents: list[Rows]) -> None:
     tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     depth_S = torch.cat([rows.depth_S for rows in documents])

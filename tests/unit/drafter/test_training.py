@@ -116,6 +116,23 @@ def test_documents_in_parts_retrace_the_curve_of_whole_ones(
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
+def test_denormals_are_zero_within_a_step_and_nowhere_else(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+    within, outside = [], []
+
+    class Looking(Alone):
+        def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+            within.append(_keeps_denormals())
+
+    _train(head, store, tmp_path, workers=Looking(), progress=lambda _: outside.append(_keeps_denormals()))
+    assert within
+    assert not any(within)
+    assert outside == [True] * CONFIG.num_steps
+
+
+def _keeps_denormals() -> bool:
+    return bool((torch.full((8,), 1e-40) * torch.ones(8)).any())
+
+
 def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore, tmp_path: Path) -> None:
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
