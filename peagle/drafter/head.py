@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.head_folder import is_saved, model_class_of, silence_library
 from peagle.drafter.head_spec import HeadSpec, require_buildable
@@ -25,6 +26,7 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 
     Raises:
         ConfigError: there can be no such head for it, or the head to go on from is another one.
+        DrafterError: rows of lm_head are missing from the head to go on from, and are not an embedded target's.
     """
     silence_library()
     config = require_buildable(target, spec)
@@ -59,10 +61,11 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     if spec.init == "warm":
         _warm_start(head, target, last_layers)
     elif spec.init != "random":
-        saved = _read_weights(Path(spec.init))
+        folder = whole_head(Path(spec.init))
+        saved = _read_weights(folder)
         if _num_layers(saved) < spec.num_layers:
             _warm_start(head, target, last_layers)
-        _go_on_from(head, Path(spec.init), saved)
+        _go_on_from(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
 

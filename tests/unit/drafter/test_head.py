@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from peagle.catalog.shipped_heads import HEADS_FOLDER
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import sample_rows
 from peagle.drafter.forward import head_states
@@ -177,6 +178,17 @@ def test_a_head_goes_on_from_a_saved_one(
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter, saved.get_parameter(name).bfloat16().float(), msg=name)
     assert vocabulary_of_head(tmp_path, [], target_size=96) == replace(vocabulary, coverage=1.0)
+
+
+def test_a_head_goes_on_from_one_that_ships_without_its_lm_head(embedded_target: Path, shipped_eagle3: Path) -> None:
+    shipped = HEADS_FOLDER / "smollm2-135m-eagle3"
+    assert "lm_head.weight" not in load_file(shipped / "model.safetensors")
+    vocabulary = vocabulary_of_head(shipped, [], target_size=49152)
+    shape = HeadSpec(aux_layers=(2, 15, 29), algorithm="eagle3", num_layers=1, num_depths=1, init=str(shipped))
+    head = build_head(embedded_target, shape, vocabulary)
+    whole = load_file(shipped_eagle3 / "model.safetensors")
+    for name in ("lm_head.weight", "fc.weight"):
+        torch.testing.assert_close(head.get_parameter(name), whole[name].float(), rtol=0, atol=0)
 
 
 def test_going_on_from_a_head_of_another_shape_is_refused(
