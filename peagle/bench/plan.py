@@ -10,7 +10,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.schedule import Pass, all_passes
 from peagle.bench.setups import Setup, make_setups
 from peagle.catalog.resolve import ResolvedModel
-from peagle.economics.price_keys import PRICE_KEYS, resolve_price
+from peagle.economics.price_keys import PRICE_KEYS, require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
@@ -113,10 +113,5 @@ def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[
         if any(name in config.model_fields_set for name in PRICE_KEYS):
             raise
         return None, [f"tokens per dollar are left out: {error.message} ({error.hint})"]
-    expected = "accelerator" if hardware.platform == "cuda" else "vcpu"
-    if price.device != expected:
-        raise PriceError(
-            f"the price of {price.instance_type} is per {price.device}, and engines here hold {expected}s",
-            hint="name what this machine is with --instance-type, or state a price with --usd-per-hour",
-        )
+    require_device(price, "accelerator" if hardware.platform == "cuda" else "vcpu", "engines here")
     return price, []

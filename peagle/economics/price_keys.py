@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from peagle.economics.prices import Price, PriceTable, default_instance
+from peagle.economics.prices import Device, Price, PriceTable, default_instance
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 
@@ -76,6 +76,22 @@ def require_same_price(
         f"it is charged at {_per_hour(before)} on {machine}, and this would cost {_per_hour(price)} on {here}",
         hint="leave the price out and use the same machines; the same price as before can be stated for others too",
     )
+
+
+def require_device(price: Price, device: Device, engines: str) -> None:
+    """Make sure that a price is for what engines are paid by: nothing could be charged by it otherwise.
+
+    Args:
+        engines: whose, for the message.
+
+    Raises:
+        PriceError: it is for the other kind.
+    """
+    if price.device != device:
+        raise PriceError(
+            f"the price of {price.instance_type} is per {price.device}, and {engines} are paid for by the {device}",
+            hint="name the machine that they run on with --instance-type, or its price with --usd-per-hour",
+        )
 
 
 def machine_of(hardware: Mapping[str, Any]) -> str:

@@ -4,13 +4,13 @@ Everything that can be refused is refused here, before an engine starts. It star
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.catalog.engines import compose_fake_engine, resolve_engine
 from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
 from peagle.catalog.targets import NO_COMMITS
-from peagle.economics.price_keys import resolve_price
+from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
@@ -97,6 +97,7 @@ def resolve(
     """
     placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
     price = resolve_price(config, hardware)
+    require_device(price, placement.device, "engines here")
     if config.engine == "fake":
         engine = compose_fake_engine(config, hardware)
     else:
@@ -132,8 +133,10 @@ def resolve(
 
 
 def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:
+    # The fake engine binds no cores: as many of them run as there are logical CPUs.
+    node = replace(hardware, core_ids=()) if config.engine == "fake" else hardware
     return place(
-        hardware,
+        node,
         num_engines=config.engine_range.smallest,
         accelerators_per_engine=config.accelerators_per_engine,
         num_nodes=num_nodes,

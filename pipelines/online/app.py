@@ -14,7 +14,7 @@ from typing import Any
 
 from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.economics.ledger import read_sessions
-from peagle.economics.price_keys import resolve_price
+from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Device, Price
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
@@ -110,12 +110,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     """
     price = resolve_price(config, hardware)
     for one in served:
-        if one.placement.device != price.device:
-            raise PriceError(
-                f"the price of {price.instance_type} is per {price.device}, and the engines of "
-                f"{one.keys.served_name} are paid for by the {one.placement.device}",
-                hint="name the machine that they run on with --instance-type, or its price with --usd-per-hour",
-            )
+        require_device(price, one.placement.device, f"the engines of {one.keys.served_name}")
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
