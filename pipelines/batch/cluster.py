@@ -197,14 +197,25 @@ def require_workers(count: int, *, on_gpu: bool) -> None:
         )
 
 
-def require_capacity(placement: Placement, num_engines: int, *, wait_s: float, announce: Callable[[str], None]) -> None:
+def require_capacity(
+    placement: Placement,
+    num_engines: int,
+    *,
+    wait_s: float,
+    check: Callable[[], None],
+    announce: Callable[[str], None],
+) -> None:
     """Make sure that the engines and one task beside them can be scheduled; else Ray would wait for ever in silence.
+
+    Args:
+        check: raises when there is no sense in waiting any longer; it is asked at each look, also at the last one.
 
     Raises:
         CapacityError: they cannot, not even after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     while missing := lacking(_nodes(), placement, num_engines):
+        check()
         left = deadline - time.monotonic()
         if left <= 0:
             raise CapacityError(
@@ -214,6 +225,7 @@ def require_capacity(placement: Placement, num_engines: int, *, wait_s: float, a
         _ask_for_nodes(placement, num_engines)
         announce(f"waiting for the cluster: {missing} ({left:.0f} s left)")
         time.sleep(min(_POLL_S, left))
+    check()
 
 
 def release_nodes() -> None:

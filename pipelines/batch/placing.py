@@ -119,17 +119,17 @@ def place(
             hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
         )
     per_node = math.ceil(num_engines / num_nodes)
-    fit = (hardware.num_accelerators or hardware.num_cpus) // accelerators_per_engine
+    fit = (hardware.num_accelerators or _num_cores(hardware)) // accelerators_per_engine
     per_node = max(per_node, min(math.ceil(most_engines / num_nodes), fit))
     if hardware.platform == "cuda":
         return on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type, num_engines_on_node=per_node)
-    cpus = hardware.num_cpus // per_node
-    if cpus < accelerators_per_engine:
+    if per_node > fit:
         need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
         raise CapacityError(
-            f"{num_engines} engines need {need}; {num_nodes} node(s) have {hardware.num_cpus} each",
+            f"{num_engines} engines need {need}; {num_nodes} node(s) have {_num_cores(hardware)} each",
             hint=f"use at most --engines {fit * num_nodes}" if fit else "use fewer ranks an engine",
         )
+    cpus = hardware.num_cpus // per_node
     return Placement(
         num_cpus=float(cpus - 1) or 0.5,
         num_gpus=0,
@@ -137,6 +137,11 @@ def place(
         device="vcpu",
         num_engines_on_node=per_node,
     )
+
+
+def _num_cores(hardware: Hardware) -> int:
+    """Cores that ranks on CPUs can have to themselves: threads of one physical core share it, unless a quota counts."""
+    return hardware.num_cpus if hardware.is_cpu_quota else len(hardware.core_ids) or hardware.num_cpus
 
 
 def num_engine_nodes(

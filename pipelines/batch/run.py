@@ -6,6 +6,7 @@ It decides and reports; `streaming.py` moves the units, and what happens to rows
 """
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -14,30 +15,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle import hardware, manifest
+from peagle import manifest
 from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
 from peagle.catalog.targets import NO_COMMITS
 from peagle.economics.price_keys import machine_of, require_same_price
 from peagle.economics.prices import Price
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
 from pipelines.batch.lease import hold_lease
 from pipelines.batch.logs import copied
-from pipelines.batch.placing import Neighbours, on_accelerators
+from pipelines.batch.looking import hardware_for
+from pipelines.batch.placing import Neighbours
 from pipelines.batch.plan import Plan, make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.stopping import stop_on_signal
+from pipelines.batch.stopping import interrupted_by_signal, stop_on_signal
 from pipelines.batch.streaming import stream
-from pipelines.batch.supervision import Supervisor
+from pipelines.batch.supervision import BY_SIGNAL, Supervisor, limits_of, require_time, stopped_before_engines
 
 _NO_RUN = "leave --retry-failed out to start one"
 
@@ -82,16 +83,46 @@ def generate(
         TooManyFailedRows: more dead letters than the user allows.
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
     """
+    with interrupted_by_signal():
+        try:
+            return _generate(
+                config,
+                progress,
+                command=command,
+                stop=stop or threading.Event(),
+                neighbours=neighbours,
+                commits=commits,
+            )
+        except KeyboardInterrupt:
+            raise stopped_before_engines(BY_SIGNAL, command) from None
+
+
+def _generate(
+    config: GenerateConfig,
+    progress: Progress,
+    *,
+    command: Sequence[str],
+    stop: threading.Event,
+    neighbours: Neighbours | None,
+    commits: Mapping[str, str],
+) -> Outcome:
+    limits = limits_of(config)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         quiet = stack.enter_context(QuietStderr())
         run = RunDirectory(config.output)
         run.require_usable()
+        run.require_own()
+        if config.retry_failed and not run.exists:
+            raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
         is_remote = cluster.is_remote()
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
+            stack.enter_context(interrupted_by_signal())  # again: Ray takes SIGTERM for itself when it starts
             stack.callback(cluster.release_nodes)
-        here = neighbours.hardware if neighbours else _finished_on(run, config) or _look(config, progress)
-        plan = run.plan() if run.exists else make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
+        plan = _plan_without_looking(run, config)
+        check = functools.partial(require_time, limits, stop, command)
+        here = neighbours.hardware if neighbours else hardware_for(run, config, check=check, announce=progress.say)
+        plan = plan or make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[here.platform])
         resolved = resolve(
             config,
             here,
@@ -113,9 +144,6 @@ def generate(
         if resolved.tuned:
             for note in resolved.tuned.at_start(_concurrency(resolved, plan)):
                 progress.say(note)
-        run.require_own()
-        if config.retry_failed and not run.exists:
-            raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
         lease = held.enter_context(
             hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
         )
@@ -126,56 +154,36 @@ def generate(
         if not units:
             run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
             return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
-        stop = stop or threading.Event()
-        supervisor = Supervisor(run, plan, resolved, stop, command=command)
+        supervisor = Supervisor(run, plan, resolved, limits, stop, command=command)
         supervisor.require_room()
         log = run.logs / "driver.log"
         stack.enter_context(copied(run.root, log, f"driver-{lease.number}.log"))
         quiet.move_to(log)
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
+        stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         cluster.require_capacity(
-            resolved.placement, config.engine_range.smallest, wait_s=config.cluster_wait_s, announce=progress.say
+            resolved.placement,
+            config.engine_range.smallest,
+            wait_s=config.cluster_wait_s,
+            check=supervisor.require_room,
+            announce=progress.say,
         )
         cluster.release_nodes()  # from here on it is the engines that need them
-        stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
         stack.close()  # the rest needs no cluster
         run.remove_leftovers()
         return Outcome(report=make_report(run), export=_export(run, plan, config))
 
 
-def _finished_on(run: RunDirectory, config: GenerateConfig) -> Hardware | None:
-    """The accelerators that a finished run had: it need not wait for others to find that nothing is left to do.
+def _plan_without_looking(run: RunDirectory, config: GenerateConfig) -> Plan | None:
+    """The plan where it does not depend on what the nodes are; None where it does.
 
-    None where something may be left, or where nobody would wait: then somebody has to look at what is there.
+    A wrong input is told before accelerators are waited for.
     """
-    if config.accelerator_type is None or config.retry_failed or not run.exists or run.plan().left(run.committed()):
-        return None
-    before = Hardware.from_dict(run.manifest()["run"]["hardware"])
-    return before if before.platform == "cuda" else None
-
-
-def _look(config: GenerateConfig, progress: Progress) -> Hardware:
-    """The hardware of a node that will run engines: of this one, or of one of the cluster's.
-
-    Where engines need accelerators, an autoscaled cluster is asked for them first: before they are there nothing can be
-    said of them, and a run would be one on the CPUs of its head.
-
-    Raises:
-        CapacityError: they do not come.
-    """
-    if not cluster.is_remote():
-        return hardware.detect()
-    per_engine, kind = config.accelerators_per_engine, config.accelerator_type
-    if kind is not None:
-        cluster.require_capacity(
-            on_accelerators(per_engine, accelerator_type=kind),
-            config.engine_range.smallest,
-            wait_s=config.cluster_wait_s,
-            announce=progress.say,
-        )
-    return cluster.inspect(accelerators_per_engine=per_engine, accelerator_type=kind)
+    if run.exists:
+        return run.plan()
+    return make_plan(config, max_num_seqs=DEFAULT_MAX_NUM_SEQS["cuda"]) if config.accelerator_type else None
 
 
 def _export(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Export | None:

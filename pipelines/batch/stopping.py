@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
 from peagle.errors import PeagleError, StoppedEarly
 
@@ -26,12 +28,31 @@ def stop_on_signal(stop: threading.Event) -> Iterator[None]:
             os._exit(StoppedEarly.exit_code)  # as after kill -9: Ray's processes go with this one
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handled_by(ask):
+        yield
+
+
+@contextlib.contextmanager
+def interrupted_by_signal() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: what is under way is given up at once, for none of it is lost.
+
+    Elsewhere than in the main thread, signals are left as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handled_by(signal.default_int_handler):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 class PolledStop:

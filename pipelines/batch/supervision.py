@@ -16,6 +16,7 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.storage import WRITE_ERRORS
+from pipelines.batch.config import GenerateConfig
 from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
 from pipelines.batch.plan import Plan
 from pipelines.batch.progress import Tally
@@ -27,6 +28,7 @@ from pipelines.batch.stopping import resume_command
 _GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
 _NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived
 _MAX_DEATHS_IN_A_ROW = 5
+BY_SIGNAL = "asked to by a signal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class Supervisor:
     """Watches one attempt at a run.
 
     Args:
+        limits: as `limits_of` the configuration when the command began.
         stop: set by a signal.
         command: the command line, from which that of a resume is made.
 
@@ -82,7 +85,14 @@ class Supervisor:
     """
 
     def __init__(
-        self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, stop: threading.Event, *, command: Sequence[str]
+        self,
+        run: RunDirectory,
+        plan: Plan,
+        resolved: ResolvedRun,
+        limits: Limits,
+        stop: threading.Event,
+        *,
+        command: Sequence[str],
     ) -> None:
         self._run, self._plan, self._resolved = run, plan, resolved
         self._stop, self._command = stop, command
@@ -92,8 +102,8 @@ class Supervisor:
         self.tally.usd = self._spending.usd
         self._deaths = DeathWatch()
         self._price = price
-        self._limits = limits_of(resolved)
-        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(0))
+        self._limits = limits
+        self._limits = replace(limits, reserve_usd=self._reserve_usd(0))
         self._give_up_at = math.inf
         self._is_asked = False
         self.ending: Ending | None = None
@@ -105,14 +115,14 @@ class Supervisor:
             yield usage
 
     def require_room(self) -> None:
-        """Refuse to start engines when a limit is reached already.
+        """Refuse to start engines, or to wait for nodes, when a limit is reached already or a stop was asked for.
 
         Raises:
-            StoppedEarly: no money or time is left.
+            StoppedEarly: no money or time is left, or a signal came.
             TooManyFailedRows: too many rows have failed before.
         """
-        if limit := reached(self._limits, self._situation()):
-            self.ending = self._ending_of(limit)
+        if ending := self._asked_to_end():
+            self.ending = ending
             raise self.error()
 
     def observe(self) -> None:
@@ -153,11 +163,15 @@ class Supervisor:
 
     # --- reasons
 
-    def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
+    def _asked_to_end(self) -> Ending | None:
         if self._stop.is_set():
-            return Ending(error=StoppedEarly, message="asked to by a signal")
-        if limit := reached(self._limits, self._situation()):
-            return self._ending_of(limit)
+            return Ending(error=StoppedEarly, message=BY_SIGNAL)
+        limit = reached(self._limits, self._situation())
+        return self._ending_of(limit) if limit else None
+
+    def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
+        if ending := self._asked_to_end():
+            return ending
         if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
             return Ending(
                 error=EngineError,
@@ -211,9 +225,28 @@ class Supervisor:
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
-def limits_of(resolved: ResolvedRun) -> Limits:
-    """The limits that the configuration sets, with the time that ending takes."""
-    config = resolved.config
+def require_time(limits: Limits, stop: threading.Event, command: Sequence[str]) -> None:
+    """Refuse to go on waiting for a cluster before there is a run that could be supervised.
+
+    Raises:
+        StoppedEarly: the deadline is near, or a stop was asked for.
+    """
+    nothing_done = Situation(now=time.time(), spent_usd=0.0, num_done_rows=0, num_failed_rows=0)
+    limit = reached(limits, nothing_done)
+    if stop.is_set() or limit:
+        raise stopped_before_engines(limit.message if limit else BY_SIGNAL, command)
+
+
+def stopped_before_engines(message: str, command: Sequence[str]) -> StoppedEarly:
+    """How a command ends that is stopped while no engine of its run is at work."""
+    return StoppedEarly(
+        f"stopped while no engine was at work: {message}",
+        hint=f"the same command continues: {resume_command(command, {})}",
+    )
+
+
+def limits_of(config: GenerateConfig) -> Limits:
+    """The limits that the configuration sets, counted from now, with the time that ending takes."""
     return Limits(
         budget_usd=config.budget_usd,
         deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now().astimezone()),

@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from peagle.errors import CapacityError, ConfigError
+from peagle.errors import CapacityError, ConfigError, StoppedEarly
 from peagle.hardware import Hardware
 from pipelines.batch import cluster
 from pipelines.batch.cluster import ray_cluster
@@ -71,10 +71,10 @@ def growing(monkeypatch):
     monkeypatch.setattr(cluster, "_nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
     monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: asked.append(bundles))
 
-    def require(*nodes, num_engines, wait_s=900.0):
+    def require(*nodes, num_engines, wait_s=900.0, check=lambda: None):
         looks[:] = nodes
         engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
-        cluster.require_capacity(engine, num_engines, wait_s=wait_s, announce=said.append)
+        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=said.append)
 
     return require, asked, said
 
@@ -84,6 +84,21 @@ def test_accelerators_that_are_not_there_yet_are_asked_for_and_waited_for(growin
     require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
     assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
     assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
+
+
+def test_a_wait_ends_when_there_is_no_sense_in_it_any_more(growing):
+    require, asked, _ = growing
+    left = iter([None, StoppedEarly("the deadline is near")])
+
+    def check():
+        if error := next(left):
+            raise error
+
+    with pytest.raises(StoppedEarly, match="the deadline is near"):
+        require([HEAD], num_engines=1, check=check)
+    assert len(asked) == 1
+    with pytest.raises(StopIteration):  # asked once more when nothing is missing: the nodes may have come too late
+        require([HEAD, G7E], num_engines=1, check=check)
 
 
 def test_what_was_asked_for_is_taken_back_once_it_is_not_needed_any_more(growing):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from peagle.engine.memory import check_capacity
@@ -36,6 +38,16 @@ def test_cpu_engines_share_a_node_and_leave_room_for_what_feeds_them(num_cpus, e
 def test_more_engines_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
         place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
+
+
+def test_threads_of_one_core_are_no_cores_for_two_engines_unless_a_quota_counts():
+    threads = replace(cpu_node(8), core_ids=(0, 2, 4, 6))
+    with pytest.raises(CapacityError, match=r"5 engines need a CPU core each; 1 node\(s\) have 4(.|\n)*--engines 4"):
+        place(threads, num_engines=5, accelerators_per_engine=1, num_nodes=1)
+    shared = place(threads, num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    assert (shared.num_engines_on_node, shared.num_devices) == (4, 2)
+    quota = replace(threads, is_cpu_quota=True)
+    assert place(quota, num_engines=5, accelerators_per_engine=1, num_nodes=1).num_engines_on_node == 5
 
 
 def test_a_gpu_engine_takes_and_pays_for_its_accelerators():

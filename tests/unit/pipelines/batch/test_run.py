@@ -1,5 +1,6 @@
 import contextlib
 import json
+import signal
 from dataclasses import replace
 
 import pyarrow as pa
@@ -10,19 +11,24 @@ from rich.console import Console
 from peagle import hardware
 from peagle.economics.usage import UnitUsage
 from peagle.engine.fake_engine import ByteTokenizer
-from peagle.errors import CapacityError, ConfigError, PriceError
+from peagle.errors import CapacityError, ConfigError, InputError, PriceError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
+from pipelines.batch import looking
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
 from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import resolve
-from pipelines.batch.run import _look, _open
+from pipelines.batch.run import _open
 from pipelines.batch.rundir import RunDirectory
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate"]
+USAGE = UnitUsage(
+    session_id="s", num_rows=12, num_failed_rows=0, num_prompt_tokens=24, num_cached_tokens=0, num_output_tokens=24,
+    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+)  # fmt: skip
 MODEL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "max_position_embeddings": 8192}
 HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 
@@ -69,18 +75,18 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(
-        run_module.cluster,
+        looking.cluster,
         "require_capacity",
-        lambda p, n, *, wait_s, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
+        lambda p, n, *, wait_s, check, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
     )
     monkeypatch.setattr(
-        run_module.cluster,
+        looking.cluster,
         "inspect",
         lambda *, accelerators_per_engine, accelerator_type: done.append(
             ("inspect", accelerators_per_engine, accelerator_type)
         ),
     )
-    _look(config, Progress(Console()))
+    looking.hardware_for(RunDirectory(tmp_path), config, check=lambda: None, announce=print)
     assert done == expected
 
 
@@ -94,11 +100,7 @@ def on_no_accelerator(driver, monkeypatch, tmp_path):
     plan, resolved = driver(hardware=h100, accelerator_type="H100", rows_per_unit=12)
     run = RunDirectory(tmp_path / "run")
     _open(run, plan, resolved, COMMAND)
-    usage = UnitUsage(
-        session_id="s", num_rows=12, num_failed_rows=0, num_prompt_tokens=24, num_cached_tokens=0, num_output_tokens=24,
-        busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-    )  # fmt: skip
-    run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), usage, [])
+    run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
     def wait(*_, **__):
         raise CapacityError("they do not come")
@@ -110,7 +112,7 @@ def on_no_accelerator(driver, monkeypatch, tmp_path):
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
     def again(**keys):
-        config = driver(**{"hardware": h100, "accelerator_type": "H100", **keys})[1].config
+        config = resolved.config.model_copy(update=keys)
         return run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND)
 
     return run, again
@@ -124,6 +126,49 @@ def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_ac
     run.unit_path(0).unlink()
     with pytest.raises(CapacityError, match="they do not come"):
         again()
+
+
+def test_failed_rows_are_what_nodes_are_waited_for_when_only_they_are_taken_up(on_no_accelerator):
+    run, again = on_no_accelerator
+    assert again(retry_failed=True).did_nothing  # none failed
+    run.unit_path(0).unlink()
+    letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
+    run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
+    assert again().did_nothing
+    with pytest.raises(CapacityError, match="they do not come"):
+        again(retry_failed=True)
+
+
+def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_accelerator, tmp_path):
+    _, again = on_no_accelerator
+    (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
+    with pytest.raises(InputError, match=r"in\.jsonl"):
+        again(output=tmp_path / "another")
+    with pytest.raises(ConfigError, match="holds no run whose failed rows"):
+        again(output=tmp_path / "another", retry_failed=True)
+
+
+def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(driver, tmp_path):
+    plan, resolved = driver()
+    run = RunDirectory(tmp_path / "run")
+    _open(run, plan, resolved, COMMAND)
+    config = resolved.config.model_copy(update={"accelerator_type": "H100"})
+    with pytest.raises(ConfigError, match=r"began on .*accelerator_type H100 cannot continue it"):
+        looking.hardware_for(run, config, check=lambda: None, announce=print)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(driver, monkeypatch, number):
+    config = driver()[1].config
+    monkeypatch.setattr(run_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
+    with pytest.raises(StoppedEarly, match="no engine was at work: asked to by a signal") as stopped:
+        run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND)
+    assert stopped.value.hint == "the same command continues: peagle generate"
+
+
+def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(driver):
+    with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, and engines here are paid for by the vcpu"):
+        driver(usd_per_hour=None, instance_type="g5.xlarge")
 
 
 def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(driver, tmp_path):

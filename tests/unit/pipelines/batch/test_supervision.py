@@ -1,3 +1,4 @@
+import datetime
 import threading
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve, resolve_price
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.supervision import Supervisor
+from pipelines.batch.supervision import Supervisor, limits_of, require_time
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate", "--output", "runs/a"]
@@ -64,7 +65,7 @@ def start(tmp_path):
         ]
         run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
         resolved = resolve(config, HERE, ["prompt"], announce=print)
-        return run, Supervisor(run, plan, resolved, threading.Event(), command=[*COMMAND, *command])
+        return run, Supervisor(run, plan, resolved, limits_of(config), threading.Event(), command=[*COMMAND, *command])
 
     return make
 
@@ -165,3 +166,24 @@ def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
         run.write_session(session(f"other{number}", engine_index=1 + number))
         supervisor.observe()
     assert supervisor.ending is None
+
+
+def test_a_time_of_day_that_passes_before_the_engines_start_is_not_tomorrow(monkeypatch, start):
+    run, _ = start()
+    soon = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=90)
+    limits = limits_of(GenerateConfig(input="in.csv", output=run.root, deadline=f"{soon:%H:%M:%S}", grace_s=1))
+    require_time(limits, threading.Event(), COMMAND)
+    monkeypatch.setattr(supervision.time, "time", lambda: soon.timestamp() + 1)
+    with pytest.raises(StoppedEarly, match=r"no engine was at work: the deadline .* is near") as stopped:
+        require_time(limits, threading.Event(), COMMAND)
+    assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
+
+
+def test_a_stop_that_was_asked_for_ends_the_wait_for_a_cluster(start):
+    _, supervisor = start()
+    supervisor.require_room()
+    supervisor._stop.set()
+    with pytest.raises(StoppedEarly, match="1 of 4 units committed: asked to by a signal"):
+        supervisor.require_room()
+    with pytest.raises(StoppedEarly, match="asked to by a signal"):
+        require_time(supervisor._limits, supervisor._stop, COMMAND)
