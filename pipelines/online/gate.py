@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
@@ -94,15 +95,16 @@ class Gate:
         inward = {KEY_HEADER: key.name, "x-request-id": request_id}
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
         scope = {**scope, KEY_IN_SCOPE: key}
-        if scope["method"] == "POST" and scope["path"] in (FILES, BATCHES):
+        path = _route(scope)
+        if scope["method"] == "POST" and path in (FILES, BATCHES):
             await self._take_in(_with_headers(scope, inward), receive, answer, key)
             return
-        if scope["method"] != "POST" or scope["path"] not in (CHAT, COMPLETIONS):
+        if scope["method"] != "POST" or path not in (CHAT, COMPLETIONS):
             await self._app(_with_headers(scope, inward), receive, answer.send)
             return
         body = await self._read(scope, receive)
         settings = self._settings
-        intake = check(scope["path"], body, key, self._models, max_output_tokens=settings.max_output_tokens)
+        intake = check(path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
         await self._settlements.catch_up()
         permit = self._limiter.admit(key, intake.output_tokens)
         answer.expect(intake)
@@ -132,7 +134,7 @@ class Gate:
         settings = self._settings
         await self._settlements.catch_up()
         self._limiter.settle(self._limiter.admit(key, 0), output_tokens=0, usd=0.0)
-        if scope["path"] == BATCHES:
+        if _route(scope) == BATCHES:
             receive = _replay(await self._read(scope, receive), receive)
         else:
             _require_length(scope, settings.max_upload_bytes)
@@ -143,8 +145,9 @@ class Gate:
 
     def _is_open(self, scope: Scope) -> bool:
         """Whether anybody gets it; the page only where keys guard what it shows."""
-        is_open_page = self._settings.requires_key and is_page(scope["method"], scope["path"])
-        return is_open_page or scope["path"] in _OPEN_PATHS
+        path = _route(scope)
+        is_open_page = self._settings.requires_key and is_page(scope["method"], path)
+        return is_open_page or path in _OPEN_PATHS
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
@@ -289,6 +292,12 @@ def is_loopback(scope: Scope) -> bool:
         return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:
         return False
+
+
+def _route(scope: Scope) -> str:
+    """The path as the application's router matches it: without the prefix under which Serve has the application, which
+    it leaves in `path`."""
+    return get_route_path(scope)
 
 
 def _require_length(scope: Scope, limit: int) -> None:

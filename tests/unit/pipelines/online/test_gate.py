@@ -82,10 +82,10 @@ def settings(tmp_path):
 def ask(settings, keys):
     """Send requests, one after the other, through one gate."""
 
-    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, **changes):
+    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, prefix="", **changes):
         async def run():
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), load)
-            transport = httpx.ASGITransport(app=gate, client=client)
+            transport = httpx.ASGITransport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
 
@@ -191,6 +191,27 @@ def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expe
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
     assert engine.asked is None
+
+
+@pytest.mark.parametrize("prefix", ["", "/peagle"])
+def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, keys, prefix):
+    def asked(request, **how):
+        (answer,) = ask(request, prefix=prefix, **how)
+        return answer.status_code if answer.status_code < 400 else error_of(answer)
+
+    chat, engine = prefix + CHAT, Engine()
+    assert asked(post(keys["other"], path=chat)) == (403, "model_not_allowed")
+    assert asked(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (400, "max_tokens_too_large")
+    for path in (chat, prefix + "/v1/batches"):
+        assert asked(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
+    assert asked(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
+        413, "body_too_large",
+    )  # fmt: skip
+    first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
+    assert engine.asked["max_tokens"] == 100
+    assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
+    assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
+    assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
 
 
 def test_a_key_may_be_for_some_models_only(ask, keys):
