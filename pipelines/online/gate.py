@@ -31,6 +31,7 @@ from pipelines.online.web_page import is_page
 KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
+CAP_HEADER = "x-peagle-cap-tokens"
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
@@ -110,6 +111,7 @@ class Gate:
         answer.expect(intake)
         inward |= {"content-length": str(len(intake.body))}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
+        inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
                 with self._load.request(intake.model.name):

@@ -24,7 +24,7 @@ from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError, from_exception, is_engine_death
-from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gate import CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.handles import Cancelling
 from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
@@ -79,6 +79,8 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """A chat completion, whole or as a stream of events."""
+        if cap := request.headers.get(CAP_HEADER):
+            body.cap(int(cap))
         return await _ask(super().chat, body, request)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:

@@ -54,6 +54,7 @@ class Intake:
         wants_usage: the client asked for the event with usage at the end of a stream.
         wants_each_usage: and for usage in every event.
         output_tokens: of all its choices at most.
+        cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
     """
 
     body: bytes
@@ -62,6 +63,7 @@ class Intake:
     wants_usage: bool
     wants_each_usage: bool
     output_tokens: int
+    cap_tokens: int | None = None
 
 
 def check(
@@ -84,7 +86,10 @@ def check(
     model = _model(values, key, models)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
-    tokens = _tokens(path, values, key, model, max_output_tokens)
+    asked = _asked_tokens(path, values, model, max_output_tokens)
+    tokens = asked or default_tokens(path, key, model, max_output_tokens)
+    if path == COMPLETIONS:
+        values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}
     is_stream = bool(values.get("stream"))
     if is_stream:
@@ -97,6 +102,8 @@ def check(
         wants_usage=bool(options.get("include_usage")),
         wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         output_tokens=tokens * _num_choices(path, values),
+        # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
+        cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
     )
 
 
@@ -140,30 +147,21 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
     return models[name]
 
 
-def _tokens(path: str, values: dict[str, Any], key: KeyRecord, model: ServedModel, most: int | None) -> int:
-    """Output tokens of one choice at most; one that names no number gets the smallest limit there is, if any."""
+def _asked_tokens(path: str, values: Mapping[str, Any], model: ServedModel, most: int | None) -> int | None:
+    """Output tokens of one choice at most, as the request names them."""
     field = (
         "max_tokens" if path == COMPLETIONS or values.get("max_completion_tokens") is None else "max_completion_tokens"
     )
     asked: int | None = values.get(field)
     limit = model.max_model_len if most is None else min(most, model.max_model_len)
-    if asked is not None:
-        if asked > limit:
-            raise ApiError(
-                400,
-                f"{field} is {asked}, and {model.name} gives {limit} at most",
-                code="max_tokens_too_large",
-                param=field,
-            )
-        return asked
-    tokens = default_tokens(path, key, model, most)
-    if path == COMPLETIONS or tokens < model.max_model_len:  # vLLM would give a completion its own 16
-        values["max_tokens"] = tokens
-    return tokens
+    if asked is not None and asked > limit:
+        message = f"{field} is {asked}, and {model.name} gives {limit} at most"
+        raise ApiError(400, message, code="max_tokens_too_large", param=field)
+    return asked
 
 
 def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None) -> int:
-    """Output tokens at most of a request that names no number."""
+    """Output tokens at most of a request that names no number: the smallest limit there is."""
     own = COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
     return min(number for number in (own, most, model.max_model_len) if number is not None)
 

@@ -1,5 +1,9 @@
+import pickle
+from types import SimpleNamespace
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
 from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.errors import ApiError
@@ -28,6 +32,22 @@ def test_a_wrong_type_still_says_where():
     with pytest.raises(ValidationError) as found:
         chat(temperature="hot")
     assert found.value.errors()[0]["loc"] == ("temperature",)
+
+
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM reads it itself
+def test_a_cap_is_no_number_of_tokens_that_the_context_must_hold_beside_the_prompt():
+    """As vLLM counts, of a request as it comes to the engine's process."""
+
+    def room_for_prompt(request):
+        return request.build_tok_params(SimpleNamespace(max_model_len=8192)).max_input_tokens
+
+    capped = chat()
+    capped.cap(8000)
+    capped = pickle.loads(pickle.dumps(capped))
+    assert room_for_prompt(capped) == room_for_prompt(chat()) == 8192
+    assert room_for_prompt(chat(max_tokens=8000)) == room_for_prompt(chat(max_completion_tokens=8000)) == 192
+    for num_prompt_tokens, left in ((100, 8000), (1000, 7192)):
+        assert get_max_tokens(8192, capped.max_completion_tokens, num_prompt_tokens, {}) == left
 
 
 def test_lists_in_messages_can_be_sent_to_an_engine():

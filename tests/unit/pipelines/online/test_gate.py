@@ -208,7 +208,7 @@ def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, ke
         413, "body_too_large",
     )  # fmt: skip
     first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
-    assert engine.asked["max_tokens"] == 100
+    assert engine.headers["x-peagle-cap-tokens"] == "100"
     assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
     assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
     assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
@@ -277,13 +277,14 @@ def test_what_a_request_cost_counts_against_the_budget(ask, keys):
 
 
 def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys):
+    """A chat's is a cap of ours: as a number of its own vLLM would refuse it beside a long prompt."""
     engine = Engine()
-    ask(post(keys["small"]), app=engine)
-    assert engine.asked["max_tokens"] == 100
-    ask(post(keys["alice"]), app=engine, max_output_tokens=30)
-    assert engine.asked["max_tokens"] == 30
-    ask(post(keys["alice"]), app=engine)
-    assert "max_tokens" not in engine.asked
+    for key, most, cap in (("small", None, "100"), ("small", 30, "30"), ("alice", 30, "30"), ("alice", None, None)):
+        ask(post(keys[key], headers={"x-peagle-cap-tokens": "9"}), app=engine, max_output_tokens=most)
+        assert engine.headers.get("x-peagle-cap-tokens") == cap
+        assert "max_tokens" not in engine.asked
+    ask(post(keys["small"], max_tokens=30), app=engine)
+    assert (engine.asked["max_tokens"], engine.headers.get("x-peagle-cap-tokens")) == (30, None)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
         ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
         assert engine.asked["max_tokens"] == tokens

@@ -2,9 +2,11 @@ import asyncio
 
 import pytest
 from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipelines.online import ingress
+from pipelines.online.bodies import Chat
 from pipelines.online.errors import ApiError
 
 
@@ -23,6 +25,17 @@ def asked(monkeypatch, *ends):
         return asyncio.run(ingress._ask(handler, None, None)), len(ends) - len(left)
     except ApiError as error:
         return error.status, len(ends) - len(left)
+
+
+@pytest.mark.parametrize(("headers", "tokens"), [([], None), ([(b"x-peagle-cap-tokens", b"70")], 70)])
+def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatch, headers, tokens):
+    async def ray_chat(self, body, request):
+        return body
+
+    monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
+    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), Request({"type": "http", "headers": headers})))
+    assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
 
 def test_another_engine_answers_for_one_that_died_once(monkeypatch):
