@@ -27,7 +27,7 @@ from pipelines.online.gate import GateSettings
 from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
 from pipelines.online.llm_config import Sizes
 from pipelines.online.requests import ServedModel
-from pipelines.online.scaling import pieces_per_s, request_counts
+from pipelines.online.scaling import decode_slots, pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
@@ -258,6 +258,7 @@ def _served_model(one: Served, hardware: Hardware) -> ServedModel:
         name=one.keys.served_name,
         max_model_len=spec.max_model_len,
         can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
+        max_choices=decode_slots(spec, hardware),
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
     )

@@ -98,7 +98,9 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
     request_timeout_s: float = Field(600, gt=0, description="time for an answer, waiting for an engine included")
     max_output_tokens: int | None = Field(
-        None, ge=1, description="most output tokens of a request, and what one gets that names none"
+        None,
+        ge=1,
+        description="most output tokens of a request, all its choices together, and what one gets that names none",
     )
     batches: FolderKey | None = Field(
         None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: these are off"

@@ -35,11 +35,14 @@ class ServedModel:
 
     Attributes:
         can_seed: whether a sampling seed works; vLLM 0.29 on CPU dies on one, and every request in it.
+        max_choices: of one request, over all its prompts: they are one request for whoever counts an engine's; None is
+            without limit.
     """
 
     name: str
     max_model_len: int
     can_seed: bool = True
+    max_choices: int | None = None
     drafter: str | None = None
     num_speculative_tokens: int | None = None
 
@@ -86,8 +89,9 @@ def check(
     model = _model(values, key, models)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
-    asked = _asked_tokens(path, values, model, max_output_tokens)
-    tokens = asked or default_tokens(path, key, model, max_output_tokens)
+    num_choices = _num_choices(path, values, model)
+    asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
+    tokens = asked or default_tokens(path, key, model, max_output_tokens, num_choices)
     if path == COMPLETIONS:
         values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}
@@ -101,7 +105,7 @@ def check(
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),
         wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
-        output_tokens=tokens * _num_choices(path, values),
+        output_tokens=tokens * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
         cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
     )
@@ -147,26 +151,55 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
     return models[name]
 
 
-def _asked_tokens(path: str, values: Mapping[str, Any], model: ServedModel, most: int | None) -> int | None:
-    """Output tokens of one choice at most, as the request names them."""
+def _asked_tokens(
+    path: str, values: Mapping[str, Any], model: ServedModel, most: int | None, num_choices: int
+) -> int | None:
+    """Output tokens of one choice at most, as the request names them; `most` is for all choices together."""
     field = (
         "max_tokens" if path == COMPLETIONS or values.get("max_completion_tokens") is None else "max_completion_tokens"
     )
     asked: int | None = values.get(field)
-    limit = model.max_model_len if most is None else min(most, model.max_model_len)
+    limit = model.max_model_len if most is None else min(most // num_choices, model.max_model_len)
     if asked is not None and asked > limit:
-        message = f"{field} is {asked}, and {model.name} gives {limit} at most"
+        each = f" to each of {num_choices} choices" if num_choices > 1 else ""
+        message = f"{field} is {asked}, and {model.name} gives {limit} at most{each}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)
     return asked
 
 
-def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None) -> int:
-    """Output tokens at most of a request that names no number: the smallest limit there is."""
-    own = COMPLETION_TOKENS if path == COMPLETIONS else key.output_tokens_per_min
-    return min(number for number in (own, most, model.max_model_len) if number is not None)
+def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None, num_choices: int = 1) -> int:
+    """Output tokens of one choice at most where a request names no number: the smallest limit there is.
+
+    Raises:
+        ApiError: 400, there are more choices than tokens for all of them.
+    """
+    if path == COMPLETIONS:
+        of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [most]
+    else:
+        of_each, of_all = model.max_model_len, [most, key.output_tokens_per_min]
+    tokens = min([of_each, *(number // num_choices for number in of_all if number is not None)])
+    if tokens < 1:
+        message = f"the request has {num_choices} choices, and may not have as many output tokens; ask for fewer"
+        raise ApiError(400, message, code="max_tokens_too_large", param="n")
+    return tokens
 
 
-def _num_choices(path: str, values: Mapping[str, Any]) -> int:
+def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
+    """Choices of all prompts together, each of which takes a slot of an engine.
+
+    Raises:
+        ApiError: 400, they are too many for one request.
+    """
     prompt = values.get("prompt")
     is_batch = path == COMPLETIONS and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return int(values.get("n") or 1) * (len(prompt) if is_batch and prompt else 1)
+    num_prompts = len(prompt) if is_batch and prompt else 1
+    n = int(values.get("n") or 1)
+    if model.max_choices is not None and n * num_prompts > model.max_choices:
+        raise ApiError(
+            400,
+            f"n is {n}, of {num_prompts} prompt(s), and {model.name} gives one request {model.max_choices} choices at "
+            "most; send several",
+            code="too_many_choices",
+            param="prompt" if num_prompts > model.max_choices else "n",
+        )
+    return n * num_prompts

@@ -70,7 +70,7 @@ def settings(tmp_path):
     (tmp_path / "ledger").mkdir()
     return {
         "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
-                   ServedModel(name="b", max_model_len=1000, can_seed=False)),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8)),
         "ledger": tmp_path / "ledger",
         "key_file": tmp_path / "keys.json",
         "max_body_bytes": 2000,
@@ -288,6 +288,39 @@ def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
         ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
         assert engine.asked["max_tokens"] == tokens
+
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("request_of", "most", "expected"),
+    [
+        ({"n": 4, "max_tokens": 16}, 64, 200),
+        ({"n": 4, "max_tokens": 17}, 64, (400, "max_tokens_too_large")),
+        ({"path": COMPLETIONS, "prompt": [[1]] * 5, "max_tokens": 16}, 64, (400, "max_tokens_too_large")),
+        ({"path": COMPLETIONS, "prompt": [1] * 500, "max_tokens": 64}, 64, 200),
+        ({"n": 65}, 64, (400, "max_tokens_too_large")),
+        ({"model": "b", "n": 8}, None, 200),
+        ({"model": "b", "n": 9}, None, (400, "too_many_choices")),
+        ({"model": "b", "path": COMPLETIONS, "prompt": ["x"] * 8}, None, 200),
+        ({"model": "b", "path": COMPLETIONS, "prompt": ["x"] * 9}, None, (400, "too_many_choices")),
+        ({"model": "b", "path": COMPLETIONS, "prompt": [[1]] * 3, "n": 3}, None, (400, "too_many_choices")),
+    ],
+)
+def test_limits_are_of_all_choices_of_a_request(ask, keys, request_of, most, expected):
+    (answer,) = ask(post(keys["alice"], **request_of), max_output_tokens=most)
+    assert (200 if answer.status_code == 200 else error_of(answer)) == expected
+
+
+def test_choices_without_a_number_of_tokens_share_the_smallest_limit(ask, keys):
+    engine = Engine()
+    ask(post(keys["small"], n=4), app=engine)
+    assert engine.headers["x-peagle-cap-tokens"] == "25"
+    ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
+    assert engine.headers["x-peagle-cap-tokens"] == "7"
+    ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
+    assert engine.asked["max_tokens"] == 7
 
 
 def streamed(answer):
