@@ -7,7 +7,6 @@ pass through and are not logged.
 """
 
 import asyncio
-import ipaddress
 import json
 import logging
 import uuid
@@ -23,6 +22,7 @@ from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_tex
 from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
+from pipelines.online.local import require_local
 from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES, Intake, ServedModel, check
 from pipelines.online.settlements import Settlements
 from pipelines.online.uploads import Upload, too_large
@@ -153,8 +153,7 @@ class Gate:
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
-            if not is_loopback(scope):
-                raise ApiError(403, "this endpoint has no keys and answers only its own machine", code="not_local")
+            require_local(scope)
             return LOCAL
         scheme, _, key = (_header(scope, "authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -286,14 +285,6 @@ class _Answer:
         for name in _SUMMARY_HEADERS:
             if summary.get(name) is not None:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
-
-
-def is_loopback(scope: Scope) -> bool:
-    """Whether the client is on this machine."""
-    try:
-        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _route(scope: Scope) -> str:

@@ -234,7 +234,7 @@ def test_a_body_without_end_is_refused_and_not_read_on(url, path, has_length):
     length = "content-length: 999999999999" if has_length else "transfer-encoding: chunked"
     chunk = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
     with connect(url) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{FORM}\r\n{length}\r\n\r\n".encode())
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\n{length}\r\n\r\n".encode())
         with pytest.raises((ConnectionError, TimeoutError)):
             client.sendall(chunk * 1000)  # 64 MiB
     assert httpx.get(url + "/health").status_code == 200
@@ -243,7 +243,7 @@ def test_a_body_without_end_is_refused_and_not_read_on(url, path, has_length):
 @pytest.mark.parametrize("path", [CHAT, FILES])
 def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(url, path):
     with connect(url) as client:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{FORM}\r\ncontent-length: 999999999999\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\ncontent-length: 999999999999\r\n\r\n"
         client.sendall(head.encode())
         answer = client.recv(65_536)
     assert b" 413 " in answer.splitlines()[0]
@@ -254,7 +254,7 @@ def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(url, path):
 @pytest.mark.parametrize("path", [CHAT, FILES])
 def test_a_client_that_sends_byte_by_byte_is_given_up_on(url, path):
     with connect(url) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{FORM}\r\ncontent-length: 1000\r\n\r\n".encode())
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\ncontent-length: 1000\r\n\r\n".encode())
         client.settimeout(0.4)
         answer, started = b"", time.monotonic()
         while not answer and time.monotonic() - started < 15:

@@ -82,11 +82,11 @@ def settings(tmp_path):
 def ask(settings, keys):
     """Send requests, one after the other, through one gate."""
 
-    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, prefix="", **changes):
+    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, prefix="", host="localhost", **changes):
         async def run():
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), load)
             transport = httpx.ASGITransport(app=gate, client=client, root_path=prefix)
-            async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
 
         return asyncio.run(run())
@@ -148,6 +148,25 @@ def test_without_keys_only_this_machine_is_answered(ask):
     assert ask(post(), client=("::1", 1), **open_to_us)[0].status_code == 200
     for client in (("10.0.0.7", 1), ("", 0), None):
         assert error_of(ask(post(), client=client, **open_to_us)[0]) == (403, "not_local")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
+def test_without_keys_its_own_page_is_answered_and_no_page_of_another_site(ask, host):
+    def asked(request, host=host, **headers):
+        arguments, parts = request
+        (answer,) = ask((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
+        return 200 if answer.status_code == 200 else error_of(answer)
+
+    for request in (get("/"), get("/v1/cost"), post()):
+        assert asked(request) == asked(request, origin=f"http://{host}") == 200
+        for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
+            assert asked(request, host=name) == (403, "not_local")
+            assert asked(request, origin=f"http://{name}") == (403, "not_local")
+        assert asked(request, origin="null") == (403, "not_local")
+
+
+def test_with_keys_the_endpoint_may_have_any_name(ask, keys):
+    assert ask(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")[0].is_success
 
 
 def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
