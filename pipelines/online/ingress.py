@@ -87,7 +87,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         """A completion, likewise."""
         return await _ask(super().completions, body, request)
 
-    async def cost(self, request: Request, window_s: float | None = Query(None, gt=0)) -> JSONResponse:
+    async def cost(
+        self, request: Request, window_s: float | None = Query(None, gt=0, allow_inf_nan=False)
+    ) -> JSONResponse:
         """What was delivered and what it cost: everybody's for an operator, else one's own."""
         own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
         return JSONResponse(await asyncio.to_thread(self._cost.report, own, window_s))

@@ -228,6 +228,13 @@ def test_a_field_that_vllm_trips_over_is_the_clients_fault(url, changes):
     assert wrong_with(response) is None
 
 
+@pytest.mark.parametrize("window_s", ["inf", "-inf", "nan", "1e999", "1e308", "5e-324", "0", "-1", "x", ""])
+@pytest.mark.parametrize("path", ["/v1/cost", "/v1/live"])
+def test_a_window_of_any_length_is_answered_or_refused(url, path, window_s):
+    response = httpx.get(url + path, params={"window_s": window_s}, timeout=30)
+    assert wrong_with(response) is None
+
+
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/batches", FILES])
 def test_a_body_without_end_is_refused_and_not_read_on(url, path, has_length):

@@ -1,12 +1,17 @@
 import asyncio
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from peagle.economics.prices import Price
 from pipelines.online import ingress
 from pipelines.online.bodies import Chat
+from pipelines.online.cost import CostView
+from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError
 
 
@@ -36,6 +41,26 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     sent = asyncio.run(one.chat(Chat(model="m", messages=[]), Request({"type": "http", "headers": headers})))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
+
+
+@pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
+def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
+    async def asked():
+        one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+        one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+        app = FastAPI()
+        answer_errors(app)
+        app.get("/v1/cost")(one.cost)
+        headers = {"x-peagle-operator": "1"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            return [
+                await http.get("/v1/cost", params={"window_s": window}, headers=headers)
+                for window in (window_s, "1e308", "60")
+            ]
+
+    refused, *answered = asyncio.run(asked())
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "query.window_s")
+    assert [answer.status_code for answer in answered] == [200, 200]
 
 
 def test_another_engine_answers_for_one_that_died_once(monkeypatch):
