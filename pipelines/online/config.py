@@ -19,7 +19,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     """One model of the endpoint: its engine, and how many of them there are."""
 
     name: str | None = Field(
-        None, min_length=1, description="what clients call it; default: the value of model, or fake"
+        None, min_length=1, description="what clients call it, without a colon; default: the value of model, or fake"
     )
     tool_call_parser: str | None = Field(
         None,
@@ -138,6 +138,16 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several models are called {', '.join(repeated)}: give each a name of its own")
         return models
+
+    @model_validator(mode="after")
+    def _names_have_no_colon(self) -> Self:
+        """Ray's ingress takes what follows a colon as the id of a LoRA adapter, and finds no model."""
+        if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
+            raise ValueError(
+                f"a model is called {wrong[0]}, and no request would reach it: Ray takes what follows ':' as the id of "
+                "a LoRA adapter; give it a name without a colon (--name, or name in models)"
+            )
+        return self
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:

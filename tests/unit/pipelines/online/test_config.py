@@ -16,6 +16,11 @@ def test_keys_beside_the_list_hold_for_every_model_unless_it_says_otherwise():
     assert [(m.served_name, m.max_num_seqs, m.enforce_eager) for m in config.served] == [("a", 4, True), ("b", 2, True)]
 
 
+def test_a_models_path_may_have_a_colon_where_clients_call_it_otherwise():
+    assert ServeConfig(model="models/qwen3:8b", name="qwen3").served[0].served_name == "qwen3"
+    assert ServeConfig(model="models/qwen3:8b", models=[{"name": "a"}]).served[0].served_name == "a"
+
+
 def test_a_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/alice")
     config = ServeConfig(state="~/state", keys="~/keys.json")
@@ -31,6 +36,9 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
         ({"min_replicas": 2}, "min_replicas is 2 and max_replicas 1"),
         ({"drafter": "none", "num_speculative_tokens": 3}, "means nothing with drafter: none"),
         ({"port": 0}, "port"),
+        ({"name": "qwen3:8b"}, "a model is called qwen3:8b"),
+        ({"model": "models/qwen3:8b"}, "a model is called models/qwen3:8b"),
+        ({"models": [{"name": "a"}, {"name": "b:c"}]}, "a model is called b:c"),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys, message):
