@@ -96,6 +96,7 @@ def place(
     num_nodes: int,
     most_engines: int = 0,
     accelerator_type: str | None = None,
+    ask_for_fewer: str = "use at most --engines {}",
 ) -> Placement:
     """What each of `num_engines` engines takes of nodes like this.
 
@@ -106,6 +107,8 @@ def place(
         num_nodes: that engines will be on (`num_engine_nodes`).
         most_engines: so many there may be later; a node is shared by as many of them as it can hold.
         accelerator_type: that engines need; None is whatever the node has.
+        ask_for_fewer: the hint where engines are too many, as whoever asked for them says their number; {} is how many
+            fit.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
 
@@ -127,7 +130,7 @@ def place(
         need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
         raise CapacityError(
             f"{num_engines} engines need {need}; {num_nodes} node(s) have {_num_cores(hardware)} each",
-            hint=f"use at most --engines {fit * num_nodes}" if fit else "use fewer ranks an engine",
+            hint=ask_for_fewer.format(fit * num_nodes) if fit else "use fewer ranks an engine",
         )
     cpus = hardware.num_cpus // per_node
     return Placement(

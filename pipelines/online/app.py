@@ -32,6 +32,9 @@ from pipelines.online.scaling import decode_slots, pieces_per_s, request_counts
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
 _FAKE_CPUS = 0.05  # a fake engine computes nothing: as many as are asked for fit on a node
+_ASK_FOR_FEWER = (
+    "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
+)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -89,6 +92,7 @@ def resolve(
             most_engines=num_replicas + for_batches[1],
             accelerators_per_engine=keys.tensor_parallel_size * keys.pipeline_parallel_size,
             num_nodes=num_nodes,
+            ask_for_fewer=_ASK_FOR_FEWER,
         )
         engine = resolve_engine(keys, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
         served.append(Served(keys=keys, engine=engine, placement=placement))

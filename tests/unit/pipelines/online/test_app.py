@@ -79,6 +79,10 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert (folder / "runs").is_dir()
     with pytest.raises(CapacityError, match="3 engines need a CPU core each"):
         placement(batches=folder, batches_at_once=2)
+    with pytest.raises(CapacityError, match="4 engines need a CPU core each") as error:
+        placement(max_replicas=4)
+    assert "at most 2 fit: --max-replicas" in error.value.hint
+    assert "--engines" not in error.value.hint
 
 
 def price_of(tmp_path, hardware, **keys):
