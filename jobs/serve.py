@@ -61,6 +61,7 @@ _GROUPS = {
         "body_timeout_s",
         "request_timeout_s",
         "max_output_tokens",
+        "max_choices",
         "state",
     ],
     "files and batches": ["batches", "batches_at_once", "batch_engines", "max_file_mib"],

@@ -27,7 +27,7 @@ from pipelines.online.gate import GateSettings
 from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
 from pipelines.online.llm_config import Sizes
 from pipelines.online.requests import ServedModel
-from pipelines.online.scaling import decode_slots, pieces_per_s, request_counts
+from pipelines.online.scaling import pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
@@ -199,7 +199,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
             hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
         )
     return GateSettings(
-        models=tuple(_served_model(one, hardware) for one in served),
+        models=tuple(_served_model(config, one, hardware) for one in served),
         ledger=_state(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
@@ -255,14 +255,14 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     )
 
 
-def _served_model(one: Served, hardware: Hardware) -> ServedModel:
+def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> ServedModel:
     spec = one.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     return ServedModel(
         name=one.keys.served_name,
         max_model_len=spec.max_model_len,
         can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
-        max_choices=decode_slots(spec, hardware),
+        max_choices=config.max_choices,
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
     )

@@ -102,6 +102,7 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         ge=1,
         description="most output tokens of a request, all its choices together, and what one gets that names none",
     )
+    max_choices: int = Field(128, ge=1, description="most choices of a request: n for each of its prompts")
     batches: FolderKey | None = Field(
         None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: these are off"
     )

@@ -62,7 +62,7 @@ def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
     (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
     assert (one.name, two.name) == ("a", "b")
     assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
-    assert one.max_choices == 64  # the slots of an engine
+    assert one.max_choices == 128
 
 
 def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_path, monkeypatch):
