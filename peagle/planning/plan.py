@@ -5,6 +5,7 @@
 It starts nothing and measures nothing; every figure that is assumed or simulated says so.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from peagle.speculation import break_even_acceptance_length
 SCHEMA = 1
 SIMULATED = "SIMULATED, not measured"
 _FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-_MOST_UNITS = 5_000  # of one simulated run: beyond, units are simulated larger than they are
+_MOST_UNITS = 1_000_000  # of all simulated runs, some ten seconds: beyond, units are larger
 _UNIT_S = 60.0
 
 
@@ -87,12 +88,16 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def fleet_of(option: Option, config: PlanConfig, *, unit_s: float = _UNIT_S) -> Fleet:
-    """The option as something to simulate; a service is simulated for an hour of work."""
+def fleet_of(option: Option, config: PlanConfig) -> Fleet:
+    """The option as something to simulate; a service is simulated for an hour of work.
+
+    Larger units would draw the end out, which waits for the last one, and be too long for a notice; so they are
+    larger only where `config.seeds` runs would take too long to simulate.
+    """
     machine = option.machine
     work_s = config.tokens / machine.tokens_per_s if config.tokens else option.num_engines * 3600
-    unit_s = max(min(unit_s, work_s / option.num_engines / 4), work_s / max(_MOST_UNITS, option.num_engines * 4))
-    num_units = max(1, round(work_s / unit_s))
+    fewest = option.num_engines * 4
+    num_units = max(fewest, min(math.ceil(work_s / _UNIT_S), _MOST_UNITS // max(config.seeds, 1)))
     return Fleet(
         num_machines=option.num_machines,
         engines_per_machine=machine.num_engines,
@@ -152,6 +157,7 @@ def _simulated(chosen: Option, config: PlanConfig) -> dict[str, Any] | None:
         "label": SIMULATED,
         "seeds": config.seeds,
         "fleet": asdict(fleet),
+        "is_coarse": round(fleet.unit_s) > _UNIT_S,
         "hours": {"p50": statistics.median(hours), "p95": percentile(hours, 95)},
         "usd": {"p50": statistics.median(usd), "p95": percentile(usd, 95)},
         "useful_share": statistics.median(run.useful_share for run in runs),

@@ -90,10 +90,15 @@ def _simulated(found: Mapping[str, Any] | None) -> list[str]:
         return []
     in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
     hours = f"{found['hours']['p50']:,.2f} hours (p95 {found['hours']['p95']:,.2f})"
+    coarse = (
+        f"Units of a minute would be too many to simulate: these are of {found['fleet']['unit_s']:,.0f} s, which "
+        "overstates the wait for the last ones and what interruptions lose. Fewer --seeds allow shorter ones."
+    )
     return [
         f"{found['label']}, {found['seeds']} seeds: {hours}, "
         f"{in_words_usd(found['usd']['p50'])} (p95 {in_words_usd(found['usd']['p95'])}), "
-        f"{found['machines_gone']:.1f} machines lost on average{in_time}."
+        f"{found['machines_gone']:.1f} machines lost on average{in_time}.",
+        *([coarse] if found["is_coarse"] else []),
     ]
 
 

@@ -11,6 +11,7 @@ from jobs.cli import run as command
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.plan import make_plan
+from peagle.planning.text import text_plan
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_what_is_simulated_and_what_is_of_others_says_so(plan: Any) -> None:
     assert found["simulated"]["label"] == "SIMULATED, not measured"
     assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.05)
     assert found["labels"] == ["sweep.json: measured by others (a blog)"]
+
+
+def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
+    found = plan(tokens="72M", within="3h", market="on_demand", seeds=2)  # 6,000 units of a minute
+    assert found["simulated"]["fleet"]["num_units"] == 6000
+    assert found["simulated"]["fleet"]["unit_s"] == 60
+    assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.02)
+    assert not found["simulated"]["is_coarse"]
+    assert "too many to simulate" not in text_plan(found)
+
+
+def test_what_is_too_much_to_simulate_says_so(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.planning.plan._MOST_UNITS", 2000)
+    found = plan(tokens="72M", within="12h", market="on_demand", seeds=2)  # 1,000 units a seed, of 6,000 minutes
+    assert found["simulated"]["fleet"]["unit_s"] == 360
+    assert "too many to simulate: these are of 360 s" in text_plan(found)
+    assert not plan(tokens="12M", within="12h", market="on_demand", seeds=2)["simulated"]["is_coarse"]
 
 
 def test_another_machine_with_the_same_accelerator_can_be_priced(plan: Any) -> None:
