@@ -176,7 +176,11 @@ def _nothing_fits(
 
 
 def _notes(space: Space, search: Search) -> list[str]:
-    notes = [f"{space.candidates[name].label} could not be measured: {why}" for name, why in search.failed.items()]
+    in_part = {arm.engine for arm in search.ranked(space.arms)}
+    notes = [
+        f"{space.candidates[name].label} could {'only in part' if name in in_part else 'not'} be measured: {why}"
+        for name, why in search.failed.items()
+    ]
     left = [turn.arm for turn in search.pending() if len(search.rounds) == 1]
     engines = dict.fromkeys(space.candidates[arm.engine].label for arm in left)
     if engines:

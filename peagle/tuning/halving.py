@@ -53,7 +53,7 @@ class Search:
     Attributes:
         rounds: the arms of every round so far.
         spent_s: engine time so far.
-        failed: engines that did not start or died, and why.
+        failed: engines that did not start or died, and why; what was measured on them before still counts.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Search:
         self._costs.add(turn.arm, start_s=start_s, pass_s=pass_s)
 
     def fail(self, engine: str, reason: str) -> None:
-        """An engine cannot be measured: its arms are out."""
+        """An engine is measured no more; its arms keep the passes that they have."""
         self.failed[engine] = reason
 
     def next(self, up: str | None = None) -> Turn | None:
@@ -110,7 +110,7 @@ class Search:
 
     def ranked(self, arms: Iterable[Arm]) -> list[Arm]:
         """Those that were measured, the best first."""
-        scores = [(arm, self._score(arm)) for arm in arms if arm.engine not in self.failed]
+        scores = [(arm, self._score(arm)) for arm in arms]
         return [arm for arm, score in sorted(_known(scores), key=lambda one: one[1].rank)]
 
     def best(self) -> Arm | None:
@@ -136,7 +136,8 @@ class Search:
         num_passes = 2 ** (len(self.rounds) - 1)
         chosen: list[Arm] = []
         for arm in sorted(wanted, key=ranked.index):
-            turns = [Turn(arm=one, repeat=0) for one in [*chosen, arm] for _ in range(num_passes)]
+            measurable = [one for one in [*chosen, arm] if one.engine not in self.failed]
+            turns = [Turn(arm=one, repeat=0) for one in measurable for _ in range(num_passes)]
             if self._fits(self._costs.of(turns, up)):
                 chosen.append(arm)
         return tuple(chosen)

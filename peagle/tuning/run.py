@@ -131,7 +131,7 @@ class _Run:
         """Start engines as the search wants them, and keep each up as long as it wants more of it.
 
         Raises:
-            EngineError: not a single engine could be measured.
+            EngineError: not a single engine could be measured, and nothing was by earlier commands.
         """
         while (turn := self.search.next()) is not None:
             candidate = self._space.candidates[turn.arm.engine]
@@ -140,7 +140,8 @@ class _Run:
             except EngineError as error:
                 self._listener.say(f"  {candidate.label} is left out: {error.message}")
                 self.search.fail(candidate.name, error.message)
-                if len(self.search.failed) == len(self._space.candidates):
+                is_last = len(self.search.failed) == len(self._space.candidates)
+                if is_last and not self.search.ranked(self._space.arms):
                     raise
 
     def _visit(self, candidate: Candidate, first: Turn) -> None:

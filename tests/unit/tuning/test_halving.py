@@ -23,8 +23,9 @@ class Surface:
         noise: Mapping[Arm, float] | None = None,
         over: Callable[[Arm], float] = lambda arm: 0.0,
         broken: tuple[str, ...] = (),
+        deadly: tuple[Arm, ...] = (),
     ) -> None:
-        self.speed, self.noise, self.over, self.broken = speed, noise or {}, over, broken
+        self.speed, self.noise, self.over, self.broken, self.deadly = speed, noise or {}, over, broken, deadly
         self.turns: list[Turn] = []
         self.starts: list[str] = []
         self.search = Search(arms(), score=self.score, budget_s=budget_s)
@@ -50,6 +51,10 @@ class Surface:
                     up = None
                     continue
             search.spent_s += PASS_S
+            if turn.arm in self.deadly:
+                search.fail(turn.arm.engine, "it died")
+                up = None
+                continue
             self.turns.append(turn)
             search.add(turn, start_s=START_S, pass_s=PASS_S)
         return search.best()
@@ -191,6 +196,28 @@ def test_an_engine_that_does_not_start_is_left_out() -> None:
     assert surface.run() == arm("k3", 4)
     assert surface.search.failed == {"k5": "out of memory"}
     assert surface.starts.count("k5") == 1
+
+
+def test_what_was_measured_before_an_engine_died_counts_and_is_measured_no_more() -> None:
+    surface = Surface(hill, deadly=(arm("k5", 16),))
+    assert surface.run() == arm("k5", 4)
+    assert surface.starts.count("k5") == 1
+    assert {turn for turn in surface.turns if turn.arm.engine == "k5"} == {
+        Turn(arm=arm("k5", concurrency), repeat=0) for concurrency in (1, 4)
+    }
+    assert max(turn.repeat for turn in surface.turns) > 0, "the others go on"
+
+
+def test_an_engine_that_died_takes_nothing_of_the_budget() -> None:
+    # Round 0 costs 360 s, which leaves a start and a pass of k3, to compare with what k5 had.
+    surface = Surface(hill, budget_s=435.0, deadly=(arm("k5", 16),))
+    assert surface.run() == arm("k5", 4)
+    assert surface.search.rounds[1][:2] == (arm("k5", 4), arm("k3", 4))
+
+
+def test_what_was_measured_is_the_answer_when_every_engine_died_later() -> None:
+    surface = Surface(hill, deadly=tuple(arm(engine, 16) for engine in ENGINES))
+    assert surface.run() == arm("k5", 4)
 
 
 def test_nothing_is_the_answer_when_every_engine_fails() -> None:

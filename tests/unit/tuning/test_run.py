@@ -165,6 +165,29 @@ def test_an_engine_that_does_not_start_is_named_and_left_out(run: Any) -> None:
     assert "  P-EAGLE K=2 is left out: K=2 does not start" in said
 
 
+@pytest.mark.parametrize("all_die", [False, True])
+def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die: bool, run: Any) -> None:
+    class Crowded(FakeEngine):
+        running = 0
+
+        async def generate(self, *args: Any) -> Generation:
+            self.running += 1
+            if self.running == 3:
+                raise EngineError("out of memory")
+            try:
+                return await super().generate(*args)
+            finally:
+                self.running -= 1
+
+    def start(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+        k = spec.drafter.num_speculative_tokens if spec.drafter else 0
+        return (Crowded if k or all_die else FakeEngine)(num_speculative_tokens=k, token_s=FAST if k else 10 * SLOW)
+
+    profile = run(start, num_speculative_tokens="2", max_tokens=8)
+    assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
+    assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
+
+
 def test_when_no_engine_starts_its_reason_is_the_error(run: Any) -> None:
     with pytest.raises(EngineError, match="does not start"):
         run(Starter({}, broken=(0, 2, 4)))
