@@ -41,7 +41,7 @@ def with_engine(
 
     Args:
         start: starts an engine.
-        log: where the engine prints to.
+        log: where the engine prints to; what earlier ones printed there stays.
         use: is given the engine, and what it took to start in seconds.
 
     Raises:
@@ -50,12 +50,18 @@ def with_engine(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
     with QuietStderr() as quiet:
         quiet.move_to(log)
-        started = time.monotonic()
+        began_at, started = log.stat().st_size, time.monotonic()
         try:
             engine = start(spec, hardware)
         except EngineError as error:
-            raise with_root_cause(error, log.read_text(errors="replace")) from error
+            raise with_root_cause(error, _read_from(log, began_at)) from error
         return asyncio.run(_used(engine, use(engine, time.monotonic() - started)))
+
+
+def _read_from(log: Path, position: int) -> str:
+    with log.open("rb") as file:
+        file.seek(position)
+        return file.read().decode(errors="replace")
 
 
 async def _used(engine: Engine, use: Coroutine[Any, Any, Result]) -> Result:
