@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.throttle import human_output
 from peagle import __version__
 from peagle.errors import PeagleError
 from peagle.files import write_json
@@ -41,6 +42,7 @@ COMMANDS = {
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }
+_JSON_HELP = "write the result as data ('-' for standard output; the rest is then on standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 
 
@@ -67,7 +69,8 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the command and write its result, or its error, where it is wanted as data; its exit code."""
     try:
-        code, result = args.module.run(args)
+        with human_output(args):
+            code, result = args.module.run(args)
     except PeagleError as error:
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
@@ -117,7 +120,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-        sub.add_argument("--json", type=Path, metavar="FILE", help="write the result as data ('-' for standard output)")
+        sub.add_argument("--json", type=Path, metavar="FILE", help=_JSON_HELP)
         sub.set_defaults(module=module, usage=sub.format_usage())
     return parser
 

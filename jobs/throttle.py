@@ -1,6 +1,10 @@
-"""Progress for people: not more than a line every few seconds."""
+"""What people read on the terminal: where it goes, and progress of not more than a line every few seconds."""
 
+import argparse
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,3 +37,16 @@ def listener() -> "Listener":
 def say(message: str) -> None:
     """A line that is seen at once, also in a pipe."""
     print(message, flush=True)
+
+
+@contextlib.contextmanager
+def human_output(args: argparse.Namespace) -> Iterator[None]:
+    """Where a command runs. With `--json -` what it prints goes to standard error, so that data alone is left.
+
+    That is standard error as it is now: while an engine is up, the descriptor is its log (`peagle.quiet`).
+    """
+    if str(args.json) != "-":
+        yield
+        return
+    with os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8") as terminal, contextlib.redirect_stdout(terminal):
+        yield

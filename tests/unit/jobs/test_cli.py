@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from jobs import cli
+from jobs.throttle import say
+from peagle.quiet import QuietStderr
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "matplotlib", "pyarrow")
 
@@ -74,3 +76,20 @@ def test_what_a_command_cannot_read_or_write_is_an_error_and_no_traceback(monkey
     monkeypatch.setattr("jobs.models.run", run)
     assert cli.run(["models"]) == 1
     assert capsys.readouterr().err == "peagle models: [Errno 13] Permission denied: 'runs/a/report.html'\n"
+
+
+def test_with_data_on_standard_output_people_read_standard_error_even_while_it_is_a_log(monkeypatch, capfd, tmp_path):
+    def run(_):
+        with QuietStderr() as quiet:
+            quiet.move_to(tmp_path / "engine.log")
+            say("2 of 4 responses")
+        say("the table")
+        return 0, {"cells": 4}
+
+    monkeypatch.setattr("jobs.models.run", run)
+    assert cli.run(["models", "--json", "-"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out) == {"cells": 4}
+    assert printed.err == "2 of 4 responses\nthe table\n"
+    assert cli.run(["models", "--json", str(tmp_path / "result.json")]) == 0
+    assert capfd.readouterr().out == "2 of 4 responses\nthe table\n"

@@ -231,3 +231,11 @@ def test_the_command_prints_the_plan_and_writes_it(sweep: Any, prices: Path, tmp
     assert "SIMULATED, not measured, 2 seeds: " in printed
     assert "Assumed, not measured: 0.05 interruptions an hour" in printed
     assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"
+
+
+def test_json_on_standard_output_is_data_alone(sweep: Any, prices: Path, capfd: Any) -> None:
+    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--seeds", "2"]
+    assert command(["plan", *arguments, "--json", "-"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["schema"] == 1
+    assert "SIMULATED, not measured, 2 seeds: " in printed.err
