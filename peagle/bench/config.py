@@ -7,12 +7,12 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.bench.synthetic import parse_synthetic
 from peagle.economics.price_keys import PriceKeys
-from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
+from peagle.engine.spec import DRAFT_METHODS
 from peagle.measurement import cells
 from peagle.measurement.keys import MeasurementKeys, whole_numbers
 
 NONE = cells.NONE
-METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
+METHODS = cells.METHODS
 MAX_K = 32
 MAX_CONCURRENCY = 4096
 

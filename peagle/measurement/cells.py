@@ -6,18 +6,20 @@ A cell may come from a file that anyone wrote, so it is checked. It knows nothin
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from peagle.engine.spec import LOOKUP_METHODS
+from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
 from peagle.errors import ConfigError
 
 NONE = "none"
+METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
 
 
 class Cell(BaseModel):
     """A method, K and concurrency, and what came of it. Keys that are not known here are passed over.
 
     Attributes:
+        method: one of `METHODS`.
         k: draft tokens a step; 0 without speculation.
         concurrency: requests in the engine at once.
         output_tokens_per_s: of one engine.
@@ -28,12 +30,12 @@ class Cell(BaseModel):
         num_responses, num_output_tokens: what was measured; their quotient is a response's mean length.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     method: str
     k: int = Field(ge=0)
     concurrency: int = Field(ge=1)
-    output_tokens_per_s: float = Field(gt=0, allow_inf_nan=False)
+    output_tokens_per_s: float = Field(gt=0)
     spread: float | None = None
     repeats: int = Field(1, ge=1)
     tpot_s: dict[str, float] | None = None
@@ -45,10 +47,21 @@ class Cell(BaseModel):
     num_responses: int | None = None
     num_output_tokens: int | None = None
 
+    @field_validator("method")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"{value!r} is none of {', '.join(METHODS)}")
+        return value
+
     @model_validator(mode="after")
-    def _k_follows_method(self) -> Self:
+    def _agrees_with_itself(self) -> Self:
         if (self.method == NONE) != (self.k == 0):
             raise ValueError("k is 0 exactly with method none")
+        if self.acceptance_length is not None and self.acceptance_length > self.k + 1:
+            raise ValueError(
+                f"acceptance_length {self.acceptance_length:g}: a step yields at most k + 1 = {self.k + 1}"
+            )
         return self
 
     @property

@@ -14,12 +14,12 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 class PlanConfig(BaseModel):
     """One plan. A description is the help text of its flag; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     measured: list[Path] = Field(
         default_factory=list, description="report.json of `peagle bench`, or a sweep of others (docs/planning.md)"
     )
-    tokens: float | None = Field(None, gt=0, allow_inf_nan=False, description="output tokens wanted: 2e9, 500M, 1.5B")
+    tokens: float | None = Field(None, gt=0, description="output tokens wanted: 2e9, 500M, 1.5B")
     within: float | None = Field(None, gt=0, description="time for them: 24h, 2d12h; default: one machine's")
     tokens_per_s: float | None = Field(None, gt=0, description="instead: output tokens/s to be sustained")
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peagle.bench.setups import METHOD_NAMES
+from peagle.bench.setups import setup_label
 from peagle.bench.summary import percentile
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
@@ -73,7 +73,7 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "measured": option.sweep.name,
         "method": cell.method,
         "k": cell.k,
-        "label": f"{METHOD_NAMES.get(cell.method, cell.method)}{f' K={cell.k}' if cell.k else ''}",
+        "label": setup_label(cell.method, cell.k),
         "concurrency": cell.concurrency,
         "output_tokens_per_s": cell.output_tokens_per_s,
         "acceptance_length": cell.acceptance_length,

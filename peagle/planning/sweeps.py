@@ -73,7 +73,7 @@ def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
         name=path.name,
         model=model,
         instance_type=None if price is None or is_stated else price.instance_type,
-        devices_per_engine=devices,
+        devices_per_engine=_devices(devices, path),
         cells=read_cells(data["cells"], f"measured {path}"),
         stated=price if is_stated else None,
         accelerator=accelerator,
@@ -97,7 +97,15 @@ def _others(path: Path, data: Mapping[str, Any]) -> Sweep:
         name=path.name,
         model=data["model"],
         instance_type=data["instance_type"],
-        devices_per_engine=data["devices_per_engine"],
+        devices_per_engine=_devices(data["devices_per_engine"], path),
         cells=read_cells(cells, f"measured {path}"),
         labels=(f"{path.name}: measured by others ({data['source']})",),
     )
+
+
+def _devices(value: Any, path: Path) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(
+            f"measured {path}: an engine holds a whole number of devices, at least 1, and not {value!r}", hint=_HINT
+        )
+    return value

@@ -184,6 +184,28 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, messag
         ({"cells": [3]}, "cell 1: it must hold keys and values"),
         ({"cells": [{"method": "none", "k": 0, "concurrency": 1}]}, "cell 1: output_tokens_per_s: Field required"),
         ({"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]}, "k is 0 exactly"),
+        (
+            {"cells": [{"method": "medusa", "k": 3, "concurrency": 1, "output_tokens_per_s": 5}]},
+            r"sweep.json, cell 1: method: 'medusa' is none of none, peagle, eagle3, ngram, suffix",
+        ),
+        (
+            {
+                "cells": [
+                    {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 5},
+                    {
+                        "method": "peagle",
+                        "k": 7,
+                        "concurrency": 1,
+                        "output_tokens_per_s": 5,
+                        "acceptance_length": 9.2,
+                    },
+                ]
+            },
+            r"sweep.json, cell 2: acceptance_length 9.2: a step yields at most k \+ 1 = 8",
+        ),
+        ({"devices_per_engine": -1}, r"sweep.json: an engine holds a whole number of devices, .* not -1"),
+        ({"devices_per_engine": True}, "a whole number of devices, at least 1, and not True"),
+        ({"start_s": float("inf")}, "start_s: Input should be a finite number"),
         ({"start_s": None}, "does not say how long an engine takes to start"),
     ],
 )
@@ -214,6 +236,8 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
         ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
         ({"tokens": 5, "measured": []}, "at least one file"),
+        ({"tokens_per_s": "1e400"}, "should be a finite number"),
+        ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
         ({"tokens": 5, "seeds": -1}, "greater than or equal to 0"),
     ],
 )
