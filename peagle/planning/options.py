@@ -68,13 +68,14 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
 
     Raises:
         PriceError: no price at all is known for a machine.
-        ConfigError: an instance type has other accelerators than were measured.
+        ConfigError: an instance type has other accelerators than were measured, or cannot be what was.
     """
     found: list[Option] = []
     reasons: list[str] = []
     for sweep in sweeps:
         for price in _prices(config, sweep, table, reasons):
             if price.num_devices < sweep.devices_per_engine:
+                _require_other(sweep, price)
                 reasons.append(
                     f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
                     f"{sweep.devices_per_engine}"
@@ -215,6 +216,17 @@ def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[t
 
 def _markets(config: PlanConfig) -> tuple[Market, ...]:
     return ("on_demand", "spot") if config.market == "both" else (config.market,)
+
+
+def _require_other(sweep: Sweep, price: Price) -> None:
+    """Refuse a machine that holds no engine as the one that was measured on; another one is only left out."""
+    if sweep.instance_type == price.instance_type:
+        raise ConfigError(
+            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, and an engine of "
+            f"it holds {sweep.devices_per_engine}: it was measured on another machine",
+            hint="state that machine's price: the same `peagle bench` with --usd-per-hour measures nothing again; in a "
+            "file of others mend instance_type or devices_per_engine",
+        )
 
 
 def _check_same(sweep: Sweep, price: Price, table: PriceTable) -> None:

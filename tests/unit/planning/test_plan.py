@@ -114,6 +114,27 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, instance_types="box-2")
 
 
+def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan: Any, sweep: Any, tmp_path: Path) -> None:
+    from peagle.economics.prices import Price, PriceTable
+
+    cell = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0, "start_s": 60.0}
+    report = {
+        "model": "m", "labels": [], "cells": [cell], "price": PriceTable.load().price("c7a.large").to_dict(),
+        "hardware": {"platform": "cpu", "num_cpus": 4}, "engine": {"tensor_parallel_size": 1},
+    }  # fmt: skip
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* holds 4") as refused:
+        plan(measured=[file], within=None)
+    assert "the same `peagle bench` with --usd-per-hour measures nothing again" in refused.value.hint
+    file.write_text(
+        json.dumps(report | {"price": Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()})
+    )
+    assert plan(measured=[file], tokens=360_000, within=None)["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)
+    with pytest.raises(ConfigError, match=r"box-2 has 2 devices, and an engine of sweep\.json holds 4"):
+        plan(measured=[sweep(devices_per_engine=4, instance_type="box-8")], instance_types="box-2")
+
+
 @pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
 def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price: Any, plan: Any, tmp_path: Path) -> None:
     from peagle.economics.prices import Price
