@@ -33,7 +33,7 @@ _GROUPS = {
     "sampling": ["temperature", "max_tokens"],
     "engine": [
         "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
-        "gpu_memory_utilization", "max_cudagraph_capture_size",
+        "gpu_memory_utilization", "max_num_batched_tokens", "max_cudagraph_capture_size",
     ],
     "price": list(PRICE_KEYS),
 }  # fmt: skip

@@ -88,6 +88,9 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     kv_cache_precision: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="of the KV cache alone; default: as --precision has it"
     )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="token slots of a step of every engine; default: from K and max_num_seqs"
+    )
     max_cudagraph_capture_size: int | None = Field(
         None,
         ge=1,

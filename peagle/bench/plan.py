@@ -12,6 +12,7 @@ from peagle.bench.setups import Setup, make_setups
 from peagle.catalog.resolve import ResolvedModel
 from peagle.economics.price_keys import PRICE_KEYS, require_device, resolve_price
 from peagle.economics.prices import Price
+from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
@@ -61,20 +62,23 @@ class Plan:
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
         """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
         shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
-        return shared | {
+        own = {
             "requests_per_slot": self.config.requests_per_slot,
             "load_format": self.spec.load_format,
             "synthetic_acceptance": self.config.synthetic_acceptance,
             "max_num_seqs": self.spec.max_num_seqs,
             "max_cudagraph_capture_size": self.config.max_cudagraph_capture_size,
         }
+        # Named only where it was asked for, so that folders from before there was the key go on.
+        slots = self.config.max_num_batched_tokens
+        return shared | own | ({"max_num_batched_tokens": slots} if slots else {})
 
 
 def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
     """Decide everything but the prompts.
 
     Raises:
-        ConfigError: of the kind that fits (drafter, precision, context, price).
+        ConfigError: of the kind that fits (drafter, precision, context, token slots, price).
         CapacityError: the hardware cannot hold an engine.
     """
     setups, notes = make_setups(config, model, hardware)
@@ -86,6 +90,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
         kv_cache_precision=config.kv_cache_precision,
         load_format=config.load_format,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
         # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
         enable_prefix_caching=False,
@@ -101,6 +106,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         notes=notes + no_price,
     )
     for setup in setups:
+        check_slots(plan.engine_spec(setup))
         check_capacity(plan.engine_spec(setup), hardware)
     return plan
 

@@ -11,6 +11,7 @@ from peagle.bench.config import NONE
 from peagle.bench.plan import Plan
 from peagle.bench.record import PassRecord
 from peagle.bench.summary import acceptance, summarise
+from peagle.engine.arguments import max_num_batched_tokens
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset
 
@@ -96,6 +97,7 @@ def _cells(plan: Plan, records: Sequence[PassRecord]) -> list[dict[str, Any]]:
 def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, Any]:
     """A setup, and its acceptance over all concurrencies: it is the same drafter on the same prompts."""
     setup = plan.setups[index]
+    spec = plan.engine_spec(setup)
     own = [record.speculation for record in records if (record.method, record.k) == (setup.method, setup.k)]
     rates = setup.drafter.synthetic_rates if setup.drafter else None
     return {
@@ -104,6 +106,7 @@ def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, A
         "label": setup.label,
         "head": setup.head,
         "head_fingerprint": setup.fingerprint or None,
+        "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, plan.hardware),
         "synthetic_rates": list(rates) if rates is not None else None,
         **acceptance(own),
     }

@@ -108,6 +108,8 @@ def test_the_report_says_what_it_was_measured_with(run: Any) -> None:
     assert report["hardware"]["description"]
     assert report["price"]["source"] == "stated by the user"
     assert [s["head"] for s in report["setups"]] == [None, "peagle", "peagle"]
+    assert [s["max_num_batched_tokens"] for s in report["setups"]] == [2048 + 3, 2048 + 3 * 4, 2048 + 3 * 8]
+    assert "max_num_batched_tokens" not in report["fingerprint"], "as it was before there was the key"
 
 
 def test_tables_and_plots_lie_in_the_folder(run: Any, tmp_path: Path) -> None:
@@ -169,6 +171,7 @@ def test_methods_k_and_repeats_can_be_added(run: Any) -> None:
         ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
         ({"concurrency": "1,4"}, "max_num_seqs: it was 3, now it is 4"),
         ({"limit": 3}, "dataset.content"),
+        ({"max_num_batched_tokens": 512}, "max_num_batched_tokens: it was None, now it is 512"),
         ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
     ],
 )

@@ -68,6 +68,15 @@ def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prom
     assert plan(target, concurrency="1", max_num_seqs=8).spec.max_num_seqs == 8
 
 
+def test_token_slots_can_be_named_and_leave_room_for_prompts(target: Path, head: Any) -> None:
+    keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
+    found = plan(target, **keys, max_num_batched_tokens=512)
+    specs = [found.engine_spec(setup) for setup in found.setups]
+    assert [engine_args(spec, CPU)["max_num_batched_tokens"] for spec in specs] == [512, 512]
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
+        plan(target, **keys, max_num_batched_tokens=32)
+
+
 def test_cuda_graphs_can_reach_larger_steps(target: Path) -> None:
     found = plan(target, GPU, concurrency="128", max_cudagraph_capture_size=3072)
     assert engine_args(found.spec, GPU)["max_cudagraph_capture_size"] == 3072
