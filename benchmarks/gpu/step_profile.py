@@ -6,14 +6,13 @@
 
 It takes the flags of `peagle bench` and starts each of its engines once. At each concurrency so many prompts are
 answered at once: one time with the parts of every step timed (`step_timer`), one time with the device's kernels traced.
-The floor is `step_floor`'s, over the bytes a second that a copy on the device moves.
+The floor is `step_floor`'s, over the bytes a second that a copy on the device moves. Lookups read no head.
 
 OUTPUT holds report.json and report.md; an engine that is done is kept in cells/, and the same command goes on. With
 --time-budget-s the command ends early with exit code 3. vLLM's model runner V1 is asked for, whose scopes are timed.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -34,12 +33,14 @@ from peagle.bench.plan import Plan, make_plan
 from peagle.bench.report import labels
 from peagle.bench.run import setup_name
 from peagle.bench.setups import METHOD_NAMES, Setup
+from peagle.catalog.folders import read_config
+from peagle.catalog.hub import hub_config
 from peagle.catalog.targets import resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.interrupts import interruptible
-from peagle.errors import PeagleError
+from peagle.errors import DrafterError, PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
@@ -67,6 +68,8 @@ def profile(config: BenchConfig) -> int:
     began_s, longest_s = time.monotonic(), 0.0
     rows, model = read_dataset(config), resolve_model(config.model, announce=say)
     plan = make_plan(config, hardware.detect(), model)
+    for setup in plan.setups:
+        head_config(setup)  # refuses before an engine starts
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
     dataset = build_dataset(config, rows, load_tokenizer(model.path, model.revision), plan.spec.max_model_len)
     root = config.output or Path("runs/steps")
@@ -84,6 +87,25 @@ def profile(config: BenchConfig) -> int:
     _write(root, plan, dataset, finished)
     say(f"\nreport: {root / 'report.md'}; {len(plan.setups) - len(finished)} engines are left")
     return 0 if len(finished) == len(plan.setups) else 3
+
+
+def head_config(setup: Setup) -> dict[str, Any] | None:
+    """`config.json` of a set-up's head, for its floor; None without a head.
+
+    Raises:
+        DrafterError, CatalogError: it cannot be read, or is of a layout whose bytes are not known.
+    """
+    if setup.drafter is None or not setup.drafter.has_head:
+        return None
+    name = setup.drafter.model
+    is_local = Path(name).is_dir()
+    head = read_config(Path(name), DrafterError) if is_local else hub_config(name, setup.drafter.revision)
+    if not {"speculators_model_type", "transformer_layer_config"} <= set(head):
+        raise DrafterError(
+            f"{name}: its config.json is not in the layout of speculators, from which its floor is reckoned",
+            hint=f"name another head with --drafter {setup.method}=HEAD, or leave {setup.method} out of --methods",
+        )
+    return head
 
 
 def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
@@ -123,7 +145,7 @@ def profile_cell(
     context_tokens = (num_prompt_tokens + len(token_ids) / 2) / concurrency
     read = step_bytes(
         plan.model.config,
-        json.loads((Path(setup.drafter.model) / "config.json").read_text()) if setup.drafter else None,
+        head_config(setup),
         k=setup.k,
         concurrency=concurrency,
         context_tokens=context_tokens,

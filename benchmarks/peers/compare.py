@@ -65,9 +65,16 @@ def _options() -> argparse.Namespace:
     parser = same_engine.parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rows-at-once", type=int, default=8, help="prompts for each of the requests at once")
-    parser.add_argument("--llama-server", type=shutil.which, help="llama.cpp's server")
+    parser.add_argument("--llama-server", type=_program, help="llama.cpp's server")
     parser.set_defaults(enforce_eager=False, drafter="auto", max_tokens=128)
     return parser.parse_args()
+
+
+def _program(name: str) -> str:
+    """Where a program is. One that is not there is an error: without it its row would be left out in silence."""
+    if (found := shutil.which(name)) is None:
+        raise argparse.ArgumentTypeError(f"{name} is no program that can be run, nor one on the PATH")
+    return found
 
 
 def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat: int) -> Figures:

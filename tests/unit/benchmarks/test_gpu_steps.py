@@ -1,6 +1,7 @@
 """The floor of a decoding step, against a shape reckoned by hand, and what is made of timed steps."""
 
 import importlib.util
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import step_profile
 from benchmarks.gpu.shapes import head_config, head_shapes, target_config
 from benchmarks.gpu.step_floor import experts_met, median_step, step_bytes
+from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_profile import table
 from benchmarks.gpu.step_timer import _Marks
+from peagle.bench.setups import Setup
+from peagle.engine.spec import DrafterSpec
+from peagle.errors import DrafterError
 
 DENSE: dict[str, Any] = {
     "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 10,
 }  # fmt: skip
+HEAD = {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 4}}
 
 
 def test_a_dense_target_reads_its_weights_and_every_request_s_cache() -> None:
@@ -83,6 +90,29 @@ def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
     assert rows[1][-4:] == ["5.00", "1.50", "0.50", "3.0x"]
     assert rows[2][:5] == ["no speculation", "-", "64", "-", "-"]
     assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def setup(method: Any, model: str = "") -> Setup:
+    drafter = DrafterSpec(method=method, model=model, num_speculative_tokens=3) if method != "none" else None
+    return Setup(method=method, k=3 if drafter else 0, drafter=drafter)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
+def test_a_setup_without_a_head_has_none_to_read(method: str) -> None:
+    assert head_config_of(setup(method)) is None
+
+
+def test_a_head_is_read_in_its_folder_or_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profile, "hub_config", lambda name, revision: HEAD | {"of": name})
+    assert head_config_of(setup("eagle3", "org/head")) == HEAD | {"of": "org/head"}
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    assert head_config_of(setup("eagle3", str(tmp_path))) == HEAD
+
+
+def test_a_head_whose_bytes_are_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(DrafterError, match="not in the layout of speculators"):
+        head_config_of(setup("eagle3", str(tmp_path)))
 
 
 def test_marks_become_steps_by_their_first_part() -> None:
