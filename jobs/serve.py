@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             if is_remote:
                 here = cluster.inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
-            _deploy(config, here, served, logs)
+            _deploy(config, here, served, logs, is_remote=is_remote)
             stopped = threading.Event()
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
                 if not is_remote:
@@ -111,28 +111,39 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {"models": [one.keys.served_name for one in served]}
 
 
-def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path) -> None:
-    """Start the application and wait until its engines are up.
+def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, *, is_remote: bool) -> None:
+    """Start the application and wait until its engines are up; where that breaks off, take it back.
 
     Raises:
         EngineError: one of them does not start; it says why where its log does.
     """
     from ray import serve
 
-    from peagle.engine.vllm_engine import with_root_cause
-    from peagle.errors import EngineError
     from pipelines.online.app import bind
 
     for one in served:
         print(one.describe(), flush=True)
     serve.start(http_options={"host": config.host, "port": config.port})
+    application = bind(config, here, served)
+    try:
+        _start(application, logs)
+    except BaseException:  # Ctrl-C too: a cluster would keep it
+        _shutdown(is_remote=is_remote)
+        raise
+
+
+def _start(application: Any, logs: Path) -> None:
+    from ray import serve
+
+    from peagle.engine.vllm_engine import with_root_cause
+    from peagle.errors import EngineError
+
     before = set(logs.glob("engine-*.log"))
     try:
-        serve.run(bind(config, here, served), name=APP_NAME, route_prefix="/")
+        serve.run(application, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:  # Serve gave up on starting it
         new = sorted(set(logs.glob("engine-*.log")) - before)
         text = "\n".join(log.read_text(errors="replace") for log in new)
-        serve.shutdown()
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
 
 
@@ -154,6 +165,7 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
 
 
 def _shutdown(*, is_remote: bool) -> None:
+    """End the application; on a cluster that others use, nothing else."""
     from ray import serve
 
     if is_remote:

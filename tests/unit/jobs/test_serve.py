@@ -1,6 +1,7 @@
 import pytest
 
 from jobs import cli
+from peagle.errors import EngineError
 from pipelines.online.config import ServeConfig
 
 
@@ -44,3 +45,30 @@ def test_every_key_is_in_a_group():
 
     grouped = [name for names in _GROUPS.values() for name in names]
     assert sorted([*grouped, "models"]) == sorted(ServeConfig.model_fields)
+
+
+@pytest.mark.parametrize(("is_remote", "ended"), [(True, [("delete", "peagle")]), (False, [("shutdown",)])])
+@pytest.mark.parametrize(
+    ("broken", "raised"), [(RuntimeError("no"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_start_that_breaks_off_ends_no_application_but_its_own(
+    monkeypatch, tmp_path, is_remote, ended, broken, raised
+):
+    from ray import serve
+
+    from jobs.serve import _deploy
+    from pipelines.online import app
+
+    calls = []
+
+    def run(*_, **__):
+        raise broken
+
+    monkeypatch.setattr(app, "bind", lambda *_: None)
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "delete", lambda name: calls.append(("delete", name)))
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append(("shutdown",)))
+    with pytest.raises(raised):
+        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=is_remote)
+    assert calls == ended
