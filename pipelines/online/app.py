@@ -15,26 +15,23 @@ from typing import Any
 from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.economics.ledger import read_sessions
 from peagle.economics.price_keys import require_device, resolve_price
-from peagle.economics.prices import Device, Price
+from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import inspect, num_nodes
-from pipelines.batch.placing import Placement, place
-from pipelines.online.batches.setup import batch_settings, num_engines
+from pipelines.batch.placing import Placement
+from pipelines.online.batches.setup import batch_settings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelKeys
 from pipelines.online.gate import GateSettings
 from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
 from pipelines.online.llm_config import Sizes
+from pipelines.online.placements import placements
 from pipelines.online.requests import ServedModel
 from pipelines.online.scaling import pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
-_FAKE_CPUS = 0.05  # a fake engine computes nothing: as many as are asked for fit on a node
-_ASK_FOR_FEWER = (
-    "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
-)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -74,35 +71,21 @@ def resolve(
 
     Raises:
         ConfigError: of the kind that fits.
-        CapacityError: the engines do not fit, all models' largest numbers and those of batches together.
+        CapacityError: the engines do not fit, all models' largest numbers together (`placements`).
     """
     if config.batches is not None:
         BatchStore(config.batches).prepare()
-    num_replicas = sum(keys.max_replicas for keys in config.served if keys.engine != "fake")
-    for_batches = num_engines(config)
+    placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
     for keys in config.served:
+        placement = placed[keys.served_name]
         if keys.engine == "fake":
             engine = compose_fake_engine(keys, hardware)
-            served.append(Served(keys=keys, engine=engine, placement=_fake_placement(hardware)))
-            continue
-        placement = place(
-            hardware,
-            num_engines=num_replicas + for_batches[0],
-            most_engines=num_replicas + for_batches[1],
-            accelerators_per_engine=keys.tensor_parallel_size * keys.pipeline_parallel_size,
-            num_nodes=num_nodes,
-            ask_for_fewer=_ASK_FOR_FEWER,
-        )
-        engine = resolve_engine(keys, hardware, num_engines_on_node=placement.num_engines_on_node, announce=announce)
+        else:
+            num_engines = placement.num_engines_on_node
+            engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
         served.append(Served(keys=keys, engine=engine, placement=placement))
     return served
-
-
-def _fake_placement(hardware: Hardware) -> Placement:
-    """Of a fake engine, which is charged for one device of the kind that a real one would have there."""
-    device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
-    return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:

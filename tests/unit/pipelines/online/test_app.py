@@ -85,6 +85,11 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert "--engines" not in error.value.hint
 
 
+def test_an_engine_that_no_node_can_hold_is_refused(embedded_target):
+    with pytest.raises(CapacityError, match=r"1 engine.s. of 16 accelerator.s. need 16; this node has 8"):
+        app.resolve(ServeConfig(tensor_parallel_size=16, drafter="none"), GPU, num_nodes=2, announce=print)
+
+
 def price_of(tmp_path, hardware, **keys):
     config = ServeConfig(state=tmp_path, engine="fake", **keys)
     return endpoint_price(config, hardware, app.resolve(config, hardware, num_nodes=1, announce=print))
