@@ -107,7 +107,7 @@ class Gate:
         settings = self._settings
         intake = check(path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
         await self._settlements.catch_up()
-        permit = self._limiter.admit(key, intake.output_tokens)
+        permit = self._limiter.admit(key, intake.output_tokens, intake.model.name)
         answer.expect(intake)
         inward |= {"content-length": str(len(intake.body))}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}

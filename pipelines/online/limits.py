@@ -1,22 +1,29 @@
 """What a key may still do: requests and output tokens of the last minute, and its budget.
 
 Pure: a clock is injected, and it knows neither HTTP nor where keys come from. Counts live in one process (the ingress);
-the money that was spent comes from the ledger when that process starts.
+the money that was spent comes from the ledger when that process starts, that of batches from `budgets.py`.
 
 Output tokens count when they are known, and until then as many as the request may have, so that no burst of requests
 overshoots the limit. A window slides: what is a minute old no longer counts.
+
+Of a budget a request holds those tokens at what a token of its model has cost of late, until its own cost is known. One
+that is alone under way gets in with whatever is left. So requests overspend a budget by the last one, and by what some
+cost beyond what they held.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pipelines.online.budgets import Budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
 WINDOW_S = 60.0
 _BUSY_RETRY_S = 1.0  # when only the end of requests under way can make room
+_BATCH_RETRY_S = 60.0  # or that of a batch
+_PRICE_KEPT = 0.98  # of what is known of a model's price, with each request: the last fifty make most of it
 
 
 @dataclass(slots=True)
@@ -25,6 +32,8 @@ class Permit:
 
     key: str
     reserved_tokens: int
+    model: str | None = None
+    held_usd: float = 0.0
     is_settled: bool = False
 
 
@@ -53,10 +62,28 @@ class _Window:
 
 
 @dataclass(slots=True)
+class _Price:
+    """What an output token of a model costs, the newest requests counting most."""
+
+    usd: float = 0.0
+    tokens: float = 0.0
+
+    def learn(self, usd: float, tokens: int) -> None:
+        self.usd = self.usd * _PRICE_KEPT + usd
+        self.tokens = self.tokens * _PRICE_KEPT + tokens
+
+    @property
+    def usd_per_token(self) -> float:
+        return self.usd / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True)
 class _Usage:
     requests: _Window = field(default_factory=_Window)
     tokens: _Window = field(default_factory=_Window)
     reserved_tokens: int = 0
+    num_under_way: int = 0
+    held_usd: float = 0.0
     spent_usd: float = 0.0
 
 
@@ -64,18 +91,25 @@ class Limiter:
     """Counts by key.
 
     Args:
-        spent_usd: by key, what the ledger says it has spent so far.
+        spent_usd: by key, what the ledger says its requests have spent so far.
+        budgets: what batches hold and have spent; told what requests hold.
         monotonic: seconds; only differences matter.
     """
 
     def __init__(
-        self, spent_usd: Mapping[str, float] | None = None, *, monotonic: Callable[[], float] = time.monotonic
+        self,
+        spent_usd: Mapping[str, float] | None = None,
+        *,
+        budgets: Budgets | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
+        self._budgets = budgets or Budgets()
+        self._prices: defaultdict[str | None, _Price] = defaultdict(_Price)
         self._usage = {name: _Usage(spent_usd=usd) for name, usd in (spent_usd or {}).items()}
 
-    def admit(self, key: KeyRecord, output_tokens: int) -> Permit:
-        """Let a request in that may have so many output tokens.
+    def admit(self, key: KeyRecord, output_tokens: int, model: str | None = None) -> Permit:
+        """Let a request in that may have so many output tokens of this model.
 
         Raises:
             ApiError: 429, with the time after which another attempt makes sense.
@@ -83,12 +117,15 @@ class Limiter:
         now, usage = self._monotonic(), self._usage.setdefault(key.name, _Usage())
         usage.requests.expire(now)
         usage.tokens.expire(now)
-        self._check_budget(key, usage)
+        held_usd = output_tokens * self._prices[model].usd_per_token
+        self._check_budget(key, usage, output_tokens, held_usd)
         self._check_requests(key, usage, now)
         self._check_tokens(key, usage, now, output_tokens)
         usage.requests.add(now, 1)
         usage.reserved_tokens += output_tokens
-        return Permit(key=key.name, reserved_tokens=output_tokens)
+        usage.num_under_way += 1
+        self._hold(key.name, usage, held_usd)
+        return Permit(key=key.name, reserved_tokens=output_tokens, model=model, held_usd=held_usd)
 
     def settle(self, permit: Permit, *, output_tokens: int, usd: float) -> None:
         """A request has ended with so many tokens, at that cost; a second time changes nothing."""
@@ -97,17 +134,35 @@ class Limiter:
         permit.is_settled = True
         usage = self._usage[permit.key]
         usage.reserved_tokens -= permit.reserved_tokens
+        usage.num_under_way -= 1
+        self._hold(permit.key, usage, -permit.held_usd)
         usage.spent_usd += usd
         if output_tokens:
             usage.tokens.add(self._monotonic(), output_tokens)
+            self.learn_price(permit.model, output_tokens=output_tokens, usd=usd)
 
-    def charge(self, key: str, usd: float) -> None:
-        """Something was spent that was no request here."""
-        self._usage.setdefault(key, _Usage()).spent_usd += usd
+    def learn_price(self, model: str | None, *, output_tokens: int, usd: float) -> None:
+        """A request of this model cost as much."""
+        self._prices[model].learn(usd, output_tokens)
 
-    def _check_budget(self, key: KeyRecord, usage: _Usage) -> None:
-        if key.budget_usd is not None and usage.spent_usd >= key.budget_usd:
+    def _hold(self, key: str, usage: _Usage, usd: float) -> None:
+        usage.held_usd += usd
+        self._budgets.hold_request(key, usd)
+
+    def _check_budget(self, key: KeyRecord, usage: _Usage, output_tokens: int, usd: float) -> None:
+        if key.budget_usd is None:
+            return
+        left_usd = key.budget_usd - usage.spent_usd - self._budgets.spent_by_batches(key.name)
+        if left_usd <= 0:
             raise ApiError(429, f"the budget of ${key.budget_usd:g} of this key is spent", code="insufficient_quota")
+        if not output_tokens:
+            return  # a file or an order costs nothing
+        left_usd -= self._budgets.held_by_batches(key.name)
+        whose = f"what is left of the budget of ${key.budget_usd:g} of this key"
+        if left_usd <= 0:
+            raise _too_many(f"{whose} is held by its batch until that has ended", _BATCH_RETRY_S)
+        if usage.num_under_way and usage.held_usd + usd > left_usd:
+            raise _too_many(f"{whose} is held by its requests under way until they have ended", None)
 
     def _check_requests(self, key: KeyRecord, usage: _Usage, now: float) -> None:
         limit = key.requests_per_min

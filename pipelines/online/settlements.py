@@ -8,12 +8,12 @@ request holds what it reserved. So nobody gets tokens for nothing by hanging up.
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from peagle.economics.ledger import RequestReader
 from peagle.economics.usage import RequestUsage
-from pipelines.online.batches.records import BATCH_PREFIX
+from pipelines.online.budgets import budgets_of
 from pipelines.online.limits import Limiter, Permit
 
 _LOOK_S = 1.0
@@ -35,10 +35,13 @@ class Settlements:
         self._unclaimed: dict[str, tuple[float, RequestUsage]] = {}  # in the order in which they were read
         self._looked_at = -math.inf
         self._is_looking = False
-        spent: dict[str, float] = {}
-        for request in self._reader.new():
-            spent[request.key] = spent.get(request.key, 0.0) + request.usd
-        self.limiter = Limiter(spent, monotonic=monotonic)
+        self._budgets = budgets_of(folder)
+        before = self._reader.new()
+        self.limiter = Limiter(self._spent(before), budgets=self._budgets, monotonic=monotonic)
+        for request in before:
+            if not request.is_batch and request.usage.num_output_tokens:
+                tokens = request.usage.num_output_tokens
+                self.limiter.learn_price(request.model, output_tokens=tokens, usd=request.usd)
 
     def defer(self, request_id: str, permit: Permit) -> None:
         """The ledger will say what this request used, or has said so: an engine may be done before the ingress is."""
@@ -61,11 +64,21 @@ class Settlements:
         for request in found:
             if waiting := self._waiting.pop(request.request_id, None):
                 self._settle(waiting[1], request)
-            elif request.request_id.startswith(BATCH_PREFIX):
-                self.limiter.charge(request.key, request.usd)
+            elif request.is_batch:
+                self._budgets.settle_batch(request.request_id, request.key, request.usd)
             else:
                 self._unclaimed[request.request_id] = (now, request)
         self._forget(now)
+
+    def _spent(self, requests: Iterable[RequestUsage]) -> dict[str, float]:
+        """By key, without what batches cost, which is told to the budgets."""
+        spent: dict[str, float] = {}
+        for request in requests:
+            if request.is_batch:
+                self._budgets.settle_batch(request.request_id, request.key, request.usd)
+            else:
+                spent[request.key] = spent.get(request.key, 0.0) + request.usd
+        return spent
 
     def _settle(self, permit: Permit, request: RequestUsage) -> None:
         self.limiter.settle(permit, output_tokens=request.usage.num_output_tokens, usd=request.usd)

@@ -17,6 +17,7 @@ from typing import Any
 
 from peagle.economics.ledger import write_batch
 from peagle.errors import ConfigError, PeagleError, RunInUse
+from pipelines.batch.rundir import RunDirectory
 from pipelines.online.batches.actors import Handle, Runner
 from pipelines.online.batches.endings import Errors, ended, fault
 from pipelines.online.batches.records import Batch
@@ -25,6 +26,7 @@ from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.tasks import make_rules, make_task
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, Reason, Result
+from pipelines.online.budgets import budgets_of
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3
@@ -68,6 +70,8 @@ class Scheduler:
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
         self._spent_usd, self._now = spent_usd, now
+        self._budgets = budgets_of(settings.ledger)
+        self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
         self._attempts: Counter[str] = Counter()
         self._not_before: dict[str, float] = {}
@@ -76,7 +80,8 @@ class Scheduler:
     def tick(self) -> None:
         """Do what can be done now; what cannot be read or written down is done again by the next one."""
         try:
-            for batch in self._store.unfinished():
+            self._unfinished = self._store.unfinished()
+            for batch in self._unfinished:
                 self._try_to_advance(batch)
             if self._now() >= self._next_sweep:
                 self._next_sweep = self._now() + _SWEEP_S
@@ -119,22 +124,28 @@ class Scheduler:
             self._works[batch.id] = _Work(self._runner.check(str(self._store.input_place(batch.order)), rules))
 
     def _begin_run(self, batch: Batch) -> None:
-        budget_usd = batch.order.key.budget_usd
         if sum(work.has_engines for work in self._works.values()) >= self._settings.at_once:
             return
-        if budget_usd is not None:
-            if self._is_running_for(batch.order.key.name):
-                return  # two at once could each spend what is left
-            budget_usd -= self._spent_usd(batch.order.key.name)
-            if budget_usd <= 0:
-                self._collect(batch, BUDGET)
-                return
         if batch.progress.model not in self._settings.recipes:
             message = f"the model {batch.progress.model!r} is not served any more"
             self._collect(batch, "batch_failed", fault("model_not_found", message))
             return
+        budget_usd = batch.order.key.budget_usd
+        if budget_usd is not None and not (budget_usd := self._hold(batch, budget_usd)):
+            return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True)
+
+    def _hold(self, batch: Batch, budget_usd: float) -> float:
+        """Hold what is left of the budget of a batch's key until the batch has ended; 0 if it cannot begin now."""
+        if not self._is_its_turn(batch):
+            return 0.0
+        owner = batch.order.key.name
+        left_usd = budget_usd - self._spent_usd(owner)
+        if left_usd > 0:
+            return self._budgets.hold_rest(batch.id, owner, left_usd)
+        self._collect(batch, BUDGET)
+        return 0.0
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
         if self._has_room():
@@ -145,9 +156,19 @@ class Scheduler:
         """For work without engines; what finds none comes again with the next tick."""
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
-    def _is_running_for(self, owner: str) -> bool:
-        running = (batch_id for batch_id, work in self._works.items() if work.has_engines)
-        return any(self._store.batch(batch_id, owner) is not None for batch_id in running)
+    def _is_its_turn(self, batch: Batch) -> bool:
+        """Whether no other batch of its key has begun: what that one spends is known when it has ended, and two at once
+        could each spend what is left."""
+        begun = (other.id for other in self._unfinished if self._has_begun(other, batch.order.key.name))
+        return (
+            next(begun, batch.id) == batch.id
+        )  # the oldest is asked first: often that is all, and a look can be remote
+
+    def _has_begun(self, batch: Batch, owner: str) -> bool:
+        """Also where it waits to be tried again, or another process began it."""
+        if batch.order.key.name != owner:
+            return False
+        return self._budgets.is_held_by(batch.id) or RunDirectory(self._store.run_place(batch.id)).exists
 
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
@@ -198,6 +219,7 @@ class Scheduler:
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
+        self._budgets.settle_batch(batch.id, batch.order.key.name, result.record.usd if result.record else 0.0)
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
 

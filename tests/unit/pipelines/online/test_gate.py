@@ -4,6 +4,7 @@ import json
 import httpx
 import pytest
 
+from pipelines.online.budgets import budgets_of
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
 from pipelines.online.load import Load
@@ -288,6 +289,20 @@ def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
     assert first.status_code == 200
     assert error_of(second) == (429, "rate_limit_exceeded")
     assert 55 <= int(second.headers["retry-after"]) <= 60
+
+
+def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
+    budgets, left = budgets_of(settings["ledger"]), []
+
+    class Looks(Engine):
+        async def __call__(self, *what):
+            left.append(budgets.hold_rest("batch_1", "small", 1))
+            budgets.settle_batch("batch_1", "small", 0)
+            await super().__call__(*what)
+
+    ask(post(keys["alice"]), post(keys["small"], model="b", max_tokens=1), app=Looks())
+    ask(post(keys["alice"]), post(keys["small"], max_tokens=1), app=Looks())
+    assert left == [1, 1, 1, 0.875]  # 2 tokens of "a" have cost 0.25
 
 
 def test_what_a_request_cost_counts_against_the_budget(ask, keys):

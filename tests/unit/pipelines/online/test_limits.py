@@ -1,5 +1,6 @@
 import pytest
 
+from pipelines.online.budgets import Budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.limits import Limiter
@@ -9,9 +10,9 @@ def key(**limits):
     return KeyRecord(name="alice", sha256="0" * 64, **limits)
 
 
-def refusal(limiter, record, tokens=1):
+def refusal(limiter, record, tokens=1, model=None):
     with pytest.raises(ApiError) as caught:
-        limiter.admit(record, tokens)
+        limiter.admit(record, tokens, model)
     return caught.value
 
 
@@ -72,3 +73,48 @@ def test_keys_do_not_share_limits(clock):
     limiter = Limiter(monotonic=clock)
     limiter.admit(key(requests_per_min=1), 1)
     limiter.admit(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1), 1)
+
+
+def test_requests_under_way_hold_what_their_tokens_may_cost(clock):
+    budgets = Budgets()
+    limiter, alice = Limiter({"alice": 0.5}, budgets=budgets, monotonic=clock), key(budget_usd=1)
+    limiter.settle(limiter.admit(alice, 50, "m"), output_tokens=10, usd=0.01)
+    limiter.admit(alice, 100, "other")  # of whose price nothing is known
+    first = limiter.admit(alice, 300, "m")
+    error = refusal(limiter, alice, 200, "m")
+    assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
+    assert "held by its requests under way" in error.message
+    limiter.admit(alice, 100, "m")
+    assert budgets.hold_rest("batch_1", "alice", 1) == pytest.approx(0.6)
+    budgets.settle_batch("batch_1", "alice", 0)
+    limiter.settle(first, output_tokens=1, usd=0.001)
+    limiter.admit(alice, 200, "m")
+
+
+def test_with_little_left_requests_get_in_one_at_a_time(clock):
+    limiter, alice = Limiter({"alice": 0.999}, monotonic=clock), key(budget_usd=1)
+    limiter.learn_price("m", output_tokens=10, usd=0.01)
+    only = limiter.admit(alice, 100, "m")
+    refusal(limiter, alice, 100, "m")
+    limiter.settle(only, output_tokens=0, usd=0)
+    limiter.admit(alice, 100, "m")
+
+
+def test_the_price_of_a_token_is_that_of_late(clock):
+    limiter, alice = Limiter(monotonic=clock), key(budget_usd=1)
+    for usd in [0.1] * 50 + [0.01] * 200:
+        limiter.learn_price("m", output_tokens=10, usd=usd)
+    assert limiter.admit(alice, 10, "m").held_usd == pytest.approx(0.01, rel=0.25)
+
+
+def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(clock):
+    budgets = Budgets()
+    limiter, alice = Limiter(budgets=budgets, monotonic=clock), key(budget_usd=1)
+    assert budgets.hold_rest("batch_1", "alice", 1) == 1
+    error = refusal(limiter, alice)
+    assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
+    limiter.admit(alice, 0)  # what costs nothing, as an order
+    for _ in range(2):
+        budgets.settle_batch("batch_1", "alice", 0.6)
+    limiter.settle(limiter.admit(alice, 1), output_tokens=1, usd=0.4)
+    assert refusal(limiter, alice).code == "insufficient_quota"

@@ -5,6 +5,7 @@ import pytest
 
 from peagle.economics.ledger import append_request, write_batch
 from pipelines.online.answers import Tally
+from pipelines.online.budgets import budgets_of
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.settlements import Settlements
@@ -84,3 +85,25 @@ def test_a_batch_that_has_ended_is_charged_within_half_a_minute(engine_account, 
     asyncio.run(settlements.catch_up())
     with pytest.raises(ApiError, match="budget"):
         settlements.limiter.admit(ALICE, 1)
+
+
+def test_what_tokens_cost_before_a_restart_is_what_requests_hold(engine_account, clock, tmp_path):
+    engine_account.ready()
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 5, clock))  # 0.1 USD
+    limiter = Settlements(tmp_path / "ledger", monotonic=clock).limiter
+    assert limiter.admit(ALICE, 20, "m").held_usd == pytest.approx(0.05)
+    assert limiter.admit(ALICE, 20, "other").held_usd == 0
+
+
+def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(engine_account, clock, tmp_path):
+    engine_account.ready()
+    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+    asyncio.run(settlements.catch_up())
+    one = used(engine_account, "batch_1", 40, 26, clock)  # 0.52 USD
+    batch = replace(one, usage=replace(one.usage, session_id="batch_1"))
+    write_batch(tmp_path / "ledger", batch)
+    budgets_of(tmp_path / "ledger").settle_batch("batch_1", "alice", batch.usd)
+    clock.now += 31
+    asyncio.run(settlements.catch_up())
+    assert budgets_of(tmp_path / "ledger").spent_by_batches("alice") == batch.usd
+    settlements.limiter.admit(ALICE, 1)

@@ -6,6 +6,7 @@ from peagle.economics.ledger import RequestReader
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.validation import Checked
+from pipelines.online.budgets import budgets_of
 
 
 @pytest.fixture
@@ -291,6 +292,58 @@ def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, or
         order(key=make_key(name, budget_usd=2))
     check_all(scheduler, runner)
     assert sorted(work.arguments[0].owner for work in runner.works if work.kind == "run") == ["alice", "bob"]
+
+
+def test_a_batch_holds_its_budget_from_start_to_end(
+    scheduler, runner, store, settings, order, make_key, make_result, clock, spent
+):
+    budgets, batch_id = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
+    budgets.hold_request("alice", 0.25)
+    check_all(scheduler, runner)
+    run = runner.works[-1]
+    assert (run.arguments[0].budget_usd, budgets.held_by_batches("alice")) == (1.75, 1.75)
+    run.answer = EngineError("it died")
+    scheduler.tick()
+    assert budgets.held_by_batches("alice") == 1.75  # it will be tried again
+    clock.now += 10
+    scheduler.tick()
+    runner.works[-1].answer = make_result(batch_id)
+    scheduler.tick()
+    assert (budgets.held_by_batches("alice"), budgets.spent_by_batches("alice")) == (0, 0.5)
+
+
+def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner, settings, order, make_key):
+    budgets, _ = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
+    budgets.hold_request("alice", 2)
+    check_all(scheduler, runner)
+    assert [work.kind for work in runner.works] == ["check"]
+    budgets.hold_request("alice", -1)
+    scheduler.tick()
+    assert runner.works[-1].arguments[0].budget_usd == 1
+
+
+def test_a_batch_waits_until_another_of_its_budget_has_ended_also_between_attempts(
+    make_scheduler, runner, order, make_key, clock
+):
+    scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
+    first, _ = order(key=poor), order(key=poor)
+    check_all(scheduler, runner)
+    runner.works[-1].answer = EngineError("it died")
+    for _ in range(3):
+        scheduler.tick()
+    clock.now += 10
+    scheduler.tick()
+    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [first, first]
+
+
+def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, runner, store, order, make_key, spent):
+    poor = make_key(budget_usd=2)
+    order(key=poor)
+    begun = order(key=poor)
+    store.run_place(begun).mkdir()
+    (store.run_place(begun) / "run.json").write_text("{}")
+    check_all(make_scheduler(at_once=3), runner)
+    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [begun]
 
 
 def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, begun, make_result):
