@@ -26,6 +26,7 @@ from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError, from_exception, is_engine_death
 from pipelines.online.gate import CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.handles import Cancelling
+from pipelines.online.keys import KeyRing
 from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
 from pipelines.online.replicas import replica_counts
@@ -62,10 +63,15 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
-        self.batches = Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd) if batches else None
+        self.batches = self._make_batches(batches, settings) if batches else None
         self._live = LiveView(self._cost)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self._requires_key = settings.requires_key
+
+    def _make_batches(self, batches: BatchSettings, settings: GateSettings) -> Batches:
+        ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
+        present_key = ring.present if ring else None
+        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
 
     async def models(self) -> JSONResponse:
         """The models, as OpenAI lists them."""

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,7 @@ ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
 _LEAST_LENGTH = 16  # of a key that a user made up
 _RELOAD_S = 1.0
+_NO_HASH = "0" * 64  # no key has it
 LOCAL_NAME = "local"  # in usage, where there are no keys
 
 
@@ -47,6 +48,10 @@ class KeyRecord(BaseModel):
     output_tokens_per_min: int | None = Field(default=None, ge=1)
     budget_usd: float | None = Field(default=None, gt=0)
     is_operator: bool = False
+
+    def without_hash(self) -> Self:
+        """As it may be stored and sent elsewhere."""
+        return self.model_copy(update={"sha256": _NO_HASH})
 
 
 def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
@@ -141,6 +146,16 @@ class KeyRing:
         """
         return find(key, self._records())
 
+    def present(self, key: KeyRecord) -> KeyRecord | None:
+        """What the key of this name may do now, without its hash; None if it was revoked.
+
+        Raises:
+            ConfigError: as `find`.
+        """
+        if key == LOCAL:
+            return LOCAL  # this machine's, from when there were no keys: nobody can revoke it
+        return next((record.without_hash() for record in self._records() if record.name == key.name), None)
+
     def _records(self) -> tuple[KeyRecord, ...]:
         if self._path is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _RELOAD_S
@@ -163,5 +178,5 @@ def _record(values: Any, *, where: str) -> KeyRecord:
         raise ConfigError(f"{where}: {field}: {first['msg']}") from None  # never the value: it may be a key
 
 
-LOCAL = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, is_operator=True)
-"""Whoever asks an endpoint without keys, which only this machine can reach. No key has this hash."""
+LOCAL = KeyRecord(name=LOCAL_NAME, sha256=_NO_HASH, is_operator=True)
+"""Whoever asks an endpoint without keys, which only this machine can reach."""

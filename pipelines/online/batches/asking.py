@@ -45,7 +45,7 @@ class NewBatch(BaseModel):
         expires = self.output_expires_after
         return Order(
             id=new_id(BATCH_PREFIX),
-            key=key.model_copy(update={"sha256": "0" * 64}),
+            key=key.without_hash(),
             endpoint=self.endpoint,
             input_file_id=self.input_file_id,
             completion_window=self.completion_window,

@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle.economics.usage import UnitUsage
 from pipelines.online.batches.records import Batch, Progress, Status
-from pipelines.online.batches.work import BUDGET, UNEXECUTED, Reason, Result
+from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, UNEXECUTED, Reason, Result
 
 Errors = tuple[Mapping[str, Any], ...]
 _STATUS: Mapping[Reason | None, Status] = {
@@ -15,7 +15,11 @@ _STATUS: Mapping[Reason | None, Status] = {
     "batch_expired": "expired",
     "batch_failed": "failed",
     BUDGET: "failed",
+    KEY_REVOKED: "cancelled",
+    MODEL_WITHDRAWN: "failed",
 }
+_OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
+"""Of what ends a batch because of its key the batch itself says so too: nobody asked for it here."""
 
 
 def fault(code: str, message: str) -> Errors:
@@ -41,11 +45,11 @@ def ended(
     """
     before, status = batch.progress, _STATUS[reason]
     at: dict[str, Any] = {f"{status}_at": now}
+    if reason in _OF_THE_KEY:
+        errors = fault(reason, UNEXECUTED[reason])
     progress = replace(before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **at)
     if result is None:
         return progress
-    if reason == BUDGET:
-        progress = replace(progress, errors=fault(BUDGET, UNEXECUTED[BUDGET]))
     return replace(
         progress,
         num_completed=result.num_completed,

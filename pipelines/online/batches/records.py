@@ -68,7 +68,8 @@ class Order:
     """A batch as it was asked for.
 
     Attributes:
-        key: of whom it is, and what that key might do when it was asked for; without the key's hash.
+        key: of whom it is, and what that key might do when it was asked for, without the key's hash; the scheduler asks
+            what it may do now.
         output_expires_s: life of the files that the batch makes; None is without end.
     """
 

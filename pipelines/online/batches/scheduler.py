@@ -25,8 +25,9 @@ from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.tasks import make_rules, make_task
 from pipelines.online.batches.validation import Checked
-from pipelines.online.batches.work import BUDGET, Reason, Result
+from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
 from pipelines.online.budgets import budgets_of
+from pipelines.online.keys import KeyRecord
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3
@@ -56,6 +57,7 @@ class Scheduler:
 
     Args:
         spent_usd: what a key has spent until now, batches that have ended included.
+        present_key: what the key of an order may do now; None if it was revoked. Without it keys stay as they were.
         now: Unix time.
     """
 
@@ -66,10 +68,12 @@ class Scheduler:
         settings: BatchSettings,
         *,
         spent_usd: Callable[[str], float],
+        present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
         self._spent_usd, self._now = spent_usd, now
+        self._present_key = present_key or (lambda key: key)
         self._budgets = budgets_of(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
@@ -102,6 +106,8 @@ class Scheduler:
             _log.error("batch %s cannot go on: %s", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
+        if key := self._present_key(batch.order.key):
+            batch = replace(batch, order=replace(batch.order, key=key))
         work = self._works.get(batch.id)
         if work is not None:
             self._watch(batch, work)
@@ -173,6 +179,10 @@ class Scheduler:
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
             return "batch_cancelled"
+        if (key := self._present_key(batch.order.key)) is None:
+            return KEY_REVOKED
+        if key.models is not None and batch.progress.model not in (None, *key.models):
+            return MODEL_WITHDRAWN
         return "batch_expired" if self._now() >= batch.order.expires_at else None
 
     # --- going on

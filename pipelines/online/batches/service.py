@@ -14,6 +14,7 @@ from pipelines.online.batches.actors import Runner
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
+from pipelines.online.keys import KeyRecord
 
 _LEASE_S = 30.0
 _LOOK_S = 1.0
@@ -26,13 +27,20 @@ class Batches:
     """What the routes need, and what goes on behind them until `close`.
 
     Args:
-        spent_usd: what a key has spent until now.
+        spent_usd, present_key: as `Scheduler` has them.
     """
 
-    def __init__(self, settings: BatchSettings, runner: Runner, *, spent_usd: Callable[[str], float]) -> None:
+    def __init__(
+        self,
+        settings: BatchSettings,
+        runner: Runner,
+        *,
+        spent_usd: Callable[[str], float],
+        present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
+    ) -> None:
         self.settings = settings
         self.store = BatchStore(settings.folder)
-        self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd)
+        self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, present_key=present_key)
         self._look_s = _LOOK_REMOTE_S if self.store.is_remote else _LOOK_S
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._schedule, daemon=True)

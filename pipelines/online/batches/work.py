@@ -31,11 +31,15 @@ from pipelines.batch.rundir import RunDirectory
 Reason = str
 """Why a batch ends early: a code of `UNEXECUTED`."""
 BUDGET: Reason = "insufficient_quota"
+KEY_REVOKED: Reason = "key_revoked"
+MODEL_WITHDRAWN: Reason = "model_not_allowed"
 UNEXECUTED: Mapping[Reason, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
     "batch_failed": "This request was not executed: the batch failed.",
     BUDGET: "This request was not executed: the budget of the key is spent.",
+    KEY_REVOKED: "This request was not executed: the key of the batch was revoked.",
+    MODEL_WITHDRAWN: "This request was not executed: the key of the batch may not use its model any more.",
 }
 
 

@@ -1,4 +1,6 @@
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,6 +15,8 @@ from pipelines.online.bodies import Chat
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError
+from pipelines.online.gate import GateSettings
+from pipelines.online.keys import new_key
 
 
 def asked(monkeypatch, *ends):
@@ -71,3 +75,13 @@ def test_another_engine_answers_for_one_that_died_once(monkeypatch):
 @pytest.mark.parametrize(("error", "status"), [(BackPressureError(9, 9), 503), (RuntimeError("x"), 500)])
 def test_anything_else_is_an_answer_of_the_api_at_once(monkeypatch, error, status):
     assert asked(monkeypatch, error, "answer") == (status, 1)
+
+
+def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
+    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["present_key"])
+    (_, alice), (_, gone) = new_key("alice"), new_key("gone")
+    settings = GateSettings(models=(), ledger=tmp_path, fixed_keys=(alice,))
+    endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None))
+    present_key = ingress.PeagleIngress._make_batches(endpoint, None, settings)
+    assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
+    assert ingress.PeagleIngress._make_batches(endpoint, None, replace(settings, requires_key=False)) is None

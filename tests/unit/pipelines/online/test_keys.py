@@ -4,7 +4,7 @@ import pytest
 
 from peagle.errors import ConfigError
 from pipelines.online import keys as module
-from pipelines.online.keys import KeyRing, digest, find, keys_from_environment, new_key, read_keys, write_keys
+from pipelines.online.keys import LOCAL, KeyRing, digest, find, keys_from_environment, new_key, read_keys, write_keys
 
 
 def test_the_file_holds_no_key_and_only_its_owner_reads_it(tmp_path):
@@ -69,3 +69,17 @@ def test_a_revoked_key_stops_holding_without_a_restart(tmp_path, monkeypatch):
     assert ring.find(alice) == a
     path.unlink()
     assert ring.find(alice) is None
+
+
+def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    _, alice = new_key("alice", budget_usd=1)
+    write_keys(path, [alice])
+    ring = KeyRing(path)
+    write_keys(path, [new_key("alice", budget_usd=2)[1]])
+    now = ring.present(alice.without_hash())
+    assert (now.budget_usd, now.sha256) == (2, "0" * 64)
+    write_keys(path, [])
+    assert ring.present(alice) is None
+    assert ring.present(LOCAL) == LOCAL

@@ -346,6 +346,62 @@ def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, ru
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [begun]
 
 
+@pytest.fixture
+def present(make_key):
+    """Keys as they are now, by name."""
+    return {"alice": make_key()}
+
+
+@pytest.fixture
+def watchful(store, runner, settings, spent, present, clock):
+    """A scheduler that looks at them."""
+
+    def present_key(key):
+        return present.get(key.name)
+
+    return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, present_key=present_key, now=clock)
+
+
+def test_a_batch_whose_key_is_revoked_is_stopped_and_says_why(watchful, runner, store, order, present, make_result):
+    running, waiting = order(), order()
+    check_all(watchful, runner)
+    run = runner.works[-1]
+    new = order()
+    present.clear()
+    watchful.tick()
+    assert run.reason == "key_revoked"
+    collect = runner.works[-1]
+    assert (collect.kind, collect.arguments[0].batch_id, collect.arguments[1]) == ("collect", waiting, "key_revoked")
+    for work, batch_id in ((run, running), (collect, waiting)):
+        work.answer = make_result(batch_id, "key_revoked", num_completed=1, num_failed=2)
+    watchful.tick()
+    assert [shown(store, batch_id)["status"] for batch_id in (running, waiting, new)] == ["cancelled"] * 3
+    for batch_id in (running, waiting, new):
+        (error,) = shown(store, batch_id)["errors"]["data"]
+        assert (error["code"], "was revoked" in error["message"]) == ("key_revoked", True)
+
+
+def test_a_batch_whose_key_lost_the_model_fails_with_what_it_has(watchful, runner, order, store, present, make_key):
+    order()
+    check_all(watchful, runner)
+    run = runner.works[-1]
+    present["alice"] = make_key(models=["other", "m"])
+    watchful.tick()
+    assert run.reason is None
+    present["alice"] = make_key(models=["other"])
+    watchful.tick()
+    assert run.reason == "model_not_allowed"
+
+
+def test_a_batch_begins_with_the_budget_and_the_models_that_its_key_has_now(watchful, runner, order, present, make_key):
+    order(key=make_key(budget_usd=1))
+    present["alice"] = make_key(budget_usd=5, models=["m"])
+    check_all(watchful, runner)
+    check, run = runner.works
+    assert check.arguments[1].key.models == ("m",)
+    assert run.arguments[0].budget_usd == 5
+
+
 def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, begun, make_result):
     batch_id, _ = begun
     scheduler = make_scheduler(recipes={})
