@@ -7,6 +7,7 @@ passwords would only slow every request. It knows a file and an environment vari
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import time
@@ -25,6 +26,7 @@ _LEAST_LENGTH = 16  # of a key that a user made up
 _RELOAD_S = 1.0
 _NO_HASH = "0" * 64  # no key has it
 LOCAL_NAME = "local"  # in usage, where there are no keys
+_log = logging.getLogger("ray.serve")
 
 
 class KeyRecord(BaseModel):
@@ -129,20 +131,25 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 class KeyRing:
-    """The keys that hold now: fixed ones, and those of a file, which is read again when it has changed."""
+    """The keys that hold now: fixed ones, and those of a file, which is read again when it has changed.
+
+    A file that cannot be read, as one that somebody is just editing, changes nothing: the keys that were read last go
+    on holding, revoked ones too, until it can. One that is gone holds no keys.
+    """
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
         self._path = path
         self._fixed = tuple(fixed)
         self._read: tuple[KeyRecord, ...] = ()
         self._version: tuple[int, int] | None = None
+        self._refused: tuple[int, int] | None = None
         self._next_look = 0.0
 
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key that holds now.
 
         Raises:
-            ConfigError: the file is there and no file of keys.
+            ConfigError: the file cannot be read, and never could be.
         """
         return find(key, self._records())
 
@@ -158,15 +165,32 @@ class KeyRing:
 
     def _records(self) -> tuple[KeyRecord, ...]:
         if self._path is not None and time.monotonic() >= self._next_look:
+            self._look(self._path)
             self._next_look = time.monotonic() + _RELOAD_S
-            try:
-                status = self._path.stat()
-                version = (status.st_mtime_ns, status.st_ino)
-            except FileNotFoundError:
-                version = (0, 0)
-            if version != self._version:
-                self._read, self._version = read_keys(self._path), version
         return self._fixed + self._read
+
+    def _look(self, path: Path) -> None:
+        version = _version(path)
+        if version == self._version:
+            return
+        try:
+            self._read, self._version = read_keys(path), version
+        except ConfigError as error:
+            if self._version is None:
+                raise
+            if version != self._refused:  # it is tried again with each look, and told once
+                self._refused = version
+                _log.error("%s; the keys that were read before it changed go on holding", error.message)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        return -1, error.errno or 0
+    return status.st_mtime_ns, status.st_ino
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:

@@ -1,3 +1,4 @@
+import os
 import stat
 
 import pytest
@@ -83,3 +84,54 @@ def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path,
     write_keys(path, [])
     assert ring.present(alice) is None
     assert ring.present(LOCAL) == LOCAL
+
+
+def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
+    write_keys(path, [a, b])
+    ring = KeyRing(path)
+    assert ring.find(alice) == a
+    for text in ("[,]", "[,,]"):
+        path.write_text(text)
+        os.utime(path, ns=(0, len(text)))
+        for _ in range(3):
+            assert ring.find(alice) == a
+            assert ring.present(b) == b.without_hash()
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    assert "keys.json: cannot be read" in caplog.text
+    assert "go on holding" in caplog.text
+    write_keys(path, [a])
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again_though_it_has_not_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
+    write_keys(path, [a, b])
+    ring = KeyRing(path)
+    assert ring.find(bob) == b
+    write_keys(path, [a])
+    with monkeypatch.context() as moment:
+        moment.setattr(module, "read_keys", refuse)
+        assert ring.find(bob) == b
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+
+
+def refuse(path):
+    raise ConfigError(f"keys {path}: cannot be read: no answer")
+
+
+def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text("[,]")
+    ring = KeyRing(path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ring.find("a key")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ring.present(new_key("alice")[1])
