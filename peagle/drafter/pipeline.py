@@ -162,16 +162,25 @@ def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extra
 
 
 def train_prepared(
-    prepared: Prepared, head: Any, *, workers: Workers | None = None, progress: Callable[[Progress], None]
+    prepared: Prepared,
+    head: Any,
+    *,
+    workers: Workers | None = None,
+    identity: dict[str, Any] | None = None,
+    progress: Callable[[Progress], None],
 ) -> TrainingOutcome:
-    """Train `head` in place, from the last checkpoint when there is one."""
+    """Train `head` in place, from the last checkpoint when there is one.
+
+    Args:
+        identity: what a checkpoint must be a training of, where another process has said it; None for `prepared`'s own.
+    """
     return train(
         head,
         prepared.store,
         prepared.corpus.trained,
         prepared.recipe,
         prepared.folder,
-        fingerprint=prepared.identity,
+        fingerprint=prepared.identity if identity is None else identity,
         device=prepared.device,
         workers=workers,
         time_budget_s=prepared.config.time_budget_s,

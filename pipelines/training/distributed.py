@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peagle.catalog.loader import load_catalog
 from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.features import FeatureJob
+from peagle.drafter.head_spec import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
+from peagle.drafter.prompts import is_code_source
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
@@ -36,9 +39,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         PeagleError: the workers died more often than `config.worker_failures` allows, or the loss is not finite; the
             last checkpoint stays.
     """
-    folder = Path(config.target)
-    reference = str(folder.resolve()) if folder.is_dir() else config.target  # actors have other working directories
-    on_actors = functools.partial(extract_on_actors, reference=reference, workers=config.workers)
+    on_actors = functools.partial(extract_on_actors, reference=_target_for_workers(config), workers=config.workers)
     with ray_cluster():
         prepared = prepare(config, listener, extract=on_actors)
         require_workers(config.workers, on_gpu=prepared.device.type == "cuda")
@@ -65,7 +66,7 @@ def _run(prepared: Prepared) -> None:
     on_gpu = prepared.device.type == "cuda"
     trainer = TorchTrainer(
         _work,
-        train_loop_config=config.model_dump(mode="json"),
+        train_loop_config={"settings": _for_workers(config).model_dump(mode="json"), "identity": prepared.identity},
         scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name="workers",
@@ -105,12 +106,36 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
             abandon()
 
 
-def _work(settings: dict[str, Any]) -> None:
-    """What each worker runs; it reads what the driver has prepared."""
-    prepared = prepare(TrainConfig(**settings), Listener(), extract=_leave, verify=False)
+def _for_workers(config: TrainConfig) -> TrainConfig:
+    """The same with absolute paths: actors and workers have working directories of their own."""
+    return config.model_copy(
+        update={
+            "target": _target_for_workers(config),
+            "prompts": [source if is_code_source(str(source)) else source.resolve() for source in config.prompts],
+            "output": config.output.resolve(),
+            "features": config.features and config.features.resolve(),
+            "init": config.init if config.init in INITS else str(Path(config.init).resolve()),
+        }
+    )
+
+
+def _target_for_workers(config: TrainConfig) -> str:
+    """The target by a name that every node can resolve; one of the catalog wins over a folder, as everywhere."""
+    folder = Path(config.target).expanduser()
+    is_folder = load_catalog().find(config.target) is None and folder.is_dir()
+    return str(folder.resolve()) if is_folder else config.target
+
+
+def _work(told: dict[str, Any]) -> None:
+    """What each worker runs; it reads what the driver has prepared.
+
+    The identity is the driver's, with paths as they were typed, so that one worker and several go on with each other's
+    trainings.
+    """
+    prepared = prepare(TrainConfig(**told["settings"]), Listener(), extract=_leave, verify=False)
     workers = Distributed(prepared.device)
     head = prepared.new_head(is_told=workers.rank > 0)
-    train_prepared(prepared, head, workers=workers, progress=lambda _: None)
+    train_prepared(prepared, head, workers=workers, identity=told["identity"], progress=lambda _: None)
 
 
 def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:

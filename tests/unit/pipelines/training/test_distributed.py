@@ -1,14 +1,26 @@
-"""What the driver tells of a training on several workers, whose first worker writes the metrics file."""
+"""A training on several workers without Ray: what they are handed, and what the driver tells of them."""
 
+import contextlib
+import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
+from peagle.drafter.config import TrainConfig
 from peagle.drafter.metrics import Metrics, Progress
-from peagle.drafter.pipeline import Listener
+from peagle.drafter.pipeline import Listener, train_head
+from peagle.drafter.workers import Alone
 from pipelines.training import distributed
-from pipelines.training.distributed import _Follower, _outside_the_main_thread, _reason
+from pipelines.training.distributed import (
+    _Follower,
+    _for_workers,
+    _outside_the_main_thread,
+    _reason,
+    train_on_workers,
+)
 
 
 def step(number, train_s=0.5):
@@ -80,3 +92,54 @@ def test_a_trainers_error_is_the_callers(monkeypatch):
 
     with pytest.raises(RuntimeError, match="no room"):
         _outside_the_main_thread(fit)
+
+
+@pytest.fixture
+def worker_elsewhere(monkeypatch, tmp_path):
+    """In Ray Train's place one worker in this process, whose working directory is another, as there."""
+
+    class Trainer:
+        def __init__(self, work, *, train_loop_config, **_):
+            self.work, self.told = work, train_loop_config
+
+        def fit(self):
+            (tmp_path / "elsewhere").mkdir()
+            before = Path.cwd()
+            os.chdir(tmp_path / "elsewhere")
+            try:
+                self.work(self.told)
+            finally:
+                os.chdir(before)
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(distributed, "require_workers", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "Distributed", lambda _: Alone())
+
+
+def test_workers_go_on_with_a_training_whose_paths_are_relative(
+    worker_elsewhere, speaking_target, write_jsonl, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(speaking_target, "tiny")
+    write_jsonl([{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)])
+    config = TrainConfig(
+        target="tiny", prompts="prompts.jsonl", responses="given", output="first", num_layers=1, num_depths=3,
+        draft_vocab_size=40, batch_tokens=64, precision="fp32", num_speculative_tokens=3, time_budget_s=1e-9,
+    )  # fmt: skip
+    train_head(config, Listener())
+    second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
+    begun = train_head(second, Listener())
+    ended = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
+    assert (begun["finished"], ended["finished"]) == (False, True)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    sources = ["stdlib", "package:json", "mine.jsonl"]
+    told = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out"))
+    assert (told.target, told.init, told.features) == ("smollm2-135m", "warm", None)
+    assert told.prompts == [Path("stdlib"), Path("package:json"), tmp_path / "mine.jsonl"]
+    assert _for_workers(TrainConfig(target="org/name", prompts=sources, output="out")).target == "org/name"
