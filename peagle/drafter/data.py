@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import InputError, did_you_mean
+from peagle.messages import parse_messages
 
 Row = dict[str, Any]
 
@@ -66,9 +67,10 @@ def read_responses(source: Path) -> Iterator[Row]:
 
 
 def row_text(row: Row, prompt_column: str) -> str:
-    """All that a row says: messages, prompt and response."""
-    messages = "\n".join(str(message.get("content", "")) for message in _messages(row) or ())
-    return f"{messages}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
+    """All that a row says: messages (as `build_samples` takes them), prompt and response."""
+    messages = parse_messages(row.get("messages"))
+    said = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
+    return f"{said}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
 
 
 def build_samples(
@@ -77,7 +79,8 @@ def build_samples(
     """Apply the target's chat template to every row.
 
     Args:
-        rows: with `response`, and `messages` or `prompt_column`; `id` and `finish_reason` where known.
+        rows: with `response`, and `messages` (as lists or JSON text) or `prompt_column`; `id` and `finish_reason` where
+            known.
         tokenizer: the target's, with its chat template.
         prompt_column: the column that holds the user's message when there is no `messages`.
         max_tokens: documents are cut there.
@@ -103,15 +106,14 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
         return "no response"
     if not isinstance(row["response"], str):
         return f"its response is no text but {type(row['response']).__name__}"
-    messages = _messages(row)
-    if row.get("messages") and messages is None:
-        return "its messages are no list of objects with a 'role'"
-    if not messages:
-        if not isinstance(row.get(prompt_column), str):
-            return f"neither 'messages' nor a text in {prompt_column!r}"
-        messages = [{"role": "user", "content": row[prompt_column]}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    messages = _messages(row, prompt_column)
+    if isinstance(messages, str):
+        return messages
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # it refuses roles, and its filters raise whatever they meet
+        return f"the chat template refuses the row: {error}"
     response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
     if row.get("finish_reason") == "stop":
         response_ids = [*response_ids, tokenizer.eos_token_id]
@@ -121,13 +123,14 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
     return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
 
 
-def _messages(row: Row) -> list[dict[str, Any]] | None:
-    """The messages of a row; None where there are none, or what stands there are not."""
-    messages = row.get("messages")
-    if not isinstance(messages, list):
-        return None
-    are_messages = all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-    return messages if are_messages else None
+def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
+    """The messages of a row, of its prompt where it has none; or what is wrong with them."""
+    if row.get("messages"):
+        messages = parse_messages(row["messages"])
+        return f"column 'messages'{messages}" if isinstance(messages, str) else messages
+    if not isinstance(row.get(prompt_column), str):
+        return f"neither 'messages' nor a text in {prompt_column!r}"
+    return [{"role": "user", "content": row[prompt_column]}]
 
 
 def source_files(source: Path) -> list[Path]:

@@ -16,7 +16,9 @@ class Tokenizer:
     eos_token_id = 0
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return "".join(f"<{m['content']}>" for m in messages)
+        if messages[0]["role"] == "tool":
+            raise ValueError("no role 'tool'")
+        return "".join("<" + m["content"] + ">" for m in messages)
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         assert not add_special_tokens
@@ -50,6 +52,20 @@ def test_messages_win_over_the_prompt() -> None:
     assert sample.num_prompt_tokens == len("<x><y>")
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}],
+        '[{"role": "user", "content": "x\\ny"}]',
+    ],
+)
+def test_contents_in_parts_and_messages_as_json_text_are_taken_as_in_bulk_runs(messages: Any) -> None:
+    sample = _one(messages=messages)
+    assert isinstance(sample, Sample)
+    assert sample.token_ids == (*map(ord, "<x\ny>yo"), 0)
+    assert row_text({"messages": messages, "response": "r"}, "prompt") == "x\ny\n\nr"
+
+
 def test_long_documents_are_cut() -> None:
     sample = _one(response="y" * 50)
     assert isinstance(sample, Sample)
@@ -62,8 +78,13 @@ def test_long_documents_are_cut() -> None:
         ({"response": ""}, "no response"),
         ({"response": None}, "no response"),
         ({"response": 5}, "its response is no text but int"),
-        ({"messages": "hi"}, "its messages are no list of objects with a 'role'"),
-        ({"messages": ["hi"]}, "its messages are no list of objects with a 'role'"),
+        ({"messages": "hi"}, "column 'messages' holds a str, not a list of messages"),
+        ({"messages": ["hi"]}, "column 'messages', message 0: it needs a role and a content, both text"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None}]},
+            "column 'messages', message 1: it needs a role and a content, both text",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses the row: no role 'tool'"),
         ({"prompt": None}, "neither 'messages' nor a text in 'prompt'"),
         ({"prompt": "x" * 10}, "the prompt alone has 12 tokens, the limit is 12"),
     ],

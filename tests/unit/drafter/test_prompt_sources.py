@@ -49,6 +49,14 @@ def test_evaluation_problems_are_left_out_and_told(write_jsonl: Write) -> None:
         _read(write_jsonl(leaks))
 
 
+def test_evaluation_problems_are_found_in_whatever_form_messages_have(write_jsonl: Write) -> None:
+    problem = humaneval_references()[0]
+    as_text = json.dumps([{"role": "user", "content": problem}])
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": problem}]}]
+    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, {"messages": as_text}, {"messages": in_parts}]))
+    assert [row["id"] for row in rows] == ["fine"]
+
+
 def test_code_is_a_source() -> None:
     rows = _read("package:json", limit=20, exclude="none")
     prompts = generate_prompts(source_snippets("package:json"), source="package:json", limit=20)
