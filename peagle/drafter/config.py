@@ -39,7 +39,9 @@ class TrainConfig(BaseModel):
         description="regenerate has the target itself answer the prompts first (needs Ray); given takes the responses"
         " that --prompts has beside them",
     )
-    limit: int | None = Field(None, ge=1, description="answer only the first prompts; default: all")
+    limit: int | None = Field(
+        None, ge=1, description="answer only the first prompts, so many of all sources together; default: all"
+    )
     sampled_share: float = Field(
         0.5, ge=0, le=1, description="share of the prompts answered by sampling, others greedily"
     )

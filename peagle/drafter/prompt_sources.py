@@ -17,7 +17,7 @@ from peagle.drafter.decontamination import (
     index_of,
     tell_dropped,
 )
-from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, source_snippets
+from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
 from peagle.errors import InputError, did_you_mean
 
 MESSAGES = "messages"
@@ -26,26 +26,45 @@ MESSAGES = "messages"
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     """Rows with `id` and either `messages` or the prompt column, the same for all; what is left out is told.
 
+    A limit is shared out evenly among the sources; where one holds fewer, the others give more.
+
     Raises:
         InputError: a source is unreadable, or no row has a prompt that may be answered.
     """
     index = index_of(config.exclude)
-    rows: list[Row] = []
+    held: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
         if is_code_source(str(source)):
             found, own = _code(str(source), config, index)
         else:
             found, own = _file(source, config.prompt_column, index)
-        rows += found
+        held.append(found)
         dropped += own
-    rows = rows[: config.limit]
+    shares = share_out(config.limit, [len(found) for found in held])
+    rows = [row for found, share in zip(held, shares, strict=True) for row in found[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
+    _tell_shares(config, shares, say)
     tell_dropped(dropped, config.exclude, say)
     if not rows:
         sources = ", ".join(map(str, config.prompts))
         raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {config.exclude}")
     return _alike(rows, config.prompt_column)
+
+
+def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
+    """How many to take of each source, given how many each holds: as evenly as they allow, all without a limit.
+
+    >>> share_out(300, [594, 50, 200])
+    [125, 50, 125]
+    """
+    if limit is None:
+        return list(held)
+    left, shares = limit, [0] * len(held)
+    for num_done, index in enumerate(sorted(range(len(held)), key=held.__getitem__)):
+        shares[index] = min(held[index], left // (len(held) - num_done))
+        left -= shares[index]
+    return shares
 
 
 def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
@@ -65,13 +84,19 @@ def code_prompts(
     Raises:
         ConfigError: no such source, or it holds fewer prompts.
     """
-    checked = decontaminate(source_snippets(source), index, text=lambda snippet: snippet.code)
+    checked = _functions(source, index)
     limit = len(checked.kept) if limit is None else limit
     return list(generate_prompts(checked.kept, source=source, seed=seed, limit=limit)), checked
 
 
+def _functions(source: str, index: NgramIndex) -> Decontaminated[Snippet]:
+    return decontaminate(source_snippets(source), index, text=lambda snippet: snippet.code)
+
+
 def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    prompts, checked = code_prompts(source, index, limit=config.limit)
+    checked = _functions(source, index)
+    limit = len(checked.kept) if config.limit is None else min(config.limit, num_available(checked.kept))
+    prompts = generate_prompts(checked.kept, source=source, limit=limit)
     dropped = [Dropped(item={"id": f"{d.item.module}.{d.item.name}"}, overlap=d.overlap) for d in checked.dropped]
     return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
 
@@ -96,6 +121,15 @@ def _prompts_of(source: Path, prompt_column: str) -> Iterator[Row]:
         yield {"id": str(row.get("id", number)), asked: row.get(asked)}
     if number < 0:
         raise InputError(f"{source}: there is no row in it")
+
+
+def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
+    """What each of several sources gives, and that they hold less than was asked for."""
+    if len(shares) > 1:
+        for source, share in zip(config.prompts, shares, strict=True):
+            say(f"  {share:,} of {source}")
+    if config.limit is not None and sum(shares) < config.limit:
+        say(f"  --limit {config.limit:,}: there are no more")
 
 
 def _alike(rows: list[Row], prompt_column: str) -> list[Row]:

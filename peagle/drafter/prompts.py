@@ -133,6 +133,11 @@ def folder_snippets(root: Path) -> list[Snippet]:
     return list(distinct.values())
 
 
+def num_available(snippets: Sequence[Snippet]) -> int:
+    """How many prompts there are: every snippet in every wording."""
+    return len(snippets) * len(FORMS)
+
+
 def generate_prompts(
     snippets: Sequence[Snippet], *, source: str = STDLIB, seed: int = 0, limit: int | None = None
 ) -> Iterator[Prompt]:
@@ -144,7 +149,7 @@ def generate_prompts(
     Raises:
         ConfigError: `limit` is more than there are wordings of snippets.
     """
-    available = len(snippets) * len(FORMS)
+    available = num_available(snippets)
     if limit is not None and limit > available:
         raise ConfigError(f"--limit {limit:,}: the source holds {available:,} prompts", hint="ask for fewer")
     left = available if limit is None else limit

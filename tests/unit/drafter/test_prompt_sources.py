@@ -9,8 +9,8 @@ import pytest
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.prompt_sources import part_by_hash, read_prompts
-from peagle.drafter.prompts import generate_prompts, source_snippets
+from peagle.drafter.prompt_sources import part_by_hash, read_prompts, share_out
+from peagle.drafter.prompts import FORMS, generate_prompts, source_snippets
 from peagle.errors import InputError
 
 Write = Callable[..., Path]
@@ -27,7 +27,32 @@ def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl: Write, 
     pq.write_table(pa.Table.from_pylist([{"id": "r", "prompt": "c"}]), tmp_path / "run" / "data" / "unit-0.parquet")
     expected = [{"id": "7", "prompt": "a"}, {"id": "1", "prompt": "b"}, {"id": "r", "prompt": "c"}]
     assert _read(rows, tmp_path / "run") == expected
-    assert _read(rows, tmp_path / "run", limit=2) == expected[:2]
+    assert _read(rows, tmp_path / "run", limit=2) == [expected[0], expected[2]]
+
+
+def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_jsonl: Write) -> None:
+    mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
+    all_of_json = len(source_snippets("package:json")) * len(FORMS)
+    for limit, of_json, of_mine in ((40, 20, 20), (all_of_json + 49, all_of_json - 1, 50)):
+        said: list[str] = []
+        ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", said=said)]
+        assert ids[of_json:] == [f"mine-{number}" for number in range(of_mine)]
+        assert said[1:] == [f"  {of_json} of package:json", f"  {of_mine} of {mine}"]
+
+
+def test_all_is_taken_where_the_limit_is_more_than_there_is(write_jsonl: Write) -> None:
+    said: list[str] = []
+    all_of_json = len(source_snippets("package:json")) * len(FORMS)
+    assert len(_read("package:json", limit=5000, exclude="none", said=said)) == all_of_json
+    assert said[1:] == ["  --limit 5,000: there are no more"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "held", "shares"),
+    [(None, [3, 0, 5], [3, 0, 5]), (7, [9, 9], [3, 4]), (7, [9, 2, 9], [2, 2, 3]), (9, [2, 3], [2, 3]), (1, [5], [1])],
+)
+def test_shares_are_as_even_as_the_sources_allow(limit: int | None, held: list[int], shares: list[int]) -> None:
+    assert share_out(limit, held) == shares
 
 
 def test_where_one_row_has_messages_all_have(write_jsonl: Write) -> None:
