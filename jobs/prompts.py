@@ -15,8 +15,9 @@ Write code prompts made from the signatures and docstrings of the Python standar
   peagle prompts --output prompts.jsonl --limit 4000
   peagle prompts --source package:networkx --output more.jsonl
 
-Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem are left out and
-listed. The order depends on --seed and the interpreter alone; each function is asked for once before any is again.
+Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem, or with what --exclude
+names in its place, are left out and listed. The order depends on --seed and the interpreter alone; each function is
+asked for once before any is again.
 """
 
 
@@ -29,26 +30,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: every function once")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order and the wordings (default: 0)")
     parser.add_argument(
-        "--exclude", choices=("humaneval", "none"), default="humaneval", help="evaluation set to keep out"
+        "--exclude",
+        action="append",
+        metavar="TEXT",
+        help="evaluation set to keep out: humaneval, a .jsonl or .parquet file, or none; may be repeated"
+        " (default: humaneval)",
     )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print what was dropped."""
-    from peagle.drafter.decontamination import index_of
+    from peagle.drafter.evaluation_sets import DEFAULT, index_of
     from peagle.drafter.prompt_sources import code_prompts
 
     if args.output.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    made, checked = code_prompts(args.source, index_of(args.exclude), limit=args.limit, seed=args.seed)
+    made, checked = code_prompts(args.source, index_of(args.exclude or DEFAULT), limit=args.limit, seed=args.seed)
     prompts = [asdict(prompt) for prompt in made]
     _write(prompts, args.output)
     for drop in checked.dropped:
-        print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {args.exclude}")
+        print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {drop.evaluation_set}")
     print(f"{len(prompts):,} prompts of {len(checked.kept):,} functions: {args.output}")
-    dropped = [{"module": d.item.module, "name": d.item.name, "overlap": d.overlap} for d in checked.dropped]
+    dropped = [
+        {"module": d.item.module, "name": d.item.name, "overlap": d.overlap, "evaluation_set": d.evaluation_set}
+        for d in checked.dropped
+    ]
     return 0, {"output": str(args.output), "prompts": len(prompts), "dropped": dropped}
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from peagle.drafter.evaluation_sets import DEFAULT
 from peagle.drafter.prompts import is_code_source
 
 WAYS = ("greedy", "sampled")
@@ -56,8 +57,11 @@ class TrainConfig(BaseModel):
 
     prompt_column: str = Field("prompt", description="column with the user's message, when there is no 'messages'")
     max_document_tokens: int = Field(2048, ge=16, description="prompt and response are cut there")
-    exclude: Literal["humaneval", "none"] = Field(
-        "humaneval", description="drop rows that share 10 words in a row with this evaluation set"
+    exclude: list[str] = Field(
+        default_factory=lambda: list(DEFAULT),
+        min_length=1,
+        description="drop rows that share 10 words in a row with this evaluation set: humaneval, a JSONL or Parquet "
+        "file, or none; default: humaneval",
     )
     held_out: float = Field(
         0.03, ge=0, lt=0.5, description="share of documents to estimate the acceptance on, never trained"
@@ -126,6 +130,11 @@ class TrainConfig(BaseModel):
         if remote := [source for source in sources if "://" in str(source)]:
             raise ValueError(f"only local files are read: copy {remote[0]} to a local path")
         return sources
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _one_set_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "TrainConfig":

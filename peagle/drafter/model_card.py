@@ -2,6 +2,7 @@
 # ruff: noqa: E501 - a Markdown table has its rows on one line
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.head_spec import INITS
@@ -72,7 +73,7 @@ speculative_config = {{
 | Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
-| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {config.exclude} removed |
+| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {_excluded(config)} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_weights(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
@@ -92,6 +93,11 @@ def _responses(config: TrainConfig) -> str:
         f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
         " others greedy)"
     )
+
+
+def _excluded(config: TrainConfig) -> str:
+    """Files by name alone."""
+    return ", ".join(Path(name).name for name in config.exclude)
 
 
 def _start(config: TrainConfig) -> str:

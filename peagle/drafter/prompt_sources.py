@@ -9,14 +9,8 @@ from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Row, read_rows, row_text, source_files
-from peagle.drafter.decontamination import (
-    Decontaminated,
-    Dropped,
-    NgramIndex,
-    decontaminate,
-    index_of,
-    tell_dropped,
-)
+from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, tell_dropped
+from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
 from peagle.errors import InputError, did_you_mean
 
@@ -45,10 +39,10 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     rows = [row for found, share in zip(held, shares, strict=True) for row in found[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
     _tell_shares(config, shares, say)
-    tell_dropped(dropped, config.exclude, say)
+    tell_dropped(dropped, say)
     if not rows:
         sources = ", ".join(map(str, config.prompts))
-        raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {config.exclude}")
+        raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {', '.join(config.exclude)}")
     return _alike(rows, config.prompt_column)
 
 
@@ -97,7 +91,14 @@ def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row
     checked = _functions(source, index)
     limit = len(checked.kept) if config.limit is None else min(config.limit, num_available(checked.kept))
     prompts = generate_prompts(checked.kept, source=source, limit=limit)
-    dropped = [Dropped(item={"id": f"{d.item.module}.{d.item.name}"}, overlap=d.overlap) for d in checked.dropped]
+    dropped = [
+        Dropped(
+            item={"id": f"{drop.item.module}.{drop.item.name}"},
+            overlap=drop.overlap,
+            evaluation_set=drop.evaluation_set,
+        )
+        for drop in checked.dropped
+    ]
     return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
 
 

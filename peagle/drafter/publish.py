@@ -63,7 +63,10 @@ def publish(
         "documents": len(corpus.trained),
         "held_out_documents": len(corpus.held_out),
         "rejected": [asdict(rejected) for rejected in corpus.rejected],
-        "dropped": [{"id": str(drop.item.get("id")), "overlap": drop.overlap} for drop in corpus.dropped],
+        "dropped": [
+            {"id": str(drop.item.get("id")), "overlap": drop.overlap, "evaluation_set": drop.evaluation_set}
+            for drop in corpus.dropped
+        ],
         "tokens_seen": outcome.num_tokens,
         "train_s": outcome.train_s,
         "vocabulary_coverage": vocabulary.coverage,

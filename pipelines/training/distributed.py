@@ -16,6 +16,7 @@ from typing import Any
 from peagle.catalog.loader import load_catalog
 from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.evaluation_sets import NAMED
 from peagle.drafter.features import FeatureJob
 from peagle.drafter.head_spec import INITS
 from peagle.drafter.metrics import Metrics
@@ -114,6 +115,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
             "prompts": [source if is_code_source(str(source)) else source.resolve() for source in config.prompts],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),
+            "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],
             "init": config.init if config.init in INITS else str(Path(config.init).resolve()),
         }
     )

@@ -36,6 +36,11 @@ def test_a_head_that_goes_on_from_another_says_so_and_not_from_which_folder(tmp_
     assert str(tmp_path) not in card
 
 
+def test_evaluation_files_are_named_without_their_folder(tmp_path: Path) -> None:
+    assert "overlap with humaneval removed" in _card()
+    assert "overlap with humaneval, held.jsonl removed" in _card(exclude=["humaneval", str(tmp_path / "held.jsonl")])
+
+
 def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
     card = _card(
         init=str(tmp_path),

@@ -62,7 +62,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
-    assert [drop["id"] for drop in result["dropped"]] == ["leak"]
+    assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
     assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result

@@ -16,6 +16,10 @@ from peagle.errors import InputError
 Write = Callable[..., Path]
 
 
+def _problem() -> str:
+    return humaneval_references()[0]
+
+
 def _read(*sources: Path | str, said: list[str] | None = None, **changes: Any) -> list[dict[str, Any]]:
     config = TrainConfig(prompts=[Path(source) for source in sources], output=Path("unused"), **changes)
     return read_prompts(config, (said if said is not None else []).append)
@@ -80,6 +84,17 @@ def test_evaluation_problems_are_found_in_whatever_form_messages_have(write_json
     in_parts = [{"role": "user", "content": [{"type": "text", "text": problem}]}]
     rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, {"messages": as_text}, {"messages": in_parts}]))
     assert [row["id"] for row in rows] == ["fine"]
+
+
+def test_a_file_of_ones_own_is_kept_out_beside_humaneval_and_named(write_jsonl: Write) -> None:
+    held = write_jsonl([{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl")
+    leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
+    rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])
+    said: list[str] = []
+    assert [row["id"] for row in _read(rows, exclude=["humaneval", str(held)], said=said)] == ["fine"]
+    assert said[1].startswith(f"  overlaps {held}: own: 'say in one sentence why")
+    assert said[2].startswith("  overlaps humaneval: 2: ")
+    assert [row["id"] for row in _read(rows, exclude=str(held))] == ["fine", "2"]
 
 
 def test_code_is_a_source() -> None:

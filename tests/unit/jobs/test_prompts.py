@@ -12,7 +12,7 @@ from jobs.cli import run
 @pytest.fixture(autouse=True)
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """One package in place of the whole standard library, which takes ten seconds to parse."""
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(Path(json.__file__).parent)})
+    monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"stdlib": str(Path(json.__file__).parent)})
 
 
 def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,12 +24,23 @@ def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.
     assert "5 prompts of" in capsys.readouterr().out
 
 
+def test_a_file_is_kept_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held, output, result = (tmp_path / name for name in ("held.jsonl", "prompts.jsonl", "result.json"))
+    held.write_text(json.dumps({"docstring": json.load.__doc__}) + "\n")
+    assert run(["prompts", "--output", str(output), "--exclude", str(held), "--json", str(result)]) == 0
+    (dropped,) = json.loads(result.read_text())["dropped"]
+    assert (dropped["name"], dropped["evaluation_set"]) == ("load", str(held))
+    assert f"dropped __init__.load: shares {dropped['overlap']!r} with {held}" in capsys.readouterr().out
+    assert '"name": "load"' not in output.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--output", "prompts.csv"], "must end in .jsonl or .parquet"),
         (["--output", "p.jsonl", "--limit", "0"], "--limit must be at least 1"),
         (["--output", "p.jsonl", "--source", "stdlibs"], "stdlibs: no such source of prompts"),
+        (["--output", "p.jsonl", "--exclude", "humanevil"], "--exclude humanevil: no such evaluation set"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
