@@ -19,13 +19,10 @@ def models(tmp_path: Path) -> list[str]:
     return ["--model", str(write_target(tmp_path / "target")), "--drafter", str(write_head(tmp_path / "head"))]
 
 
-def test_a_run_prints_its_table_and_writes_its_result(
-    models: list[str],
-    tmp_path: Path,
-    write_jsonl: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations in fake engines."""
+
     def with_fakes(*args: Any) -> Any:
         from peagle.engine.fake_engine import ByteTokenizer
 
@@ -37,6 +34,12 @@ def test_a_run_prints_its_table_and_writes_its_result(
     evaluate = runner.evaluate
     monkeypatch.setattr(runner, "evaluate", with_fakes)
     measure_at_once(monkeypatch)
+
+
+@pytest.mark.usefixtures("fake_engines")
+def test_a_run_prints_its_table_and_writes_its_result(
+    models: list[str], tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
     result = tmp_path / "result.json"
     arguments = ["--dataset", str(data), "-k", "2,4", "-k", "3", "--output", str(tmp_path / "out")]
@@ -46,6 +49,18 @@ def test_a_run_prints_its_table_and_writes_its_result(
     assert "[3/3] head K=4: acceptance length 2.00" in printed
     assert "acceptance length  drafts" in printed
     assert "4 of 4 responses" in printed
+
+
+@pytest.mark.usefixtures("fake_engines")
+def test_with_data_on_standard_output_the_table_is_on_standard_error(
+    models: list[str], tmp_path: Path, write_jsonl: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--dataset", str(write_jsonl([{"prompt": "p"}])), "-k", "2", "--output", str(tmp_path / "out")]
+    assert run(["evaluate", *models, *arguments, "--json", "-"]) == 0
+    printed = capfd.readouterr()
+    assert [cell["k"] for cell in json.loads(printed.out)["cells"]] == [2]
+    assert "1 of 1 responses" in printed.err
+    assert "acceptance length  drafts" in printed.err
 
 
 @pytest.mark.parametrize(

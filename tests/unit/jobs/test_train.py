@@ -1,12 +1,16 @@
 """`peagle train`: flags reach the configuration, and what went wrong reaches the user. Training: unit/drafter."""
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs.cli import run
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.pipeline import Listener
+from peagle.speculation import SpeculationStats
 
 
 def _train(*arguments: object) -> int:
@@ -50,6 +54,22 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
     assert _train(*source, "--output", output) == 2
     assert "no prompts or responses there" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_with_data_on_standard_output_progress_is_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = {"held_out_acceptance": SpeculationStats.empty().to_dict(), "head": "out/head", "finished": True}
+
+    def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
+        listener.say("12 documents")
+        return result
+
+    monkeypatch.setattr("peagle.drafter.pipeline.train_head", train_head)
+    assert _train("--prompts", "p.jsonl", "--responses", "given", "--output", "out", "--json", "-") == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out) == result
+    assert printed.err == "12 documents\nhead: out/head\n"
 
 
 def test_without_ray_responses_have_to_be_given(
