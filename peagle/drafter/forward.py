@@ -153,7 +153,7 @@ def batch_loss(
     states = states.to(dtype)
     with torch.no_grad():
         target_states = head.verifier_norm(batch.last_PH.to(head.verifier_norm.weight.dtype))
-    targets = Targets(target_states.to(dtype), head.verifier_lm_head.weight)
+    targets = Targets(target_states.to(dtype), head.verifier_lm_head.weight, head.verifier_softcap)
     weight = fixed_weight(batch, weighting)
     total = weight.sum() if total_weight is None else total_weight
     if weighting.dpace:

@@ -3,7 +3,7 @@
 The networks are `speculators`' models. Their form on disk is `head_folder.py`'s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.head_folder import is_saved, model_class_of, silence_library
 from peagle.drafter.head_spec import HeadSpec, require_buildable
+from peagle.drafter.target_weights import TargetWeights, share_output
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.drafter.warm_start import repeated, warm_start, what_hinders
 from peagle.errors import ConfigError
 
 _MAPS = ("d2t", "t2d")
@@ -29,15 +31,16 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         DrafterError: rows of lm_head are missing from the head to go on from, and are not an embedded target's.
     """
     silence_library()
-    config = require_buildable(target, spec)
-    target_layers = config.num_hidden_layers
-    config.num_hidden_layers = spec.num_layers
-    config.num_key_value_heads = spec.num_key_value_heads or config.num_key_value_heads
+    architecture = require_buildable(target, spec)
+    weights = TargetWeights(target, architecture)
+    hindrance = None if spec.init == "random" else what_hinders(weights, architecture, spec.num_layers)
+    if spec.init == "warm" and hindrance:
+        raise ConfigError(f"{target}: a head cannot start from its last layers: {hindrance}", hint="give --init random")
     torch.manual_seed(seed)
     head = (
         model_class_of(spec.algorithm)
         .from_training_args(
-            config,
+            architecture.layer_config(num_layers=spec.num_layers, num_key_value_heads=spec.num_key_value_heads),
             t2d=vocabulary.t2d(),
             d2t=vocabulary.d2t(),
             draft_vocab_size=vocabulary.size,
@@ -51,43 +54,23 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         )
         .float()
     )
+    share_output(head, weights, architecture)
     if spec.algorithm == "peagle":
         # Real states are hundreds long and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps: from zero,
         # what attention brings decides a mask row, from a mean of real states it would be lost beside that mean.
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
-    last_layers = range(target_layers - spec.num_layers, target_layers)
     if spec.init == "warm":
-        _warm_start(head, target, last_layers)
+        warm_start(head, weights, architecture)
     elif spec.init != "random":
         folder = whole_head(Path(spec.init))
         saved = _read_weights(folder)
-        if _num_layers(saved) < spec.num_layers:
-            _warm_start(head, target, last_layers)
+        if _num_layers(saved) < spec.num_layers and not hindrance:
+            warm_start(head, weights, architecture)
         _go_on_from(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     return head
-
-
-@torch.no_grad()
-def _warm_start(head: Any, target: Path, layers: Sequence[int]) -> None:
-    """Copy the target's last layers and norm; the first layer's projections keep noise for the embeddings' half.
-
-    The first layer reads [embedding, state] side by side: the state's half takes the target's weights.
-    """
-    weights = _read_weights(target)
-    hidden = head.config.transformer_layer_config.hidden_size
-    head.fc.weight.zero_()
-    head.fc.weight[:, -hidden:] = torch.eye(hidden)
-    head.norm.weight.copy_(weights["model.norm.weight"])
-    for own, index in zip(head.layers, layers, strict=True):
-        prefix = f"model.layers.{index}."
-        for name, parameter in own.named_parameters():
-            if name == "hidden_norm.weight":
-                parameter.copy_(weights[f"{prefix}input_layernorm.weight"])
-            elif name != "input_layernorm.weight" or not hasattr(own, "hidden_norm"):
-                _copy_projection(parameter, weights[prefix + name], head.config.transformer_layer_config.head_dim)
 
 
 @torch.no_grad()
@@ -124,30 +107,14 @@ def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tens
     """A saved weight, its KV heads repeated where the head to train has a multiple of them."""
     if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
         return tensor
-    return _repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)
+    return repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
     return len({name.split(".")[1] for name in weights if name.startswith("layers.")})
 
 
-def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    """Copy the target's weight, its KV heads repeated to the head's number; what is left of a wider input is noise."""
-    if own.shape[0] != target.shape[0]:
-        target = _repeated(target, own.shape[0], head_dim)
-    if own.shape != target.shape:
-        own.normal_(std=0.02)
-        own = own[:, -target.shape[1] :]
-    own.copy_(target)
-
-
-def _repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
-    """A projection's heads side by side as often as it takes for so many rows."""
-    heads = projection.view(-1, head_dim, projection.shape[1])
-    return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
-
-
-def _read_weights(target: Path) -> dict[str, torch.Tensor]:
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

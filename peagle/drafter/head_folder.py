@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from peagle.drafter.architecture import read_architecture
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.head_spec import ALGORITHMS
+from peagle.drafter.target_weights import TargetWeights, share_output
 from peagle.errors import DrafterError
 from peagle.files import write_atomic
 
@@ -76,6 +78,8 @@ def load_head(folder: Path, target: Path) -> Any:
     if lost:
         raise DrafterError(f"{folder}: weights are missing: {', '.join(lost)}")
     head.load_verifier_weights()
+    architecture = read_architecture(target)
+    share_output(head, TargetWeights(target, architecture), architecture)
     return head.float()
 
 

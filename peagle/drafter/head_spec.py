@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
+from peagle.drafter.architecture import Architecture, read_architecture
 from peagle.errors import ConfigError
 
 ALGORITHMS = ("peagle", "eagle3")
@@ -25,9 +25,9 @@ class HeadSpec:
             through them, so a head may want more: the target's are then repeated at the start.
         num_depths: K_train, the number of tokens it learns to draft at once.
         mask_token_id: the token that stands at depths 1 and up.
-        init: "warm": layers from the target's last ones, `fc` passes the last aux state on; "random"; or the folder of
-            a saved head to go on from: of the same shape, or with fewer layers or KV heads, which are then repeated. A
-            P-EAGLE head may go on from an EAGLE-3 one.
+        init: "warm": layers from the target's last ones, which have to be like Llama's (warm_start.py), `fc` passes the
+            last aux state on; "random"; or the folder of a saved head to go on from: of the same shape, or with fewer
+            layers or KV heads, which are then repeated. A P-EAGLE head may go on from an EAGLE-3 one.
         further_layers: those that the head to go on from has not begin as the "identity", or "unrolled": as steps of
             the EAGLE-3 head that it is (unroll.py).
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
@@ -59,23 +59,19 @@ class HeadSpec:
             raise ConfigError(f"init must be one of {', '.join(INITS)} or the folder of a head, got {self.init!r}")
 
 
-def require_buildable(target: Path, spec: HeadSpec) -> Any:
-    """Make sure that there can be such a head for a target, from its configuration alone, which is returned.
+def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
+    """Make sure that there can be such a head for a target, from its configuration alone; what that says of it.
 
     Raises:
         ConfigError: there cannot.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(target)
-    if config.model_type != "llama":
-        raise ConfigError(f"{target}: heads are made for Llama-like targets, not {config.model_type!r}")
-    if spec.init != "random" and spec.num_layers > config.num_hidden_layers:
+    shape = read_architecture(target)
+    if spec.init != "random" and spec.num_layers > shape.num_hidden_layers:
         raise ConfigError(
-            f"{spec.num_layers} layers cannot start as the last ones of a target that has {config.num_hidden_layers}",
+            f"{spec.num_layers} layers cannot start as the last ones of a target that has {shape.num_hidden_layers}",
             hint="give fewer --num-layers, or --init random",
         )
-    num_heads, num_kv_heads, own = config.num_attention_heads, config.num_key_value_heads, spec.num_key_value_heads
+    num_heads, num_kv_heads, own = shape.num_attention_heads, shape.num_key_value_heads, spec.num_key_value_heads
     if own is not None and num_heads % own:
         raise ConfigError(f"{own} KV heads do not divide {num_heads} heads")
     if own is not None and own % num_kv_heads and spec.init != "random":
@@ -86,11 +82,11 @@ def require_buildable(target: Path, spec: HeadSpec) -> Any:
     if spec.init not in INITS:
         _require_same_reading(Path(spec.init), spec)
     if spec.further_layers == "unrolled":
-        _require_unrollable(config, spec)
-    return config
+        _require_unrollable(shape, spec)
+    return shape
 
 
-def _require_unrollable(config: Any, spec: HeadSpec) -> None:
+def _require_unrollable(shape: Architecture, spec: HeadSpec) -> None:
     """Whether the head to go on from can be unrolled into the one to train."""
     saved = None if spec.init in INITS else read_head(read_config(Path(spec.init), ConfigError))
     if saved is None or saved.method != "eagle3" or saved.num_layers != 1 or spec.algorithm != "peagle":
@@ -111,23 +107,23 @@ def _require_unrollable(config: Any, spec: HeadSpec) -> None:
     wanted = next(
         (
             number
-            for number in range(1, config.num_attention_heads + 1)
-            if config.num_attention_heads % number == 0
-            and number % config.num_key_value_heads == 0
-            and number * config.head_dim >= config.hidden_size
+            for number in range(1, shape.num_attention_heads + 1)
+            if shape.num_attention_heads % number == 0
+            and number % shape.num_key_value_heads == 0
+            and number * shape.head_dim >= shape.hidden_size
         ),
         None,
     )
     if wanted is None:
         raise ConfigError(
-            f"{config.num_attention_heads} heads of {config.head_dim} cannot bring a state of {config.hidden_size} "
+            f"{shape.num_attention_heads} heads of {shape.head_dim} cannot bring a state of {shape.hidden_size} "
             "from row to row",
             hint="leave --further-layers unrolled out",
         )
-    own = spec.num_key_value_heads or config.num_key_value_heads
+    own = spec.num_key_value_heads or shape.num_key_value_heads
     if own < wanted:
         raise ConfigError(
-            f"{own} KV heads of {config.head_dim} cannot bring a state of {config.hidden_size} from row to row",
+            f"{own} KV heads of {shape.head_dim} cannot bring a state of {shape.hidden_size} from row to row",
             hint=f"give --num-key-value-heads {wanted}",
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from peagle.drafter.architecture import auto_class_of
 from peagle.drafter.data import Sample
 from peagle.drafter.target import require_layers
 from peagle.errors import ConfigError
@@ -51,11 +52,12 @@ class HiddenStateReader:
 
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
     """The target of a folder in bf16."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the command has one of its own
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
+    auto_class = auto_class_of(AutoConfig.from_pretrained(target))
+    model = auto_class.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
     return HiddenStateReader(model, aux_layers)
 
 

@@ -24,10 +24,12 @@ class Targets:
     Attributes:
         state_PH: the target's states AFTER its final norm.
         weight_VH: rows of the target's lm_head for the draft vocabulary.
+        softcap: logits are softcap * tanh(logits / softcap), as Gemma's; None where they stay as they are.
     """
 
     state_PH: torch.Tensor
     weight_VH: torch.Tensor
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def linear_kl(
         row_weight_R: float32 weights.
     """
     outcome = _LinearKL.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, position_R, row_weight_R
+        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R
     )
     return RowLosses(*outcome)
 
@@ -99,6 +101,7 @@ class _LinearKL(torch.autograd.Function):
         weight_VH: torch.Tensor,
         state_PH: torch.Tensor,
         target_weight_VH: torch.Tensor,
+        target_softcap: float | None,
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,7 +111,7 @@ class _LinearKL(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
-        targets = Targets(state_PH, target_weight_VH)
+        targets = Targets(state_PH, target_weight_VH, target_softcap)
         for rows, which, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
             target_log_p = target_logits.log_softmax(-1)
             target_p = target_log_p.exp()
@@ -131,7 +134,7 @@ class _LinearKL(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
         weight = None if grad_weight is None else grad_weight * grad_loss
-        return hidden, weight, None, None, None, None
+        return hidden, weight, None, None, None, None, None
 
 
 def _chunks(
@@ -144,6 +147,8 @@ def _chunks(
         rows = slice(start, start + CHUNK_ROWS)
         positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
         target_logits = (targets.state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
+        if targets.softcap is not None:
+            target_logits = targets.softcap * torch.tanh(target_logits / targets.softcap)
         yield rows, which, target_logits, (hidden_RH[rows] @ weight.T).to(wide)
 
 

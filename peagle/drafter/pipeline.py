@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from peagle.drafter.architecture import SERVED
 from peagle.drafter.batch import Batch
 from peagle.drafter.checkpoint import has_checkpoint
 from peagle.drafter.config import TrainConfig
@@ -39,6 +40,7 @@ from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
+from peagle.drafter.warm_start import init_for
 from peagle.drafter.workers import Workers
 from peagle.errors import ConfigError
 from peagle.files import sha256, write_atomic, writing
@@ -153,7 +155,14 @@ def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extra
     """
     device = _device(config.device)
     target = load_target(config.target, config.aux_layers, listener.say)
-    require_buildable(target.folder, _head_spec(config, target))
+    spec = _head_spec(config, target)
+    architecture = require_buildable(target.folder, spec)
+    if architecture.model_type not in SERVED:
+        listener.say(
+            f"vLLM 0.29 is not known to serve heads for {architecture.model_type!r} targets; it does for"
+            f" {', '.join(SERVED)}"
+        )
+    config = config.model_copy(update={"init": init_for(target.folder, architecture, spec, listener.say)})
     corpus = read_corpus(config, target, listener.say)
     store = _features(config, target, corpus, device, listener, extract, verify=verify)
     vocabulary = _vocabulary(config, target, corpus)

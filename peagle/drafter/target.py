@@ -10,6 +10,7 @@ from typing import Any
 
 from peagle.catalog.targets import ResolvedModel, resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
+from peagle.drafter.architecture import read_architecture
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
 
@@ -77,13 +78,14 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
         announce: told what takes long, such as converting a model.
 
     Raises:
-        ConfigError: no local folder, no such layers, no tokenizer, or none with a chat template.
+        ConfigError: no local folder, none that there can be heads for, no such layers, no tokenizer, or none with a
+            chat template.
     """
     model = resolve_model(name, announce=announce)
     folder = Path(model.path)
     if not folder.is_dir():
         raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
-    shape = _shape(folder)
+    shape = read_architecture(folder)
     layers = tuple(sorted(aux_layers or default_aux_layers(shape.num_hidden_layers)))
     require_layers(layers, shape.num_hidden_layers)
     return Target(
@@ -93,15 +95,6 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
     )
-
-
-def _shape(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(error)}") from error
 
 
 def _tokenizer(folder: Path) -> Any:

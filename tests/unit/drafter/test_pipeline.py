@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from peagle.catalog.fit import check_fit, read_head
+from peagle.catalog.folders import read_config
+from peagle.catalog.weights import check_weights, read_shapes
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.head_folder import load_head
@@ -154,3 +159,45 @@ def test_responses_without_a_document_are_refused_with_the_first_reason(speaking
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
     with pytest.raises(InputError, match="no row gives a document; the first: no response"):
         train_head(_config(speaking_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "start"),
+    [
+        ("mistral", "warm start"),
+        ("qwen2", "warm start"),
+        ("qwen3", "warm start"),
+        ("qwen3_moe", "random start"),
+        ("gpt_oss", "random start"),
+        ("gemma4_text", "random start"),
+    ],
+)
+def test_targets_of_other_architectures_get_heads_that_vllm_reads(
+    foreign_target: Callable[[str], Path], responses: Path, tmp_path: Path, model_type: str, start: str
+) -> None:
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    target, heard = foreign_target(model_type), Heard()
+    assert train_head(_config(target, responses, tmp_path / "out"), heard.listener)["finished"]
+    assert sum("starts at random" in sentence for sentence in heard.said) == (start == "random start")
+    assert heard.steps[-1].loss < heard.steps[0].loss
+
+    folder = tmp_path / "out" / "head"
+    assert start in (folder / "README.md").read_text()
+    assert check_fit(read_config(folder, ConfigError), read_config(target, ConfigError)).method == "peagle"
+    check_weights(read_shapes(folder), read_head(read_config(folder, ConfigError)))
+    trained, saved = load_head(folder, target), load_file(folder / "model.safetensors")
+    torch.testing.assert_close(trained.fc.weight, saved["fc.weight"].float())
+    assert not trained.lm_head.weight.isnan().any()
+    served = SpeculatorsConfig.from_pretrained(folder)
+    assert served.architectures == ["PeagleLlamaForCausalLM"]
+    assert (served.hidden_act, served.head_dim, served.pard_token) == ("silu", 32, 0)
+
+
+def test_a_target_of_which_vllm_is_not_known_to_serve_heads_is_announced(
+    foreign_target: Callable[[str], Path], responses: Path, tmp_path: Path
+) -> None:
+    heard = Heard()
+    config = _config(foreign_target("gemma3_text"), responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config, heard.listener)
+    assert any("vLLM 0.29 is not known to serve heads for 'gemma3_text' targets" in said for said in heard.said)
