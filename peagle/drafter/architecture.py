@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from peagle.errors import ConfigError
 
 SUPPORTED = "heads are made for decoders with RMSNorms, such as Llama, Mistral, Qwen2, Qwen3, gpt-oss and Gemma"
@@ -171,6 +169,8 @@ def _norm_offset(folder: Path, config: Any) -> int:
     Raises:
         ConfigError: no such model, or its states cannot be read or do not end in an RMSNorm.
     """
+    import torch
+
     auto_class = auto_class_of(config)
     if auto_class is None:
         raise ConfigError(f"{folder}: transformers has no language model {config.model_type!r}", hint=SUPPORTED)
