@@ -42,8 +42,8 @@ TIE = 1e-3
 STATES_APART = 1e-4  # of their length; 3e-6 was measured
 # Prompts for the engine of each head that drafts every K.
 EVERY_K = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
-# Tokens of each answer: a head whose drafts are accepted passes over contexts. 200 are left at 2.4 tokens a step.
-NUM_TOKENS = {"peagle": 20, "eagle3": 14, "peagle-1-layer": 14}
+# Tokens of each answer: a head whose drafts are accepted passes over contexts. 200 are left at 3.5 tokens a step.
+NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
 OWN_K = [("peagle", 4), ("eagle3", 1)]
 
 pytestmark = pytest.mark.timeout(600)
@@ -64,7 +64,7 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def heads(embedded_target, shipped_head, tmp_path_factory):
-    """Folders: the shipped head (two layers, an lm_head of its own), a P-EAGLE head of one layer, an EAGLE-3 head."""
+    """Folders: the shipped head (five layers, nine KV heads), a P-EAGLE head of one layer, an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("heads")
     vocabulary = vocabulary_of_head(shipped_head, [], target_size=49_152)
     shapes = {
