@@ -35,7 +35,7 @@ def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding],
 
 def _differs(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
     try:
-        _, _, fingerprint = scan(files, plan.cut, limit, Workload())
+        _, _, fingerprint = scan(files, plan.cut, limit, Workload(), like=plan.corpus_fingerprint)
     except InputError as error:
         return error.message
     return None if fingerprint == plan.corpus_fingerprint else "the input is not what it was when the run was planned"

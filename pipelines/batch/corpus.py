@@ -3,7 +3,8 @@
 It hands each file to its format (`pipelines/batch/inputs/`). It does not know prompts, units' commits or engines.
 
 Text formats have no schema, so planning reads the whole corpus once, line by line; what it keeps grows with spans, not
-with rows. A line that is no row is a row like any other: it gets an id and, later, a dead letter.
+with rows. A line that is no row is a row like any other: it gets an id and, later, a dead letter. Parquet says in its
+footers where rows are; its bytes are read for the fingerprint alone.
 """
 
 import hashlib
@@ -24,6 +25,8 @@ from pipelines.batch.inputs.records import Record, first_object, read_records, r
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.inputs.unique import UniqueIds
 from pipelines.batch.workload import Workload
+
+_DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
 
 
 def find(uri: str, input_format: str = "auto") -> list[SourceFile]:
@@ -59,9 +62,12 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 
 
 def scan(
-    files: Sequence[SourceFile], cut: Cut, limit: int | None, workload: Workload
+    files: Sequence[SourceFile], cut: Cut, limit: int | None, workload: Workload, *, like: str | None = None
 ) -> tuple[list[Span], pa.Schema, str]:
     """Cut the files into spans, each with a guess of its work.
+
+    Args:
+        like: a fingerprint to compare with; the new one is made as that was, also where an older peagle made it.
 
     Returns:
         The spans in order, the schema of all columns, and a fingerprint of the content.
@@ -72,6 +78,7 @@ def scan(
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
+    version = _DIGEST if like is None or like.startswith(_DIGEST) else ""
     sizes = cut.sizes()
     left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
@@ -81,7 +88,7 @@ def scan(
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, sizes, left, digest, workload)
+                file_spans, schema = scan_parquet(file, sizes, left, digest, workload, as_before=not version)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
                 text = _TextScan(file, index, ids, workload)
@@ -96,7 +103,7 @@ def scan(
     schema = unify(schemas)
     if not num_valid or not len(schema):
         raise InputError(f"input: no row in it is valid; the first is {first_error or 'an empty object'}")
-    return spans, schema, digest.hexdigest()
+    return spans, schema, version + digest.hexdigest()
 
 
 def read(span: Span) -> Iterator[RawRow]:

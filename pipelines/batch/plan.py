@@ -145,13 +145,16 @@ class Plan:
         return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
 
 
-def make_plan(config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: int = 8) -> Plan:
+def make_plan(
+    config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None
+) -> Plan:
     """Cut the corpus that `config` names.
 
     Args:
         cut: as it was cut before; None decides it: `rows_per_unit` of the configuration everywhere, else by rows,
             engines and `max_num_seqs`.
         max_num_seqs: requests that an engine runs at once, where the configuration does not say.
+        like: a fingerprint to compare the plan's with (`corpus.scan`).
 
     Raises:
         InputError: the corpus cannot be read, or holds no row.
@@ -161,7 +164,7 @@ def make_plan(config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: i
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)
     workload = Workload(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
-    spans, schema, fingerprint = scan(files, cut, config.limit, workload)
+    spans, schema, fingerprint = scan(files, cut, config.limit, workload, like=like)
     return Plan(
         units=_number(spans),
         rows_per_unit=cut.rows_per_unit,

@@ -222,8 +222,8 @@ def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequenc
         run.create(_manifest(resolved, plan, command), plan)
         return plan
     # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
-    current = make_plan(resolved.config, run.plan().cut)
-    before = run.manifest()
+    written, before = run.plan(), run.manifest()
+    current = make_plan(resolved.config, written.cut, like=written.corpus_fingerprint)
     manifest.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     if resolved.places is None:  # else the endpoint's price, which may have changed since, and a batch keeps its own
         require_same_price(

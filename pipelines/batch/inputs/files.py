@@ -58,7 +58,7 @@ def compression_of(path: str) -> str | None:
     return COMPRESSIONS.get(PurePosixPath(path).suffix)
 
 
-def open_raw(path: str) -> BinaryIO:
+def open_raw(path: str) -> io.BufferedReader:
     """The file's bytes as they are stored; it can seek."""
     if "://" in path:
         return io.BufferedReader(filesystem(path).open(path, "rb"), 1 << 20)

@@ -1,5 +1,6 @@
-"""Parquet: spans from the footer alone, rows from a reader that goes forward."""
+"""Parquet: spans from the footer alone, a fingerprint of all bytes, rows from a reader that goes forward."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 
 from peagle.errors import InputError
 from pipelines.batch.inputs.columns import wide
-from pipelines.batch.inputs.files import SourceFile, open_raw
+from pipelines.batch.inputs.files import SourceFile, naming, open_raw
 from pipelines.batch.inputs.forward import ForwardReaders
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.inputs.types import LARGEST_EXACT, has_long_integers
@@ -26,9 +27,13 @@ def count_parquet(file: SourceFile) -> int:
 
 
 def scan_parquet(
-    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, workload: Workload
+    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, workload: Workload, *, as_before: bool = False
 ) -> tuple[list[Span], pa.Schema]:
     """Cut a file into spans; how long their rows are is known by row group only.
+
+    Args:
+        digest: of the content; it takes the file's.
+        as_before: whether it takes of the file what older plans took.
 
     Raises:
         InputError: it is not readable as Parquet.
@@ -39,9 +44,7 @@ def scan_parquet(
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         schema = pa.schema([wide(c) if _may_be_wide(c, groups) else c for c in schema])
         lengths = _Lengths([(group.num_rows, group.total_byte_size) for group in groups])
-    with open_raw(file.path) as handle:  # the footer holds statistics, sizes and offsets of every column chunk
-        handle.seek(-min(file.size, _FOOTER_BYTES), 2)
-        digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
+    digest.update(_end_of(file, num_rows) if as_before else _content_of(file, num_rows))
     spans: list[Span] = []
     row = 0
     while row < num_rows:
@@ -62,6 +65,19 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
     reader.skip_to(span.first_row)
     yield from map(RawRow, reader.rows(span.num_rows))
     _readers.put_back(span.path, reader)
+
+
+def _content_of(file: SourceFile, num_rows: int) -> bytes:
+    """What stands for a file's rows in a fingerprint: all its bytes, and how many of its rows there are."""
+    with naming(file.path), open_raw(file.path) as handle:
+        return f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest()
+
+
+def _end_of(file: SourceFile, num_rows: int) -> bytes:
+    """What stood for them in older plans: the footer, which an edit of equal length need not change."""
+    with naming(file.path), open_raw(file.path) as handle:
+        handle.seek(-min(file.size, _FOOTER_BYTES), 2)
+        return f"{file.size} {num_rows} ".encode() + handle.read()
 
 
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:

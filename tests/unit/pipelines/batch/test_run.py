@@ -58,6 +58,17 @@ def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_t
     assert opened == run.plan() == first
 
 
+def test_a_run_that_an_older_peagle_began_goes_on_with_the_same_corpus_and_with_no_other(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    plan, resolved = driver()
+    older = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
+    assert _open(run, older, resolved, COMMAND) == older
+    assert _open(run, run.plan(), resolved, COMMAND) == older
+    (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
+    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*corpus\.content"):
+        _open(run, run.plan(), resolved, COMMAND)
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

@@ -9,7 +9,7 @@ from jobs import cli
 from pipelines.batch.audit_files import audit_files
 from pipelines.batch.audit_unit import Finding
 from pipelines.batch.lease import hold_lease
-from pipelines.batch.plan import Retry
+from pipelines.batch.plan import Retry, plan_to_bytes
 from pipelines.batch.reporting import make_report
 from pipelines.batch.retries import plan_retry
 
@@ -245,6 +245,15 @@ def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished,
     audit = audited(finished)
     assert audit.findings == []
     assert "the input was not compared" in audit.notes[0]
+
+
+def test_the_input_of_a_run_that_an_older_peagle_began_is_compared_as_that_did(finished):
+    plan = finished.plan()
+    older = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
+    (finished.root / "plan.parquet").write_bytes(plan_to_bytes(older))
+    manifest = (finished.root / "run.json").read_text()
+    (finished.root / "run.json").write_text(manifest.replace(plan.corpus_fingerprint, older.corpus_fingerprint))
+    assert audited(finished).findings == []
 
 
 def test_a_file_without_a_row_belongs_to_the_corpus_too(start_run, tmp_path):

@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from peagle.errors import InputError
@@ -96,6 +98,17 @@ def bucket(monkeypatch):
 
     monkeypatch.setattr(files, "filesystem", lambda path: Store())
     return lambda path, data: store.pipe(f"/{path}", data)
+
+
+def test_a_parquet_file_in_an_object_store_has_the_fingerprint_that_it_has_on_a_disk(bucket, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
+    bucket("prompts/a.parquet", path.read_bytes())
+    on_disk, in_store = (
+        corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, Workload())[2]
+        for uri in (str(path), "s3://prompts/a.parquet")
+    )
+    assert in_store == on_disk
 
 
 def test_an_object_store_has_files_folders_and_globs(bucket):
