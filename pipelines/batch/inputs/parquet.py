@@ -1,5 +1,6 @@
 """Parquet: spans from the footer alone, a fingerprint of all bytes, rows from a reader that goes forward."""
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,18 @@ from pipelines.batch.inputs.columns import wide
 from pipelines.batch.inputs.files import SourceFile, naming, open_raw
 from pipelines.batch.inputs.forward import ForwardReaders
 from pipelines.batch.inputs.span import RawRow, Span
-from pipelines.batch.inputs.types import LARGEST_EXACT, has_long_integers
+from pipelines.batch.inputs.types import (
+    LARGEST_EXACT,
+    has_long_integers,
+    has_nanosecond_times,
+    loses_nanoseconds,
+    repeated_name,
+)
 from pipelines.batch.workload import Workload
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536
+_NO_VALUE = (OverflowError, ValueError)  # what Arrow holds and Python does not: the year 10000, text that is not UTF-8
 
 
 def count_parquet(file: SourceFile) -> int:
@@ -36,9 +44,10 @@ def scan_parquet(
         as_before: whether it takes of the file what older plans took.
 
     Raises:
-        InputError: it is not readable as Parquet.
+        InputError: it is not readable as Parquet, or has a column that rows cannot hold.
     """
     with _open(file.path) as parquet:
+        _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, left)
         schema = parquet.schema_arrow.remove_metadata()
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
@@ -63,8 +72,24 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
     """
     reader = _readers.take(span.path, span.first_row) or _ForwardParquet(span.path, span.first_row)
     reader.skip_to(span.first_row)
-    yield from map(RawRow, reader.rows(span.num_rows))
+    yield from reader.rows(span.num_rows)
     _readers.put_back(span.path, reader)
+
+
+def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
+    """Refuse columns of which something would be lost on the way through a row."""
+    schema = parquet.schema_arrow
+    if name := repeated_name(schema):
+        raise InputError(f"input {path}: there are two columns {name!r}", hint="each column needs a name of its own")
+    for column in filter(lambda column: has_nanosecond_times(column.type), schema):
+        with _reading(path):
+            batches = parquet.iter_batches(_BATCH_ROWS, columns=[column.name])
+            is_lossy = any(loses_nanoseconds(batch.column(column.name)) for batch in batches)
+        if is_lossy:
+            raise InputError(
+                f"input {path}: column {column.name!r} holds times of day in nanoseconds; rows count microseconds",
+                hint="write that column in microseconds, or as text",
+            )
 
 
 def _content_of(file: SourceFile, num_rows: int) -> bytes:
@@ -143,10 +168,15 @@ class _ForwardParquet:
         for batch in self._pieces(row - self.position):
             del batch
 
-    def rows(self, num_rows: int) -> Iterator[dict[str, Any]]:
-        """The next rows; fewer where the file ends."""
+    def rows(self, num_rows: int) -> Iterator[RawRow]:
+        """The next rows; fewer where the file ends. One with a value that Python does not have is no row."""
         for piece in self._pieces(num_rows):
-            yield from piece.to_pylist()
+            try:
+                rows = [RawRow(columns) for columns in piece.to_pylist()]
+            except _NO_VALUE:
+                first = self.position - piece.num_rows
+                rows = [_row(piece.slice(n, 1), f"{self._path} row {first + n}") for n in range(piece.num_rows)]
+            yield from rows
 
     def close(self) -> None:
         self._parquet.close(force=True)
@@ -154,10 +184,8 @@ class _ForwardParquet:
     def _pieces(self, num_rows: int) -> Iterator[pa.RecordBatch]:
         while num_rows > 0:
             if self._batch is None or not self._batch.num_rows:
-                try:
+                with _reading(self._path):
                     self._batch = next(self._batches, None)
-                except (OSError, pa.ArrowException) as error:
-                    raise InputError(f"input {self._path}: not readable as Parquet: {error}") from error
             if self._batch is None:
                 return
             piece = self._batch.slice(0, num_rows)
@@ -170,8 +198,28 @@ class _ForwardParquet:
 _readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
 
 
+def _row(piece: pa.RecordBatch, where: str) -> RawRow:
+    """The one row of a piece, by the columns that can be read; `where` counts from 0, as ids do."""
+    columns: dict[str, Any] = {}
+    wrong = None
+    for column, values in zip(piece.schema, piece.columns, strict=True):
+        try:
+            columns[column.name] = values[0].as_py()
+        except _NO_VALUE as error:
+            wrong = (
+                wrong or f"{where} (counted from 0): column {column.name!r}, a {column.type}, cannot be read: {error}"
+            )
+    return RawRow(columns, error=wrong)
+
+
 def _open(path: str) -> pq.ParquetFile:
-    try:
+    with _reading(path):
         return pq.ParquetFile(open_raw(path) if "://" in path else path)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"input {path}: not readable as Parquet: {error}") from error

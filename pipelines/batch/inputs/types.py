@@ -4,13 +4,14 @@ Pure functions of types and arrays; it knows no rows and no files of ours.
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 _DEEPEST = 100  # levels that Parquet has at most
+_NANOSECOND_TIME = pa.time64("ns")
 LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
 
 
@@ -71,9 +72,44 @@ def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
 
 def has_long_integers(type_: pa.DataType) -> bool:
     """Whether integers of 64 bits are in it, at any depth."""
-    if pa.types.is_nested(type_):
-        return any(has_long_integers(field.type) for field in _children(type_))
-    return bool(pa.types.is_integer(type_)) and type_.bit_width == 64
+    return any(pa.types.is_integer(leaf) and leaf.bit_width == 64 for leaf in _leaves(type_))
+
+
+def has_nanosecond_times(type_: pa.DataType) -> bool:
+    """Whether times of day in nanoseconds are in it, at any depth."""
+    return any(leaf == _NANOSECOND_TIME for leaf in _leaves(type_))
+
+
+def loses_nanoseconds(array: pa.Array) -> bool:
+    """Whether times of day are in it, at any depth, that are no whole microseconds: Python has no others."""
+    if array.type == _NANOSECOND_TIME:
+        whole = array.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)
+        return not array.equals(whole)
+    if pa.types.is_struct(array.type):
+        return any(map(loses_nanoseconds, array.flatten()))
+    if pa.types.is_map(array.type):
+        return loses_nanoseconds(array.keys) or loses_nanoseconds(array.items)
+    return bool(pa.types.is_nested(array.type)) and loses_nanoseconds(array.flatten())
+
+
+def repeated_name(fields: Iterable[pa.Field]) -> str | None:
+    """The name that two of these columns have, or two parts of a column at any depth; None if there is none."""
+    seen: set[str] = set()
+    for field in fields:
+        name: str = field.name
+        if name in seen:
+            return name
+        seen.add(name)
+        if inner := repeated_name(_children(field.type)):
+            return f"{name}.{inner}"
+    return None
+
+
+def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
+    if not pa.types.is_nested(type_):
+        yield type_
+    for field in _children(type_):
+        yield from _leaves(field.type)
 
 
 def _children(type_: pa.DataType) -> Iterator[pa.Field]:

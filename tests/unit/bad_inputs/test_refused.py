@@ -19,11 +19,13 @@ NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out
 GOOD = b'{"prompt": "a"}\n'
 MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
 NOISE = os.urandom(9000).hex().encode()
+A_NANOSECOND = pa.array([1], pa.int64()).cast(pa.time64("ns"))
+TWICE = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
 
 
-def parquet(**columns):
+def parquet(table=None, **columns):
     sink = io.BytesIO()
-    pq.write_table(pa.table(columns), sink)
+    pq.write_table(table or pa.table(columns), sink)
     return sink.getvalue()
 
 
@@ -96,6 +98,9 @@ CASES = [
     of_file("a Parquet file that is cut off", "a.parquet", parquet(prompt=["a"] * 99)[:-60], "not readable as Parquet"),
     of_file("Parquet without a row", "a.parquet", parquet(prompt=pa.array([], pa.string())), "no row"),
     of_file("Parquet without a column for prompts", "a.parquet", parquet(promt=["a"]), "it has: promt"),
+    of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
+    of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
+        "in microseconds, or as text"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
     of_file("CSV with a header alone", "a.csv", b"prompt\n", "no row"),
     of_file("CSV with a column twice", "a.csv", b"prompt,prompt\na,b\n", "twice"),

@@ -4,8 +4,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from peagle.errors import InputError
 from pipelines.batch import corpus
 from pipelines.batch.cutting import Cut
+from pipelines.batch.inputs.columns import to_table
 from pipelines.batch.workload import Workload
 
 
@@ -47,3 +49,77 @@ def test_spans_in_any_order_are_the_rows_that_they_name(tmp_path, row_group_size
         for index in order:
             rows = [row.columns["n"] for row in corpus.read(spans[index])]
             assert rows == list(range(index * 700, min(5000, index * 700 + 700)))
+
+
+def latin_1(texts):
+    """Text as a careless writer leaves it: Arrow takes the bytes as they are."""
+    array = pa.array([text.encode("latin-1") for text in texts])
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+
+
+FAR = pa.array([0, 10**15, 1], pa.int64())  # seconds: some 30 million years
+ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        FAR.cast(pa.timestamp("s")),
+        pa.array([0, -(10**11), 1], pa.int64()).cast(pa.timestamp("s", "UTC")),
+        pa.array([0, 4_000_000, 1], pa.int32()).cast(pa.date32()),
+        FAR.cast(pa.duration("s")),
+        pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), FAR.cast(pa.timestamp("ms"))),
+        latin_1(["a", "\xe9", "c"]),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_row_with_a_value_that_python_does_not_have_is_no_row_and_the_others_are(tmp_path, values):
+    pq.write_table(pa.table({"n": list(range(3)), "x": values}), tmp_path / "a.parquet")
+    spans, schema, _ = scan(tmp_path)
+    good, bad, last = corpus.read(spans[0])
+    assert (good.error, last.error, good.columns["n"], last.columns["n"]) == (None, None, 0, 2)
+    assert (bad.columns, bad.reason) == ({"n": 1}, "invalid_row")
+    assert f"a.parquet row 1 (counted from 0): column 'x', a {schema.field('x').type}, cannot be read: " in bad.error
+    assert to_table([good, bad, last], schema).column("x").null_count == 1
+
+
+def test_a_row_that_cannot_be_read_is_named_by_its_number_in_the_file(tmp_path):
+    far = [0] * 5000
+    far[4321] = 10**15
+    pq.write_table(pa.table({"at": pa.array(far).cast(pa.timestamp("s"))}), tmp_path / "a.parquet", row_group_size=3000)
+    spans, _, _ = scan(tmp_path)
+    errors = [row.error for span in reversed(spans) for row in corpus.read(span) if row.error]
+    assert [error.partition(" (")[0] for error in errors] == [f"{tmp_path}/a.parquet row 4321"]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names", "name"),
+    [
+        ([[1], [2]], ["a", "a"], "a"),
+        ([[0], pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])], ["n", "a"], "a.b"),
+    ],
+)
+def test_two_columns_of_one_name_are_refused(tmp_path, arrays, names, name):
+    pq.write_table(pa.table([pa.array(array) for array in arrays], names=names), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=rf"a\.parquet: there are two columns '{name}'"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda times: times,
+        lambda times: pa.StructArray.from_arrays([times], names=["t"]),
+        lambda times: pa.ListArray.from_arrays(pa.array([0, 1, 2]), times),
+        lambda times: pa.MapArray.from_arrays(pa.array([0, 1, 2]), pa.array(["a", "b"]), times),
+    ],
+)
+def test_times_that_a_row_would_round_are_refused_and_whole_microseconds_stay_what_they_are(tmp_path, nested):
+    pq.write_table(pa.table({"n": [1, 2], "x": nested(ONE_NANOSECOND)}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="column 'x' holds times of day in nanoseconds"):
+        scan(tmp_path)
+    whole = pa.array([1_000_000_000, 1000], pa.int64()).cast(pa.time64("ns"))
+    table = pa.table({"n": [1, 2], "x": nested(whole)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    spans, schema, _ = scan(tmp_path)
+    assert to_table(list(corpus.read(spans[0])), schema).equals(table)
