@@ -9,6 +9,7 @@ any time. It holds one batch of rows at a time, whatever the size of the run.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 from collections import defaultdict
@@ -34,11 +35,18 @@ _ROW_GROUP_ROWS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was exported: `files` are sizes in bytes by name, `num_units` the committed units that are in it."""
+    """What was exported.
+
+    Attributes:
+        num_units: the committed units that are in it.
+        commits: a digest of which attempts committed them; a unit that is done again has another.
+        files: sizes in bytes by name.
+    """
 
     format: str
     folder: str
     num_units: int
+    commits: str
     num_rows: int
     num_failed_rows: int
     files: dict[str, int]
@@ -67,15 +75,26 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
             hint="finish the run (its first command continues it), or export what there is with --partial",
         )
     folder = run.root / "export" / output_format
-    if not again and (made := _made(folder)) is not None and made.num_units == len(units):
+    commits = _commits(run, units)
+    if not again and (made := _made(folder)) is not None and made.commits == commits:
         return made
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
         (folder / "export.json").unlink(missing_ok=True)
-        return _write(run, run_id, _families(plan, units), output_format, folder)
+        return _write(run, run_id, _families(plan, units), commits, output_format, folder)
     except OSError as error:
         raise PeagleError(f"export {folder}: cannot be written: {error}") from error
+
+
+def _commits(run: RunDirectory, units: list[int]) -> str:
+    """A digest of which engine process committed each of these units, and when."""
+    run.read_ahead(units)
+    digest = hashlib.sha256()
+    for unit in units:
+        usage = run.usage(unit)
+        digest.update(f"{unit} {usage.session_id} {usage.finished_at!r}\n".encode())
+    return digest.hexdigest()
 
 
 def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
@@ -89,7 +108,9 @@ def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
     return [families[number] for number in sorted(families)]
 
 
-def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_format: Format, folder: Place) -> Export:
+def _write(
+    run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: Place
+) -> Export:
     lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
     errors = folder / "errors.jsonl"
@@ -105,6 +126,7 @@ def _write(run: RunDirectory, run_id: str, families: list[list[int]], output_for
         format=output_format,
         folder=str(folder),
         num_units=sum(map(len, families)),
+        commits=commits,
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
         files={path.name: path.stat().st_size for path in (output, errors)},

@@ -170,6 +170,32 @@ def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(make_run,
     assert file.read_bytes() == content
 
 
+def test_an_export_is_made_again_where_a_unit_was_done_again(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    export(run, "jsonl")
+    run.unit_path(1).unlink()
+    ids = [f"{3 + index:09d}" for index in range(ROWS)]
+    assert run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
+    done = export(RunDirectory(run.root), "jsonl", again=False)
+    assert [row.get("x") for row in lines(run, "jsonl")] == [None, None, "new", "new", None, None]
+    assert done.num_failed_rows == 0
+    assert lines(run, "jsonl", "errors.jsonl") == []
+
+
+def test_an_export_of_an_older_peagle_is_made_again(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    first = export(run, "jsonl")
+    made = run.root / "export" / "jsonl" / "export.json"
+    older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
+    write_atomic(made, json.dumps(older).encode())
+    assert export(run, "jsonl", again=False) == first
+    assert json.loads(made.read_bytes())["commits"] == first.commits
+
+
 def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
     run = make_run()
     commit(run, 0)
