@@ -42,6 +42,7 @@ class Lease:
         where: the boot and the process namespace in which `pid` means something.
         birth: when that process started, in the kernel's ticks: a number is used again, a birth is not.
         expiry_s: it is given up when it was not renewed for so long.
+        heartbeat_s: between the heartbeats of its driver's engines; None where it has none, or of an older peagle.
         beat: renewals so far.
         renewed_at: by the holder's own clock, for people.
         outcome: how the driver ended; None while it holds the lease, and for ever if it was killed.
@@ -56,6 +57,7 @@ class Lease:
     command: str
     since: float
     expiry_s: float
+    heartbeat_s: float | None = None
     beat: int = 0
     renewed_at: float
     outcome: str | None = None
@@ -138,9 +140,17 @@ class Holding:
 
 @contextlib.contextmanager
 def hold_lease(
-    root: Place, *, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]
+    root: Place,
+    *,
+    expiry_s: float,
+    heartbeat_s: float | None = None,
+    command: Sequence[str],
+    announce: Callable[[str], None],
 ) -> Iterator[Holding]:
     """Hold the run directory's lease. An error that passes through becomes its outcome.
+
+    Args:
+        heartbeat_s: between the heartbeats of its driver's engines, for those who look on.
 
     Raises:
         RunInUse: another driver holds it and lives.
@@ -148,7 +158,7 @@ def hold_lease(
         StorageError: nor the store.
     """
     try:
-        holding = Holding(root, _take(root, expiry_s, command, announce))
+        holding = Holding(root, _take(root, expiry_s, heartbeat_s, command, announce))
     except OSError as error:
         raise ConfigError(f"output {root}: cannot be written: {error}") from error
     try:
@@ -165,7 +175,13 @@ def clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
-def _take(root: Place, expiry_s: float, command: Sequence[str], announce: Callable[[str], None]) -> Lease:
+def _take(
+    root: Place,
+    expiry_s: float,
+    heartbeat_s: float | None,
+    command: Sequence[str],
+    announce: Callable[[str], None],
+) -> Lease:
     (root / _FOLDER).mkdir(parents=True, exist_ok=True)
     before = read_lease(root)
     if before is not None:
@@ -182,6 +198,7 @@ def _take(root: Place, expiry_s: float, command: Sequence[str], announce: Callab
         since=now,
         renewed_at=now,
         expiry_s=expiry_s,
+        heartbeat_s=heartbeat_s,
     )
     if not write_once(root / _FOLDER / f"{lease.number}.json", _to_bytes(lease)):
         raise _in_use(root, read_lease(root) or lease)

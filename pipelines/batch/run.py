@@ -145,7 +145,13 @@ def _generate(
             for note in resolved.tuned.at_start(_concurrency(resolved, plan)):
                 progress.say(note)
         lease = held.enter_context(
-            hold_lease(run.root, expiry_s=config.lease_s, command=command, announce=progress.say)
+            hold_lease(
+                run.root,
+                expiry_s=config.lease_s,
+                heartbeat_s=config.heartbeat_s,
+                command=command,
+                announce=progress.say,
+            )
         )
         plan = _open(run, plan, resolved, command)
         if config.retry_failed:

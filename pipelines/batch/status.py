@@ -18,7 +18,8 @@ from pipelines.batch.plan import Plan
 from pipelines.batch.progress import duration
 from pipelines.batch.rundir import RunDirectory
 
-_SILENT_AFTER_S = 60.0
+_SILENT_AFTER_S = 60.0  # or, if that is longer,
+_SILENT_AFTER = 3.0  # heartbeats: engines beat at different moments, and one may come late
 
 State = Literal["running", "silent", "stopped", "finished"]
 
@@ -101,7 +102,7 @@ class StatusReader:
         reasons = sum((self._reasons[unit] for unit in committed - self._run.superseded()), Counter[str]())
         usages = [self._usages[unit] for unit in sorted(committed)]
         state = _state(plan, committed, lease)
-        alive = _alive(sessions, lease) if state == "running" else []
+        alive = _alive(sessions, lease, self._silent_after_s(lease)) if state == "running" else []
         # A unit may name a session whose first heartbeat was read a moment too early.
         known = {session.session_id for session in sessions}
         usages = [usage for usage in usages if usage.session_id in known]
@@ -128,6 +129,13 @@ class StatusReader:
             usd=total.total_usd,
             seconds_left=_seconds_left(num_left, alive, usages),
         )
+
+    def _silent_after_s(self, lease: Lease | None) -> float:
+        """By the heartbeat of this attempt; an older peagle wrote down that of the first one alone."""
+        heartbeat_s = lease.heartbeat_s if lease is not None else None
+        if heartbeat_s is None:
+            heartbeat_s = self._manifest.get("config", {}).get("heartbeat_s", 0.0)
+        return max(_SILENT_AFTER_S, _SILENT_AFTER * heartbeat_s)
 
     def _read_units(self) -> set[int]:
         committed = self._run.committed()
@@ -157,14 +165,14 @@ def _driver(state: State, lease: Lease | None) -> str:
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
-def _alive(sessions: Sequence[EngineSession], lease: Lease | None) -> list[EngineSession]:
+def _alive(sessions: Sequence[EngineSession], lease: Lease | None, silent_after_s: float) -> list[EngineSession]:
     """The last session in each place (host and number), if it was heard of lately: about when the last one was."""
     assert lease is not None, "a run is running by its lease"
     last = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
     }
     latest = max([lease.since, *(session.last_seen_at for session in last.values())])
-    return [one for one in last.values() if not one.ended and one.last_seen_at > latest - _SILENT_AFTER_S]
+    return [one for one in last.values() if not one.ended and one.last_seen_at > latest - silent_after_s]
 
 
 def _num_open_tokens(alive: Sequence[EngineSession], usages: Sequence[UnitUsage]) -> int:

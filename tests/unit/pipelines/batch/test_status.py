@@ -57,8 +57,8 @@ def run(root):
     return run
 
 
-def hold(run):
-    return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print)
+def hold(run, **keys):
+    return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **keys)
 
 
 def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
@@ -76,6 +76,19 @@ def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
     said = status.describe()
     for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "16s", "process"):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("of_attempt", "of_run", "num_engines"),
+    [({"heartbeat_s": 300}, None, 4), ({"heartbeat_s": 5}, 300, 1), ({}, 300, 4), ({}, None, 1)],
+)
+def test_engines_live_for_as_long_as_their_heartbeats_may_lie_apart(run, of_attempt, of_run, num_engines):
+    manifest = {**run.manifest(), **({"config": {"heartbeat_s": of_run}} if of_run else {})}
+    write_atomic(run.root / "run.json", json.dumps(manifest).encode())
+    for place in range(1, 4):
+        run.write_session(session(f"s{place}", engine_index=place, age_s=75.0 * place))
+    with hold(run, **of_attempt):
+        assert StatusReader(run).read().num_engines == num_engines
 
 
 def test_a_stopped_run_says_how_it_ended_and_has_no_engine_at_work(run):
