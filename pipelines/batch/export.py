@@ -11,7 +11,6 @@ any time. It holds one batch of rows at a time, whatever the size of the run.
 import contextlib
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from peagle.storage import Place, atomic_file, open_to_read, remove_temporaries, write_json
-from pipelines.batch.inputs.columns import as_json
+from pipelines.batch.inputs.columns import to_json
 from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory
 
@@ -240,16 +239,4 @@ def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) 
 
 
 def _json_line(value: dict[str, Any]) -> bytes:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_json)
-    except ValueError:  # NaN and infinity are no JSON
-        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=as_json)
-    return text.encode(errors="backslashreplace") + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return to_json(value).encode(errors="backslashreplace") + b"\n"

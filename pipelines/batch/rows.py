@@ -13,7 +13,7 @@ from peagle.engine.generation import Completion, Generation
 from peagle.errors import InputError
 from peagle.prompting import RowError
 from peagle.requests import Request, RequestBuilder
-from pipelines.batch.inputs.columns import to_table
+from pipelines.batch.inputs.columns import to_json, to_table
 from pipelines.batch.inputs.span import RawRow
 from pipelines.batch.inputs.types import can_be_stored
 from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json
@@ -99,9 +99,8 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         outcome = _request(row, builder)
         prompts.append(None if isinstance(outcome, RowError) else outcome.prompt_token_ids)
         sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
-        errors.append(json.dumps(_letter(outcome, row), default=str) if isinstance(outcome, RowError) else None)
+        errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
-    table = table.rename_columns(list(output_names(table.column_names).values()))
     table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may be without rows
     table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
     table = table.append_column(_SAMPLING, pa.array(sampling, pa.string()))
@@ -153,7 +152,7 @@ class PreparedUnit:
         self._input = table.drop_columns([_PROMPT, _SAMPLING, _ERROR]).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
-        """Set row `index` aside."""
+        """Set row `index` aside; its letter has the row under the input's own names."""
         row = RawRow(self._input.slice(index, 1).to_pylist()[0])
         self.dead_letters[index] = _letter(error, row)
 
@@ -169,6 +168,7 @@ class PreparedUnit:
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
         table = self._input.take(pa.array(indices, pa.int64()))
+        table = table.rename_columns(list(output_names(table.column_names).values()))
         for column in OUTPUT_SCHEMA:
             table = table.append_column(column, pa.array([row[column.name] for row in rows], column.type))
         return table

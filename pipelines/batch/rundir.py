@@ -42,6 +42,7 @@ from peagle.storage import (
     write_once,
 )
 from pipelines.batch.footers import Footer, Footers, unit_bytes
+from pipelines.batch.inputs.columns import to_json
 from pipelines.batch.logs import logs_folder
 from pipelines.batch.plan import (
     Plan,
@@ -207,7 +208,7 @@ class RunDirectory:
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
         with writing(self.unit_path(unit), hint=_WRITABLE):
             if failed_name:
-                lines = "".join(json.dumps(letter, ensure_ascii=False, default=str) + "\n" for letter in dead_letters)
+                lines = "".join(to_json(letter) + "\n" for letter in dead_letters)
                 write_atomic(self.failed / failed_name, lines.encode())
             won = write_once(self.unit_path(unit), unit_bytes(table, Footer(usage, failed_name)))
         if not won and failed_name:

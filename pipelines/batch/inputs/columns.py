@@ -7,6 +7,7 @@ values as JSON. It knows no file and no format.
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -91,15 +92,31 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 
 
-def as_json(value: Any) -> Any:
+def to_json(value: Any) -> str:
+    """A row, or a part of one, as JSON text: bytes in base64, times as ISO 8601, null for NaN and infinity."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_json)
+    except ValueError:  # NaN and infinity are no JSON
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
     """What Arrow has and JSON does not: bytes in base64, times as ISO 8601, anything else as text."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):  # a map is a list of pairs
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _to_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=as_json)
+    return json.dumps(value, ensure_ascii=False, default=_as_json)
 
 
 def _infer_field(name: str, values: list[Any]) -> pa.Field:

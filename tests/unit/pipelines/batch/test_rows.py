@@ -1,7 +1,10 @@
+import datetime
+
 import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
+from peagle.economics.usage import UnitUsage
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
 from peagle.errors import InputError
@@ -12,8 +15,13 @@ from peagle.speculation import SpeculationStats
 from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, require_storable, unpacked
+from pipelines.batch.rundir import RunDirectory
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
+USAGE = UnitUsage(
+    session_id="s", num_rows=0, num_failed_rows=2, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0,
+    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+)  # fmt: skip
 SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
 
 
@@ -72,7 +80,7 @@ def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
             "attempt": 1,
             "reason": "refused",
             "message": "no",
-            "row": {"prompt": "ab", "input_id": 7},
+            "row": {"prompt": "ab", "id": 7},
         },
         {
             "id": "000000041",
@@ -83,6 +91,23 @@ def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
             "row": "{bad",
         },
     ]
+
+
+def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or_by_it(tmp_path):
+    moment = datetime.datetime(2026, 1, 1, 5)
+    row = {"prompt": 7, "id": 7, "img": b"\x89PNG", "at": moment, "x": float("nan"), "m": [("a", float("inf"))]}
+    expected = {"id": 7, "img": "iVBORw==", "at": "2026-01-01T05:00:00", "x": None, "m": [["a", None]]}
+    types = [pa.string(), pa.int64(), pa.binary(), pa.timestamp("us"), pa.float64(), pa.map_(pa.string(), pa.float64())]
+    schema = pa.schema(list(zip(row, types, strict=True)))
+    prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
+    unprompted, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
+    unit = PreparedUnit(unpacked(packed(prepare(UNIT, [unprompted, good], schema, builder))))
+    unit.refuse(1, RowError(reason="time_limit", message=""))
+    run = RunDirectory(tmp_path / "run")
+    run.open()
+    run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
+    assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
 
 
 def test_names_that_the_output_needs_are_renamed_until_they_are_free():
