@@ -21,34 +21,38 @@ _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
 # Arguments that follow from the spec, and the field to set instead.
-_MANAGED = {
-    "model": "model",
-    "revision": "model",
-    "tokenizer_revision": "model",
-    "speculative_config": "drafter",
-    "spec_method": "drafter",
-    "spec_model": "drafter",
-    "spec_tokens": "drafter",
-    "dtype": "precision",
-    "quantization": "precision",
-    "kv_cache_dtype": "kv_cache_precision",
-    "kv_cache_memory_bytes": "kv_cache_gib",
-    "per_request_spec_decode_metrics": "drafter",
-} | {
-    name: name
-    for name in (
-        "max_num_seqs",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "seed",
-        "load_format",
-        "enable_prefix_caching",
-    )
-}
+_MANAGED = (
+    {
+        "model": "model",
+        "revision": "model",
+        "tokenizer_revision": "model",
+        "speculative_config": "drafter",
+        "spec_method": "drafter",
+        "spec_model": "drafter",
+        "spec_tokens": "drafter",
+        "dtype": "precision",
+        "quantization": "precision",
+        "kv_cache_dtype": "kv_cache_precision",
+        "kv_cache_memory_bytes": "kv_cache_gib",
+        "per_request_spec_decode_metrics": "drafter",
+    }
+    | {
+        name: name
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "enforce_eager",
+            "gpu_memory_utilization",
+            "seed",
+            "load_format",
+            "enable_prefix_caching",
+        )
+    }
+    | dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), "num_nodes")
+)
 
 
 def engine_args(

@@ -100,9 +100,9 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
     if hardware.is_cpu_quota:
         # Under a quota the cores are not ours to pin, and more threads than it grants would be throttled.
         # Spinning at a barrier costs quota too; 5 ms is what vLLM itself sets for bound threads.
-        threads = max(1, hardware.num_cpus // (num_engines * spec.num_accelerators))
+        threads = max(1, hardware.num_cpus // (num_engines * spec.accelerators_per_node))
         return {_BINDING: "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
-    num_ranks = num_engines * spec.num_accelerators
+    num_ranks = num_engines * spec.accelerators_per_node
     num_cores = len(hardware.core_ids)
     if num_ranks > num_cores:
         raise CapacityError(
@@ -110,7 +110,7 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             hint="use fewer engines on this node",
         )
     # After a node was lost, more engines may be here than the run has for a node: then they share cores.
-    first = engine_index % num_engines * spec.num_accelerators
+    first = engine_index % num_engines * spec.accelerators_per_node
     return {
         _BINDING: "|".join(
             ",".join(
@@ -119,6 +119,6 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
                     hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks],
                 )
             )
-            for rank in range(first, first + spec.num_accelerators)
+            for rank in range(first, first + spec.accelerators_per_node)
         )
     }

@@ -115,12 +115,13 @@ def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node:
     Raises:
         CapacityError: too few accelerators, too little memory, or a KV cache below one request.
     """
-    if hardware.platform == "cuda" and spec.num_accelerators * num_engines_on_node > hardware.num_accelerators:
+    per_node = spec.accelerators_per_node
+    if hardware.platform == "cuda" and per_node * num_engines_on_node > hardware.num_accelerators:
         raise CapacityError(
-            f"{num_engines_on_node} engine(s) of {spec.num_accelerators} accelerator(s) need"
-            f" {spec.num_accelerators * num_engines_on_node}; this node has {hardware.num_accelerators}",
-            hint="an engine lives on one node: use fewer engines, or a smaller --tensor-parallel-size"
-            " or --pipeline-parallel-size",
+            f"{num_engines_on_node} engine(s) of {per_node} accelerator(s) need"
+            f" {per_node * num_engines_on_node}; this node has {hardware.num_accelerators}",
+            hint=f"an engine lives on {spec.num_nodes} node(s): use fewer engines, a smaller --tensor-parallel-size"
+            " or --pipeline-parallel-size, or in bulk runs a larger --nodes-per-engine",
         )
     footprint = read_footprint(spec.model)
     if footprint is None:
@@ -133,6 +134,7 @@ def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node:
         place = f"{spec.num_accelerators} x {hardware.accelerator} at {spec.gpu_memory_utilization:.0%} of memory"
     else:
         available_gib = hardware.free_memory_gib / num_engines_on_node
+        weights_gib /= spec.num_nodes
         cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
         process_gib = _CPU_PROCESS_GIB
         place = f"this machine's free memory shared by {num_engines_on_node} engine(s)"

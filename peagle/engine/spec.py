@@ -82,6 +82,7 @@ class EngineSpec:
         max_model_len: prompt and output tokens of one request at most; None is the model's own context.
         tensor_parallel_size: accelerators that share each layer.
         pipeline_parallel_size: accelerators that share the layers among them.
+        num_nodes: nodes that hold these accelerators, an equal part each.
         enforce_eager: skip compilation and graph capture: up sooner, slower from then on.
         kv_cache_gib: memory of the KV cache; None is sized from memory (CPU: `memory.py`; GPU: vLLM's own
             profiling).
@@ -112,14 +113,17 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("an engine needs a model")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"unknown precision {self.precision!r}", hint=did_you_mean(self.precision, PRECISIONS))
-        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "num_nodes"):
             _require_positive(name, getattr(self, name))
+        if self.num_accelerators % self.num_nodes:
+            raise ConfigError(f"{self.num_nodes} nodes cannot hold equal parts of {self.num_accelerators} accelerators")
         for name in ("max_model_len", "kv_cache_gib", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
@@ -130,6 +134,11 @@ class EngineSpec:
     def num_accelerators(self) -> int:
         """Accelerators that one engine occupies."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def accelerators_per_node(self) -> int:
+        """Accelerators that one engine occupies on each of its nodes."""
+        return self.num_accelerators // self.num_nodes
 
     @property
     def commits(self) -> dict[str, str]:

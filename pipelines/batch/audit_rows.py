@@ -199,10 +199,11 @@ def _regenerate(sampled: Sequence[_Sampled], target: Target, announce: Callable[
 
 
 def _alone(spec: EngineSpec) -> EngineSpec:
-    """The run's engine without its drafter."""
+    """The run's engine without its drafter, on this machine alone."""
     return replace(
         spec,
         drafter=None,
+        num_nodes=1,
         # As the run had it with its drafter, so that prompts are prefilled in the same pieces.
         max_num_batched_tokens=spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware.detect()),
         # What the choice was made from, with penalties and schemas; the raw ones are from before these.

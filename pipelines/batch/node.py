@@ -1,4 +1,4 @@
-"""What an engine actor does on the node that it lands on: find its slot, the model's files, and start vLLM.
+"""What an engine actor does on the node that it lands on: find its slot and the model, and start vLLM or follow it.
 
 A run's driver may sit on another machine, so nothing that depends on the node is decided there.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 from peagle import hardware
 from peagle.catalog.resolve import local_path, resolve_model
 from peagle.catalog.targets import NO_COMMITS
+from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import EngineSpec
-from peagle.engine.start import start_engine
+from peagle.engine.start import follow_engine, start_engine
 from peagle.engine.vllm_engine import VllmEngine
 from peagle.errors import CapacityError
 
@@ -67,15 +68,43 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
 
 
-def start_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int) -> VllmEngine:
+def start_vllm(
+    spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None = None
+) -> VllmEngine:
     """Start the engine that `spec` describes on this node.
+
+    Args:
+        node_rank: the leader's, of an engine on several nodes.
 
     Raises:
         EngineError: vLLM does not start.
         PeagleError: the node cannot run it, or the model is not to be had here.
     """
-    here = hardware.detect()
-    spec = local_spec(spec)
-    # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound below.
+    return start_engine(
+        _prepared(spec),
+        hardware.detect(),
+        engine_index=engine_index,
+        num_engines_on_node=num_engines_on_node,
+        node_rank=node_rank,
+    )
+
+
+def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
+    """Compute this node's ranks of an engine that another node leads, until they end.
+
+    Raises:
+        EngineError, PeagleError: as `start_vllm`.
+    """
+    follow_engine(
+        _prepared(spec),
+        hardware.detect(),
+        engine_index=engine_index,
+        num_engines_on_node=num_engines_on_node,
+        node_rank=node_rank,
+    )
+
+
+def _prepared(spec: EngineSpec) -> EngineSpec:
+    # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound when it starts.
     os.environ.pop("OMP_NUM_THREADS", None)
-    return start_engine(spec, here, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
+    return local_spec(spec)

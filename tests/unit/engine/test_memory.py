@@ -173,3 +173,14 @@ def test_more_accelerators_than_the_node_has_are_refused() -> None:
     check_capacity(spec, gpu(num=8), num_engines_on_node=2)
     with pytest.raises(CapacityError, match="need 12; this node has 8"):
         check_capacity(spec, gpu(num=8), num_engines_on_node=3)
+
+
+def test_an_engine_on_several_nodes_is_held_by_each_in_its_part(tmp_path: Path) -> None:
+    across = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
+    check_capacity(across, gpu(num=8))
+    with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*on 2 node\(s\)"):
+        check_capacity(across, gpu(num=4))
+    large = EngineSpec(model=make_model(tmp_path / "m", weights_gib=20), tensor_parallel_size=2, max_model_len=64)
+    with pytest.raises(CapacityError, match=r"weights 20\.0"):
+        check_capacity(large, cpu(16))
+    check_capacity(replace(large, num_nodes=2), cpu(16))

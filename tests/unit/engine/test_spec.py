@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -85,3 +85,10 @@ def test_a_missing_key_is_named() -> None:
 
 def test_accelerators_multiply() -> None:
     assert EngineSpec(model="m", tensor_parallel_size=4, pipeline_parallel_size=2).num_accelerators == 8
+
+
+def test_nodes_of_an_engine_hold_equal_parts() -> None:
+    spec = EngineSpec(model="m", tensor_parallel_size=4, pipeline_parallel_size=2, num_nodes=2)
+    assert (spec.num_accelerators, spec.accelerators_per_node) == (8, 4)
+    with pytest.raises(ConfigError, match="3 nodes cannot hold equal parts of 8 accelerators"):
+        replace(spec, num_nodes=3)

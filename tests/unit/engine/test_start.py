@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from peagle.engine import start
+from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
@@ -38,3 +39,19 @@ def test_a_vllm_that_cannot_accept_by_lot_is_told_before_it_starts(monkeypatch: 
     monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
     with pytest.raises(ConfigError, match="cannot accept drafts by lot"):
         start.start_engine(EngineSpec(model="m", drafter=head), HERE)
+
+
+def test_a_node_of_several_starts_its_own_ranks_on_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    for name, begin in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
+        started: dict[str, Any] = {}
+        monkeypatch.setattr(start, name, started.update)
+        spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
+        place = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
+        begin(spec, HERE, engine_index=0, num_engines_on_node=1, node_rank=place)
+        assert started["tensor_parallel_size"] == 2
+        assert (started["nnodes"], started["node_rank"], started["distributed_executor_backend"]) == (2, 1, "mp")
+        assert (started["master_addr"], started["master_port"]) == ("10.0.0.1", 4000)
+        assert os.environ["VLLM_HOST_IP"] == "10.0.0.2"
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
