@@ -120,12 +120,14 @@ def resolve_engine(
     hardware: Hardware,
     *,
     num_engines_on_node: int,
+    num_nodes: int = 1,
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> ResolvedEngine:
     """Decide everything about an engine, and that the hardware can hold it.
 
     Args:
+        num_nodes: on which the engine's ranks lie.
         commits: by hub id, the commits of a run that goes on, or of the engine that this one is to equal.
         announce: told what takes long, such as converting a model.
 
@@ -143,8 +145,9 @@ def resolve_engine(
         commits=commits,
     )
     engine = compose_engine(keys, hardware, model, drafter)
-    check_capacity(engine.spec, hardware, num_engines_on_node=num_engines_on_node)
-    return replace(engine, spec=replace(engine.spec, model=_reference(keys.model, model)))
+    spec = replace(engine.spec, num_nodes=num_nodes)
+    check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node)
+    return replace(engine, spec=replace(spec, model=_reference(keys.model, model)))
 
 
 def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:

@@ -77,16 +77,8 @@ class VllmEngine:
         self._llm.shutdown()
 
     def kill(self) -> None:
-        """See `Engine.kill`: a core that hangs would outlive this process, so all that descends from it is killed.
-
-        But Python's own tracker of shared memory, which frees it when the others are gone.
-        """
-        import psutil
-
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if not any("resource_tracker" in word for word in process.cmdline()):
-                    process.kill()
+        """See `Engine.kill`: a core that hangs would outlive this process."""
+        kill_children()
 
 
 class _StepCounter:
@@ -112,6 +104,19 @@ class _StepCounter:
 
     def record_sleep_state(self, *_: Any, **__: Any) -> None:
         """No engine of ours sleeps."""
+
+
+def kill_children() -> None:
+    """Kill all that descends from this process, also what vLLM has begun to start.
+
+    But Python's own tracker of shared memory, which frees it when the others are gone.
+    """
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                process.kill()
 
 
 def has_request_metrics() -> bool:

@@ -116,7 +116,9 @@ def _exit_hard(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def inspect(*, accelerators_per_engine: int = 1, accelerator_type: str | None = None) -> Hardware:
+def inspect(
+    *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
+) -> Hardware:
     """The hardware of a node that will run engines: of one with accelerators, if the cluster has any.
 
     It takes none of them, so it does not wait for those that are busy.
@@ -128,7 +130,10 @@ def inspect(*, accelerators_per_engine: int = 1, accelerator_type: str | None = 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    node = node_to_ask(nodes, on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type))
+    engine = on_accelerators(
+        accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
+    )
+    node = node_to_ask(nodes, engine)
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect_all)
     try:
@@ -243,6 +248,7 @@ def num_nodes(
     *,
     num_engines: int = 1,
     accelerators_per_engine: int = 1,
+    nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
     """Nodes of the cluster among which engines are divided, as `num_engine_nodes` says."""
@@ -251,6 +257,7 @@ def num_nodes(
         hardware,
         num_engines=num_engines,
         accelerators_per_engine=accelerators_per_engine,
+        nodes_per_engine=nodes_per_engine,
         accelerator_type=accelerator_type,
     )
 
@@ -271,4 +278,4 @@ def _ask_for_nodes(placement: Placement, num_engines: int) -> None:
 
     global _asked
     _asked = True
-    request_resources(bundles=[placement.bundle] * num_engines)
+    request_resources(bundles=placement.bundles * num_engines)

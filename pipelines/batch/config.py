@@ -84,6 +84,9 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         "1",
         description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
     )
+    nodes_per_engine: int = Field(
+        1, ge=1, description="nodes of the cluster that share the ranks of one engine, an equal part each"
+    )
     accelerator_type: str | None = Field(
         None,
         min_length=1,
@@ -130,6 +133,23 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
     def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":
         if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on or self.fake_hang_on):
             raise ValueError("fake_die_on, fake_kill_on and fake_hang_on mean nothing without engine: fake")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_can_be_divided_over_nodes(self) -> "GenerateConfig":
+        num_nodes, num_ranks = self.nodes_per_engine, self.accelerators_per_engine
+        if num_ranks % num_nodes:
+            raise ValueError(
+                f"nodes_per_engine {num_nodes} does not divide the {num_ranks} rank(s) of an engine, which are"
+                " tensor_parallel_size times pipeline_parallel_size"
+            )
+        if num_nodes > 1 and self.engine == "fake":
+            raise ValueError("nodes_per_engine means nothing with engine: fake, which has no ranks")
+        if num_nodes > 1 and self.engine_range.fixed is None:
+            raise ValueError(
+                f"engines {self.engines} with nodes_per_engine {num_nodes}: give one number, for an engine that came"
+                " beyond the first ones could hold the places of their other nodes' ranks"
+            )
         return self
 
     @field_validator("engines", mode="before")

@@ -62,13 +62,13 @@ def _look(config: GenerateConfig, *, check: Callable[[], None], announce: Callab
     """
     if not cluster.is_remote():
         return hardware.detect()
-    per_engine, kind = config.accelerators_per_engine, config.accelerator_type
+    per_engine, num_nodes, kind = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
     if kind is not None:
         cluster.require_capacity(
-            on_accelerators(per_engine, accelerator_type=kind),
+            on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=kind),
             config.engine_range.smallest,
             wait_s=config.cluster_wait_s,
             check=check,
             announce=announce,
         )
-    return cluster.inspect(accelerators_per_engine=per_engine, accelerator_type=kind)
+    return cluster.inspect(accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)

@@ -24,14 +24,15 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What one engine actor reserves of the cluster, and what of a node it really uses.
+    """What one engine reserves of each of its nodes, and what of them it really uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
-        num_devices: accelerators, or vCPUs, whose seconds the engine is charged for.
+        num_devices: accelerators, or vCPUs, on all its nodes, whose seconds the engine is charged for.
         device: which of the two.
         num_engines_on_node: engines that share the node's cores.
         accelerator_type: the kind of accelerator, by Ray's name; None where any will do.
+        nodes_per_engine: distinct nodes, each of which holds an equal part of the engine's ranks.
     """
 
     num_cpus: float
@@ -40,6 +41,7 @@ class Placement:
     device: Device
     num_engines_on_node: int
     accelerator_type: str | None = None
+    nodes_per_engine: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,11 +50,16 @@ class Placement:
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
-    def bundle(self) -> dict[str, float]:
-        """What an autoscaler is asked for, for one engine."""
+    def part(self) -> dict[str, float]:
+        """What an engine takes of a node, as a bundle of a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
-        return {"CPU": float(math.ceil(self.num_cpus)), **gpus, **kind}
+        return {"CPU": self.num_cpus, **gpus, **kind}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What an autoscaler, which knows whole CPUs alone, is asked for, for one engine."""
+        return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +78,11 @@ class Neighbours:
 
 
 def on_accelerators(
-    accelerators_per_engine: int, *, accelerator_type: str | None = None, num_engines_on_node: int = 1
+    accelerators_per_engine: int,
+    *,
+    nodes_per_engine: int = 1,
+    accelerator_type: str | None = None,
+    num_engines_on_node: int = 1,
 ) -> Placement:
     """The placement of an engine on accelerators. It can be told before a node is there.
 
@@ -80,11 +91,12 @@ def on_accelerators(
     """
     return Placement(
         num_cpus=1,
-        num_gpus=accelerators_per_engine,
+        num_gpus=accelerators_per_engine // nodes_per_engine,
         num_devices=accelerators_per_engine,
         device="accelerator",
         num_engines_on_node=num_engines_on_node,
         accelerator_type=None if accelerator_type == ANY_ACCELERATOR else accelerator_type,
+        nodes_per_engine=nodes_per_engine,
     )
 
 
@@ -94,6 +106,7 @@ def place(
     num_engines: int,
     accelerators_per_engine: int,
     num_nodes: int,
+    nodes_per_engine: int = 1,
     most_engines: int = 0,
     accelerator_type: str | None = None,
     ask_for_fewer: str = "use at most --engines {}",
@@ -105,6 +118,7 @@ def place(
 
     Args:
         num_nodes: that engines will be on (`num_engine_nodes`).
+        nodes_per_engine: of these, which each hold an equal part of an engine.
         most_engines: so many there may be later; a node is shared by as many of them as it can hold.
         accelerator_type: that engines need; None is whatever the node has.
         ask_for_fewer: the hint where engines are too many, as whoever asked for them says their number; {} is how many
@@ -121,24 +135,33 @@ def place(
             f" ({hardware.describe()})",
             hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
         )
-    per_node = math.ceil(num_engines / num_nodes)
-    fit = (hardware.num_accelerators or _num_cores(hardware)) // accelerators_per_engine
-    per_node = max(per_node, min(math.ceil(most_engines / num_nodes), fit))
+    per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
+    ranks_on_node = accelerators_per_engine // nodes_per_engine
+    fit = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
+    per_node = max(per_node, min(math.ceil(most_engines * nodes_per_engine / num_nodes), fit))
     if hardware.platform == "cuda":
-        return on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type, num_engines_on_node=per_node)
+        return on_accelerators(
+            accelerators_per_engine,
+            nodes_per_engine=nodes_per_engine,
+            accelerator_type=accelerator_type,
+            num_engines_on_node=per_node,
+        )
     if per_node > fit:
-        need = "a CPU core each" if accelerators_per_engine == 1 else f"{accelerators_per_engine} CPU cores each"
+        need = "a CPU core each" if ranks_on_node == 1 else f"{ranks_on_node} CPU cores each"
+        on = f" on each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else ""
+        most = fit * num_nodes // nodes_per_engine
         raise CapacityError(
-            f"{num_engines} engines need {need}; {num_nodes} node(s) have {_num_cores(hardware)} each",
-            hint=ask_for_fewer.format(fit * num_nodes) if fit else "use fewer ranks an engine",
+            f"{num_engines} engines need {need}{on}; {num_nodes} node(s) have {_num_cores(hardware)} each",
+            hint=ask_for_fewer.format(most) if most else "use fewer ranks an engine",
         )
     cpus = hardware.num_cpus // per_node
     return Placement(
         num_cpus=float(cpus - 1) or 0.5,
         num_gpus=0,
-        num_devices=cpus,
+        num_devices=cpus * nodes_per_engine,
         device="vcpu",
         num_engines_on_node=per_node,
+        nodes_per_engine=nodes_per_engine,
     )
 
 
@@ -153,9 +176,10 @@ def num_engine_nodes(
     *,
     num_engines: int = 1,
     accelerators_per_engine: int = 1,
+    nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """Nodes among which engines are divided; at least 1.
+    """Nodes among which engines are divided; at least those of one engine.
 
     On CPUs those that are there. On accelerators those that can hold an engine, a head without accelerators left out,
     and more where these are too few: the engines that do not fit wait for nodes (`lacking` says so).
@@ -166,10 +190,13 @@ def num_engine_nodes(
     Example: 8 engines of 1 accelerator, with one node of 1 accelerator there: 8 nodes.
     """
     if hardware.platform != "cuda":
-        return max(1, sum(bool(node.get("CPU")) for node in nodes))
-    engine = on_accelerators(accelerators_per_engine, accelerator_type=accelerator_type)
-    fit = hardware.num_accelerators // accelerators_per_engine
-    return max(1, sum(room_on(node, engine) > 0 for node in nodes), math.ceil(num_engines / fit) if fit else 0)
+        return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
+    engine = on_accelerators(
+        accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
+    )
+    fit = hardware.num_accelerators // engine.num_gpus
+    wanted = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
+    return max(nodes_per_engine, sum(room_on(node, engine) > 0 for node in nodes), wanted)
 
 
 def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
@@ -185,12 +212,27 @@ def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None
 
 def room(nodes: Sequence[Resources], placement: Placement) -> int:
     """Engines that the nodes have room for, beside one task that feeds them."""
-    num_engines = sum(room_on(node, placement) for node in nodes)
+    num_engines = _num_fitting(nodes, placement)
     return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
 
 
+def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
+    """Engines that find their nodes in whatever order Ray places their parts, each on distinct nodes.
+
+    Of N nodes an engine misses one only when all but N - 1 are full of others' parts, and another engine has no more
+    than one part on a node. So k engines fit where the nodes with the least room, all but N - 1, cannot be filled by
+    k - 1 engines: one of them has room for k parts, or together they have room for more than (k - 1) * N.
+
+    Example: of two nodes each, 3 nodes with room for 2 parts hold 2 engines for sure. A third engine may find both
+    places that are left on one node.
+    """
+    per_engine = placement.nodes_per_engine
+    least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
+    return max(least[-1], math.ceil(sum(least) / per_engine)) if len(nodes) >= per_engine else 0
+
+
 def room_on(node: Resources, placement: Placement) -> int:
-    """Engines that one node has room for."""
+    """Parts of engines, of whole ones where they lie on one node, that one node has room for."""
     if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
         return 0
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
@@ -198,12 +240,13 @@ def room_on(node: Resources, placement: Placement) -> int:
 
 
 def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
-    """What is missing, in words; empty if every engine fits on some node."""
-    found = sum(room_on(node, placement) for node in nodes)
+    """What is missing, in words; empty if every engine finds its nodes."""
+    found = _num_fitting(nodes, placement)
     if found < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
         each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
-        return f"each needs {each} on one node, and {len(nodes)} node(s) have room for {found}"
+        on = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
+        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {found}"
     spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
@@ -211,4 +254,4 @@ def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) 
 
 
 def _spare_cpus(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> float:
-    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * num_engines
+    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * placement.nodes_per_engine * num_engines

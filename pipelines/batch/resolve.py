@@ -105,6 +105,7 @@ def resolve(
             config,
             hardware,
             num_engines_on_node=placement.num_engines_on_node,
+            num_nodes=config.nodes_per_engine,
             commits=commits,
             announce=announce,
         )
@@ -140,6 +141,7 @@ def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placem
         num_engines=config.engine_range.smallest,
         accelerators_per_engine=config.accelerators_per_engine,
         num_nodes=num_nodes,
+        nodes_per_engine=config.nodes_per_engine,
         most_engines=config.engine_range.largest,
         accelerator_type=config.accelerator_type,
     )

@@ -115,6 +115,11 @@ def _generate(
         if config.retry_failed and not run.exists:
             raise ConfigError(f"{run} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
         is_remote = cluster.is_remote()
+        if config.nodes_per_engine > 1 and not is_remote:
+            raise ConfigError(
+                f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS names no cluster, so there is one node",
+                hint="set RAY_ADDRESS to a cluster's address, or leave --nodes-per-engine out",
+            )
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
             stack.enter_context(interrupted_by_signal())  # again: Ray takes SIGTERM for itself when it starts
@@ -132,6 +137,7 @@ def _generate(
                 here,
                 num_engines=config.engine_range.smallest,
                 accelerators_per_engine=config.accelerators_per_engine,
+                nodes_per_engine=config.nodes_per_engine,
                 accelerator_type=config.accelerator_type,
             )
             if is_remote

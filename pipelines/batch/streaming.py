@@ -177,6 +177,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         num_devices=placement.num_devices,
         device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,
+        part=placement.part,
         heartbeat_s=config.heartbeat_s,
         admission=_admission(run, plan, config),
     )

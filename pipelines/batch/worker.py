@@ -29,6 +29,7 @@ from peagle.prompting import RowError
 from peagle.speculation import SpeculationStats
 from pipelines.batch.admission import Admission
 from pipelines.batch.life import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfTime, SilenceClock, within
+from pipelines.batch.ranks import FollowerJob, OtherNodes
 from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
@@ -43,6 +44,7 @@ class EngineJob:
 
     Attributes:
         places: the name under which engines that share a node number their places on it.
+        part: what an engine on several nodes takes of each of them, by Ray's names.
     """
 
     run_dir: str
@@ -62,6 +64,7 @@ class EngineJob:
     num_devices: int = 1
     device: Device = "vcpu"
     num_engines_on_node: int = 1
+    part: dict[str, float] = field(default_factory=dict)
     heartbeat_s: float = 5.0
     admission: Admission | None = None
 
@@ -103,6 +106,7 @@ class EngineWorker:
             heartbeat_s=job.heartbeat_s,
         )
         self._meter = self._session.meter
+        self._others: OtherNodes | None = None
         try:
             self._engine, compile_s = self._start_engine()
         finally:
@@ -118,6 +122,8 @@ class EngineWorker:
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
+        if self._others is not None:
+            self._others.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
@@ -280,13 +286,35 @@ class EngineWorker:
         from peagle.engine.vllm_engine import compile_seconds, with_root_cause
         from pipelines.batch.node import start_vllm
 
+        if job.spec.num_nodes > 1:
+            self._others = self._other_nodes()
         try:
-            vllm = start_vllm(job.spec, engine_index=self._session.slot, num_engines_on_node=job.num_engines_on_node)
+            vllm = start_vllm(
+                job.spec,
+                engine_index=self._session.slot,
+                num_engines_on_node=job.num_engines_on_node,
+                node_rank=self._others and self._others.rank,
+            )
         except EngineError as error:
+            if self._others is not None and self._others.failure is not None:
+                raise self._others.failure from error
             raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
         return vllm, compile_seconds(self._session.log.read_text(errors="replace"))
 
+    def _other_nodes(self) -> OtherNodes:
+        job = self._job
+        follower = FollowerJob(
+            run_dir=job.run_dir,
+            places=job.places,
+            spec=job.spec,
+            num_engines_on_node=job.num_engines_on_node,
+            session_id=self._session.session_id,
+        )
+        return OtherNodes(follower, job.part)
+
     def _close(self) -> None:
+        if self._others is not None:
+            self._others.release()
         self._session.end()
         self._engine.shutdown()
 

@@ -66,3 +66,19 @@ def test_no_key_takes_a_number_that_run_json_cannot_hold(name, value):
 def test_a_deadline_that_no_clock_can_show_is_refused(deadline):
     with pytest.raises(pydantic.ValidationError, match="so far away"):
         config(deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"nodes_per_engine": 0}, "greater than or equal to 1"),
+        ({"nodes_per_engine": 2}, r"nodes_per_engine 2 does not divide the 1 rank\(s\)"),
+        ({"nodes_per_engine": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "does not divide the 6 rank"),
+        ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engine": "fake"}, "fake, which has no ranks"),
+        ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "give one number"),
+    ],
+)
+def test_an_engine_is_divided_over_nodes_in_equal_parts(keys, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        config(**keys)
+    assert config(nodes_per_engine=3, tensor_parallel_size=2, pipeline_parallel_size=3).nodes_per_engine == 3

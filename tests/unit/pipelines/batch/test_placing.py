@@ -132,9 +132,61 @@ def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
     assert placing.room([HEAD, G7E, P5], engine) == 8
     assert lacking([HEAD, G7E], engine, 1) == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
     assert lacking([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
-    assert engine.bundle == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}
+    assert engine.bundles == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}]
     assert engine.options == {"num_cpus": 1, "num_gpus": 1, "accelerator_type": "H100"}
     assert on_accelerators(2).options == {"num_cpus": 1, "num_gpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("parts", "per_engine", "num_engines"),
+    [
+        ([1, 1], 2, 1),
+        ([2, 2], 2, 2),
+        ([5, 1], 2, 1),
+        ([4], 2, 0),
+        ([1, 1, 1, 1], 2, 2),
+        ([2, 2, 2], 2, 2),  # and a third one only by luck
+        ([0, 1, 1], 2, 1),
+        ([1] * 7, 3, 2),
+        ([3, 1], 1, 4),
+    ],
+)
+def test_engines_on_several_nodes_have_room_however_their_parts_are_placed(parts, per_engine, num_engines):
+    nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
+    engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
+    assert placing.room(nodes, engine) == num_engines
+    assert lacking(nodes, engine, num_engines) == ""
+    on = f"each of {per_engine} nodes" if per_engine > 1 else "one node"
+    assert lacking(nodes, engine, num_engines + 1) == (
+        f"each needs 4 GPU(s) on {on}, and {len(nodes)} node(s) have room for {num_engines}"
+    )
+
+
+def test_an_engine_on_several_nodes_takes_a_part_of_each_and_pays_for_all():
+    engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
+    assert (engine.num_gpus, engine.num_devices) == (8, 16)
+    assert engine.part == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
+    assert engine.bundles == [engine.part] * 2
+    keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
+    assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
+    assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
+    assert node_to_ask({"g7e": G7E, "p5": P5}, engine) == "p5"
+
+
+def test_an_engine_on_several_cpu_nodes_has_cores_of_each():
+    keys = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
+    alone = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
+    assert (alone.num_cpus, alone.num_devices, alone.num_engines_on_node) == (3.0, 8, 1)
+    shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
+    assert (shared.part, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
+    assert shared.bundles == [{"CPU": 1.0}] * 2
+    assert lacking([{"CPU": 2.0}] * 2, shared, 2) == ""
+    assert (
+        lacking([{"CPU": 1.0}] * 2, shared, 2) == "0 CPUs would be left for the tasks that feed them, which take 0.25"
+    )
+    with pytest.raises(CapacityError, match=r"5 engines need a CPU core each on each of 2 nodes(.|\n)*--engines 4"):
+        place(cpu_node(4), num_engines=5, num_nodes=2, **keys)
+    assert num_engine_nodes([HEAD], cpu_node(4), nodes_per_engine=2) == 2
 
 
 def test_engines_that_need_accelerators_are_not_placed_on_cpus():

@@ -55,6 +55,16 @@ def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
     assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
 
 
+@pytest.mark.skipif(HERE.platform != "cpu", reason="the placement is that of CPU nodes")
+def test_the_nodes_of_an_engine_are_in_its_spec_and_its_placement(embedded_target):
+    config = GenerateConfig(
+        input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
+    )
+    run = resolve(config, HERE, ["prompt"], num_nodes=2, announce=print)
+    assert (run.spec.num_nodes, run.placement.nodes_per_engine) == (2, 2)
+    assert run.placement.num_devices == 2 * HERE.num_cpus
+
+
 def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)

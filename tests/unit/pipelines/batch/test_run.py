@@ -75,15 +75,18 @@ def test_a_run_that_an_older_peagle_began_goes_on_with_the_same_corpus_and_with_
         ({}, [("inspect", 2, None)]),
         ({"accelerator_type": "H100"}, [("require", 2, "H100", 3, 900.0), ("inspect", 2, "H100")]),
         ({"accelerator_type": "any"}, [("require", 2, None, 3, 900.0), ("inspect", 2, "any")]),
+        (
+            {"accelerator_type": "any", "engines": "3", "nodes_per_engine": 2},
+            [("require", 1, None, 3, 900.0), ("inspect", 1, "any")],
+        ),
     ],
 )
 def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_at(
     monkeypatch, tmp_path, keys, expected
 ):
     done = []
-    config = GenerateConfig(
-        input="i", output=tmp_path, engines="3:9", cluster_wait_s=900, tensor_parallel_size=2, **keys
-    )
+    keys = {"engines": "3:9"} | keys
+    config = GenerateConfig(input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, **keys)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(
         looking.cluster,
@@ -93,8 +96,8 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     monkeypatch.setattr(
         looking.cluster,
         "inspect",
-        lambda *, accelerators_per_engine, accelerator_type: done.append(
-            ("inspect", accelerators_per_engine, accelerator_type)
+        lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: done.append(
+            ("inspect", accelerators_per_engine // nodes_per_engine, accelerator_type)
         ),
     )
     looking.hardware_for(RunDirectory(tmp_path), config, check=lambda: None, announce=print)
@@ -230,3 +233,10 @@ def test_the_run_of_a_batch_is_on_the_commits_of_the_endpoint_and_stays_there(hu
     moving_hub.push("org/head", SECOND, HEAD)
     assert hub_run(commits=endpoint).commits == endpoint
     assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint
+
+
+def test_an_engine_on_several_nodes_needs_a_cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = GenerateConfig(input="i", output=tmp_path / "run", tensor_parallel_size=2, nodes_per_engine=2)
+    with pytest.raises(ConfigError, match=r"nodes_per_engine 2: RAY_ADDRESS names no cluster(.|\n)*RAY_ADDRESS to a"):
+        run_module.generate(config, Progress(Console(quiet=True)), command=COMMAND)

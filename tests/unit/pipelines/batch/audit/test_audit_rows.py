@@ -120,6 +120,7 @@ def real_run(start_run, monkeypatch):
     precision = fake.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
     manifest["config"]["engine"] = "vllm"
+    manifest["engine"] |= {"tensor_parallel_size": 2, "num_nodes": 2}
     (run.root / "run.json").write_text(json.dumps(manifest))
     assert manifest["fingerprint"]["precision"] == precision
     monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="fake"))
@@ -157,6 +158,7 @@ def test_the_target_runs_without_the_drafter_on_the_same_settings_and_ties_are_n
     assert "skipped 1: sampled (temperature above 0): drawn by lot" in said
     (engine,) = started
     run_spec = real_run.manifest()["engine"]
+    assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
     assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # with the drafter's slots
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
