@@ -131,7 +131,7 @@ def _actors(part: Mapping[str, float], count: int) -> list[Any]:
     while not group.wait(_SAY_S):
         sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(part)} free on each\n")
     return [
-        ray.remote(Follower).options(  # type: ignore[attr-defined]
+        ray.remote(Follower).options(
             num_cpus=part["CPU"],
             num_gpus=part.get("GPU"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),

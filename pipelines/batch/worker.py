@@ -293,7 +293,7 @@ class EngineWorker:
                 job.spec,
                 engine_index=self._session.slot,
                 num_engines_on_node=job.num_engines_on_node,
-                node_rank=self._others and self._others.rank,
+                node_rank=self._others.rank if self._others is not None else None,
             )
         except EngineError as error:
             if self._others is not None and self._others.failure is not None:

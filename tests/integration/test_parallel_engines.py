@@ -1,9 +1,15 @@
-"""One engine in two ranks on two cores: its layers shared (tensor parallel) or divided (pipeline parallel)."""
+"""One engine in two ranks: layers shared (tensor parallel) or divided (pipeline parallel), on one node or on two."""
+
+import os
+import time
+from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
 
 from peagle import hardware
+from tests.chaos import processes
+from tests.chaos.ray_nodes import RayNodes
 
 pytestmark = [
     pytest.mark.soak,
@@ -34,16 +40,73 @@ def own_answers(speaking_target):
     return answers
 
 
-@pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_answer_as_the_target_itself(peagle, speaking_target, write_jsonl, own_answers, tmp_path, flags):
-    corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS]), tmp_path / "run"
-    run = peagle(
-        "generate", "--model", speaking_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
-        "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
-        "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
-    )  # fmt: skip
+@pytest.fixture
+def generate(peagle, speaking_target, write_jsonl, tmp_path):
+    """Start a run of the prompts, each so many times; its process and its directory."""
+
+    def start(*flags, times=1):
+        corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * times), tmp_path / "run"
+        run = peagle(
+            "generate", "--model", speaking_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
+            "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
+            "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
+        )  # fmt: skip
+        return run, output
+
+    return start
+
+
+def require_answers(run, output, expected):
     said = run.communicate()[0]
     assert run.returncode == 0, said
     rows = ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
     assert {row["num_output_tokens"] for row in rows} == {NUM_TOKENS}
-    assert [row["response"].replace(" ", "") for row in rows] == [text.replace(" ", "") for text in own_answers]
+    assert [row["response"].replace(" ", "") for row in rows] == [text.replace(" ", "") for text in expected]
+
+
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
+def test_two_ranks_answer_as_the_target_itself(generate, own_answers, flags):
+    require_answers(*generate(*flags), own_answers)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """A cluster of two nodes on this machine, each with all of its cores."""
+    num_cpus = hardware.detect().num_cpus
+    with RayNodes(2, num_cpus, tmp_path_factory.mktemp("ray")) as nodes, pytest.MonkeyPatch.context() as patch:
+        for name, value in nodes.environment.items():
+            patch.setitem(os.environ, name, value)
+        yield nodes
+
+
+def followers(output):
+    """The processes that follow on another node than their engine's."""
+    return [pid for pid in processes.actors(output) if "-node-1.log" in str(Path(f"/proc/{pid}/fd/1").readlink())]
+
+
+def require_end_of_engines(output):
+    deadline = time.monotonic() + 60
+    while left := processes.of_engines(output):
+        assert time.monotonic() < deadline, [processes.command_line(pid) for pid in left]
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
+def test_two_ranks_on_two_nodes_answer_as_the_target_itself(two_nodes, generate, own_answers, flags):
+    run, output = generate("--nodes-per-engine", 2, *flags)
+    require_answers(run, output, own_answers)
+    assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 1
+    require_end_of_engines(output)
+
+
+def test_an_engine_whose_follower_is_killed_is_replaced_on_both_nodes(two_nodes, generate, own_answers):
+    flags = ("--tensor-parallel-size", 2, "--enforce-eager", "--rows-per-unit", 2)
+    run, output = generate("--nodes-per-engine", 2, *flags, times=20)
+    while not list((output / "data").glob("*.parquet")):
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.1)
+    (follower,) = followers(output)
+    assert processes.kill(follower)
+    require_answers(run, output, own_answers * 20)
+    assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 2
+    require_end_of_engines(output)
