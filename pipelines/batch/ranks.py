@@ -78,18 +78,19 @@ class OtherNodes:
     Attributes:
         rank: this node's.
         failure: why the first of them ended; None while all follow.
+        is_lost: it said nothing, for its process or its node is gone.
     """
 
     def __init__(self, job: FollowerJob, part: Mapping[str, float]) -> None:
-        leader = (_own_address(), _free_port())
-        self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         self.failure: PeagleError | None = None
+        self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
+        actors = _actors(part, job.spec.num_nodes - 1)
+        leader = (_own_address(), _free_port())
+        self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor that nobody holds.
-        self._followers = [
-            actor.remote(job, number) for number, actor in enumerate(_actors(part, job.spec.num_nodes - 1), 1)
-        ]
+        self._followers = [actor.remote(job, number) for number, actor in enumerate(actors, 1)]
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -118,6 +119,7 @@ class OtherNodes:
         try:
             ray.get(ended)
         except Exception as error:  # theirs, or Ray's own when the process or its node is gone
+            self.is_lost = isinstance(error, ray.exceptions.RayActorError)
             return explain(error, what, hint=_LOGS, otherwise=EngineError)
         return EngineError(what, hint=_LOGS)
 

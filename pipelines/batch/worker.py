@@ -297,9 +297,18 @@ class EngineWorker:
             )
         except EngineError as error:
             if self._others is not None and self._others.failure is not None:
+                self._end_if_lost(self._others)
                 raise self._others.failure from error
             raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
         return vllm, compile_seconds(self._session.log.read_text(errors="replace"))
+
+    def _end_if_lost(self, others: OtherNodes) -> None:
+        """A node that is lost while the engine starts is no fault of the engine's: Ray starts this process again."""
+        if others.is_lost and others.failure is not None:
+            sys.stderr.write(f"peagle: {others.failure.message}; this process ends and is replaced\n")
+            sys.stderr.flush()
+            self._session.end()
+            os._exit(1)
 
     def _other_nodes(self) -> OtherNodes:
         job = self._job

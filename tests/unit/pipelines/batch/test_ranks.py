@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import EngineSpec
@@ -76,20 +77,21 @@ def test_every_other_node_is_told_where_its_leader_is(cluster):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "is_lost"),
     [
-        (None, "the engine's ranks on node 2 ended"),
-        (RuntimeError("The actor died"), "the engine's ranks on node 2 ended: The actor died"),
-        (EngineError("vLLM did not start: no memory"), "vLLM did not start: no memory"),
+        (None, "the engine's ranks on node 2 ended", False),
+        (ActorDiedError(), "the engine's ranks on node 2 ended: The actor died unexpectedly before", True),
+        (EngineError("vLLM did not start: no memory"), "vLLM did not start: no memory", False),
     ],
 )
-def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message):
+def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message, is_lost):
     told = queue.Queue()
     others = OtherNodes(job(), PART)
     others.started(told.put)
     assert others.failure is None
     cluster.end(error)
-    assert told.get(timeout=WAIT_S) == message
+    assert told.get(timeout=WAIT_S).startswith(message)
+    assert others.is_lost == is_lost
 
 
 def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):

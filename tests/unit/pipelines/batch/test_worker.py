@@ -3,12 +3,15 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from peagle import hardware
 from peagle.engine.fake_engine import FakeEngine
+from peagle.engine.spec import EngineSpec
+from peagle.errors import EngineError
 from pipelines.batch import life, worker
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan
@@ -219,3 +222,22 @@ def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
     assert sorted(usage is None for usage in receipts) == [False, True]
     assert one.counts(0) == (8, 0)
     assert not list(one.run.suspects.iterdir())
+
+
+@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, Gone), (False, EngineError)])
+def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, monkeypatch, is_lost, ends_with):
+    def start(spec, *, engine_index, num_engines_on_node, node_rank):
+        assert node_rank == "rank"
+        raise EngineError("vLLM did not start: its core ended")
+
+    others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
+    monkeypatch.setattr(worker, "OtherNodes", lambda job, part: others)
+    monkeypatch.setattr("pipelines.batch.node.start_vllm", start)
+    start_engine, one = EngineWorker._start_engine, scene()
+    made = one.worker(FakeEngine())
+    made._job = replace(made._job, backend="vllm", spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
+    with pytest.raises(ends_with) as ended:
+        start_engine(made)
+    assert is_lost or ended.value is others.failure
+    (session,) = one.run.sessions()
+    assert session.ended == is_lost
