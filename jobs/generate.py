@@ -34,6 +34,7 @@ _GROUPS = {
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
         "engines",
+        "nodes_per_engine",
         "accelerator_type",
         *SIZE_KEYS,
         "engine",
