@@ -58,7 +58,8 @@ class Distributed:
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """All-reduce, one message for each dtype: many small ones would cost more than their bytes."""
-        for dtype in {tensor.dtype for tensor in tensors}:
+        # In the tensors' order: that of a set differs from process to process, and their messages would not match.
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in same])
             torch.distributed.all_reduce(flat)
