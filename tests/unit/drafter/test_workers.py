@@ -1,5 +1,6 @@
 """Two processes of a real process group: what they add up, and what the first one tells."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -24,8 +25,19 @@ torch.distributed.destroy_process_group()
 
 def test_all_add_up_and_take_over_what_the_first_one_has(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", WORKER, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    for rank, process in enumerate(processes):
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert json.loads(said.splitlines()[-1]) == [[[3.0, 4.0], [[3]]], [[1.0, 1.0], [[0.0, 0.0]]], False, rank, 2]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) for command in commands
+        ]
+        for process in processes:
+            stack.callback(process.kill)  # one waits for the other, should that fail
+        for rank, process in enumerate(processes):
+            said, _ = process.communicate(timeout=120)
+            assert process.returncode == 0
+            assert json.loads(said.splitlines()[-1]) == [
+                [[3.0, 4.0], [[3]]],
+                [[1.0, 1.0], [[0.0, 0.0]]],
+                False,
+                rank,
+                2,
+            ]
