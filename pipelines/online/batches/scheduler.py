@@ -165,10 +165,9 @@ class Scheduler:
     def _is_its_turn(self, batch: Batch) -> bool:
         """Whether no other batch of its key has begun: what that one spends is known when it has ended, and two at once
         could each spend what is left."""
+        # One at a time, the oldest first: often that is all, and a look can be remote.
         begun = (other.id for other in self._unfinished if self._has_begun(other, batch.order.key.name))
-        return (
-            next(begun, batch.id) == batch.id
-        )  # the oldest is asked first: often that is all, and a look can be remote
+        return next(begun, batch.id) == batch.id
 
     def _has_begun(self, batch: Batch, owner: str) -> bool:
         """Also where it waits to be tried again, or another process began it."""

@@ -58,12 +58,18 @@ def test_two_keys_of_one_name_are_refused(tmp_path):
         write_keys(tmp_path / "keys.json", [new_key("alice")[1], new_key("alice")[1]])
 
 
-def test_a_revoked_key_stops_holding_without_a_restart(tmp_path, monkeypatch):
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A file of two keys, the ring that looks at it each time, and the keys with their records."""
     monkeypatch.setattr(module, "_RELOAD_S", 0)
     path = tmp_path / "keys.json"
-    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
-    write_keys(path, [a, b])
-    ring = KeyRing(path)
+    alice, bob = new_key("alice"), new_key("bob")
+    write_keys(path, [alice[1], bob[1]])
+    return path, KeyRing(path), alice, bob
+
+
+def test_a_revoked_key_stops_holding_without_a_restart(watched):
+    path, ring, (alice, a), (bob, b) = watched
     assert ring.find(bob) == b
     write_keys(path, [a])
     assert ring.find(bob) is None
@@ -86,12 +92,8 @@ def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path,
     assert ring.present(LOCAL) == LOCAL
 
 
-def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_RELOAD_S", 0)
-    path = tmp_path / "keys.json"
-    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
-    write_keys(path, [a, b])
-    ring = KeyRing(path)
+def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(watched, caplog):
+    path, ring, (alice, a), (bob, b) = watched
     assert ring.find(alice) == a
     for text in ("[,]", "[,,]"):
         path.write_text(text)
@@ -107,12 +109,8 @@ def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(tmp_p
     assert ring.find(alice) == a
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again_though_it_has_not_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RELOAD_S", 0)
-    path = tmp_path / "keys.json"
-    (alice, a), (bob, b) = new_key("alice"), new_key("bob")
-    write_keys(path, [a, b])
-    ring = KeyRing(path)
+def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again_though_it_has_not_changed(watched, monkeypatch):
+    path, ring, (alice, a), (bob, b) = watched
     assert ring.find(bob) == b
     write_keys(path, [a])
     with monkeypatch.context() as moment:
