@@ -70,7 +70,8 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
         own = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
         started = time.monotonic()
         with same_engine.system(HERE / "overhead_systems.py", name, job | own, folder) as process:
-            while process.poll() is None and not clock.exists():
+            # The file is there when vLLM has loaded the plug-in; with its first line the engine computes.
+            while process.poll() is None and not (clock.exists() and clock.stat().st_size):
                 time.sleep(0.5)
             if process.poll() is None:
                 same_engine.leave_cores(process.pid, options)
