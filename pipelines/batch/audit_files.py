@@ -231,7 +231,7 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, valid_letters: set[
 
 
 def _check_report(audit: FilesAudit, run: RunDirectory, plan: Plan) -> None:
-    """A report that says the run is complete was made when it was."""
+    """A report counts the units that were committed when it was made, and committed units only grow in number."""
     path = run.root / "report.json"
     if not path.exists():
         return
@@ -240,10 +240,9 @@ def _check_report(audit: FilesAudit, run: RunDirectory, plan: Plan) -> None:
     except ValueError as error:
         audit.add("damaged", path.name, str(error))
         return
-    was_complete = bool(report["run"]["complete"])
-    has_retries = any(unit.supersedes is not None for unit in plan.units)
-    if was_complete and not audit.is_finished and not has_retries:
-        audit.add("lost", "data", "report.json says that the run was complete: units that were committed are gone")
+    num_gone = report["account"]["num_units"] - audit.num_units
+    if num_gone > 0:
+        audit.add("lost", "data", f"{num_gone:,} units that were committed when report.json was made are gone")
     elif not audit.findings and report["account"]["num_output_tokens"] != audit.num_output_tokens:
         audit.notes.append("report.json is older than the units: peagle report makes it again")
 

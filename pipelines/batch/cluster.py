@@ -7,14 +7,17 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from peagle import hardware
-from peagle.errors import CapacityError, ConfigError, StoppedEarly
+from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
 from pipelines.failures import explain
@@ -22,6 +25,7 @@ from pipelines.failures import explain
 _POLL_S = 5.0
 _NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
 _abandoned = False
+_exit_code = StoppedEarly.exit_code
 _asked = False
 
 
@@ -34,7 +38,8 @@ def is_remote() -> bool:
 def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
 
-    A process that has joined one already keeps it.
+    A process that has joined one already keeps it. What SIGTERM does stays as it was; only where that is the system's
+    own end of a process, Ray's takes its place, so that Ray is stopped.
 
     Args:
         metrics_port: of Ray's Prometheus exporter, where Ray is started here; one that is free if None.
@@ -53,6 +58,7 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     remote = is_remote()
     # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=None if remote else "local",
@@ -66,11 +72,20 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise explain(error, what, hint=_NO_RAY, otherwise=CapacityError) from error
+    except SystemExit:  # Ray's answer to a SIGTERM while it starts
+        raise KeyboardInterrupt from None
     try:
+        _give_back(handler)
         yield
     finally:
         if not _abandoned:
             ray.shutdown()
+
+
+def _give_back(handler: Any) -> None:
+    """Ray takes SIGTERM for itself when it starts, in the main thread, and never gives it back."""
+    if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check_metrics_port(port: int) -> None:
@@ -99,21 +114,36 @@ def metrics_port() -> int:
     return int(port)
 
 
-def abandon(exit_code: int = StoppedEarly.exit_code) -> None:
-    """Leave Ray as it is until this process ends, and end it hard then, with that code.
+def abandon() -> None:
+    """Leave Ray as it is until this process ends, and end it hard then, with the code that `exit_code_kept` saw or 3.
 
     For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
     aborts the process. Ray's own processes on this machine go with ours.
     """
     global _abandoned
     _abandoned = True
-    atexit.register(_exit_hard, exit_code)
+    atexit.register(_exit_hard)
 
 
-def _exit_hard(exit_code: int) -> None:
+@contextlib.contextmanager
+def exit_code_kept() -> Iterator[None]:
+    """Whatever this ends with is what a process ends with that has abandoned Ray."""
+    global _exit_code
+    try:
+        yield
+    except PeagleError as error:
+        _exit_code = error.exit_code
+        raise
+    except OSError:
+        _exit_code = PeagleError.exit_code
+        raise
+    _exit_code = 0
+
+
+def _exit_hard() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)
+    os._exit(_exit_code)
 
 
 def inspect(

@@ -27,6 +27,7 @@ from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
 from pipelines.batch.lease import hold_lease
+from pipelines.batch.limits import Limits
 from pipelines.batch.logs import copied
 from pipelines.batch.looking import hardware_for
 from pipelines.batch.placing import Neighbours
@@ -38,7 +39,14 @@ from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.stopping import interrupted_by_signal, stop_on_signal
 from pipelines.batch.streaming import stream
-from pipelines.batch.supervision import BY_SIGNAL, Supervisor, limits_of, require_time, stopped_before_engines
+from pipelines.batch.supervision import (
+    BY_SIGNAL,
+    Supervisor,
+    limits_of,
+    require_few_failures,
+    require_time,
+    stopped_before_engines,
+)
 
 _NO_RUN = "leave --retry-failed out to start one"
 
@@ -83,7 +91,7 @@ def generate(
         TooManyFailedRows: more dead letters than the user allows.
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
     """
-    with interrupted_by_signal():
+    with interrupted_by_signal(), cluster.exit_code_kept():
         try:
             return _generate(
                 config,
@@ -122,7 +130,6 @@ def _generate(
             )
         if is_remote:
             stack.enter_context(cluster.ray_cluster())
-            stack.enter_context(interrupted_by_signal())  # again: Ray takes SIGTERM for itself when it starts
             stack.callback(cluster.release_nodes)
         plan = _plan_without_looking(run, config)
         check = functools.partial(require_time, limits, stop, command)
@@ -164,8 +171,8 @@ def _generate(
             plan = _retry(run, plan, progress)
         units = plan.left(run.committed())
         if not units:
-            run.remove_leftovers()  # of a driver that was killed between the last commit and its own end
-            return Outcome(report=make_report(run), did_nothing=True, export=_export(run, plan, config))
+            # Leftovers may be there of a driver that was killed between the last commit and its own end.
+            return _finish(run, plan, config, limits, command, did_nothing=True)
         supervisor = Supervisor(run, plan, resolved, limits, stop, command=command)
         supervisor.require_room()
         log = run.logs / "driver.log"
@@ -173,7 +180,7 @@ def _generate(
         quiet.move_to(log)
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
-        stack.enter_context(stop_on_signal(stop))  # after Ray, which takes SIGTERM for itself when it starts
+        stack.enter_context(stop_on_signal(stop))
         cluster.require_capacity(
             resolved.placement,
             config.engine_range.smallest,
@@ -184,8 +191,28 @@ def _generate(
         cluster.release_nodes()  # from here on it is the engines that need them
         stream(run, plan, units, resolved, supervisor, progress, lease.lost)
         stack.close()  # the rest needs no cluster
-        run.remove_leftovers()
-        return Outcome(report=make_report(run), export=_export(run, plan, config))
+        return _finish(run, plan, config, limits, command)
+
+
+def _finish(
+    run: RunDirectory,
+    plan: Plan,
+    config: GenerateConfig,
+    limits: Limits,
+    command: Sequence[str],
+    *,
+    did_nothing: bool = False,
+) -> Outcome:
+    """The account and the export of a run whose units are all committed.
+
+    Raises:
+        TooManyFailedRows: more of its rows failed than the user allows; both are made all the same.
+    """
+    run.remove_leftovers()
+    report = make_report(run)
+    outcome = Outcome(report=report, did_nothing=did_nothing, export=_export(run, plan, config))
+    require_few_failures(report, run, limits, command)
+    return outcome
 
 
 def _plan_without_looking(run: RunDirectory, config: GenerateConfig) -> Plan | None:

@@ -82,7 +82,7 @@ def _watch(
         if time.monotonic() - looked_at < _POLL_S:
             continue
         if lost.is_set():
-            cluster.abandon(RunInUse.exit_code)
+            cluster.abandon()
             raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
         looked_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
@@ -94,7 +94,7 @@ def _watch(
         if supervisor.ending is not None and before is None:
             progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
         if supervisor.ending is not None and supervisor.gives_up:
-            cluster.abandon(supervisor.ending.error.exit_code)
+            cluster.abandon()
             break
     supervisor.observe()
 
@@ -103,8 +103,8 @@ def _observe(supervisor: Supervisor) -> None:
     """Have the supervisor look while engines work; where it cannot, Ray must not be shut down under their feet."""
     try:
         supervisor.observe()
-    except (PeagleError, OSError) as error:
-        cluster.abandon(error.exit_code if isinstance(error, PeagleError) else EngineError.exit_code)
+    except (PeagleError, OSError):
+        cluster.abandon()
         raise
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
@@ -28,6 +29,7 @@ from pipelines.batch.stopping import resume_command
 _GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
 _NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived
 _MAX_DEATHS_IN_A_ROW = 5
+_MEND = "mend the cause; this takes the failed rows up again and continues the run"
 BY_SIGNAL = "asked to by a signal"
 
 
@@ -51,10 +53,14 @@ class DeathWatch:
     """Counts engine deaths between which no row was finished.
 
     An engine that starts again takes the place (host and number) of the one that died, so there are more sessions than
-    places.
+    places. On a cluster it may start on another host: then there are more of them than engines.
+
+    Args:
+        num_engines: the most that there may be at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
         self._num_deaths = 0
         self._num_finished = 0
         self.in_a_row = 0
@@ -62,7 +68,8 @@ class DeathWatch:
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
         """Deaths since a row was last finished, given the sessions of this attempt and the rows that are committed."""
         sessions = list(sessions)
-        num_deaths = len(sessions) - len({(session.hostname, session.engine_index) for session in sessions})
+        places = {(session.hostname, session.engine_index) for session in sessions}
+        num_deaths = len(sessions) - min(len(places), self._num_engines)
         num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
         if num_finished > self._num_finished:
             self.in_a_row = 0
@@ -100,10 +107,12 @@ class Supervisor:
         self.tally = Tally(num_rows_planned=plan.num_rows)
         self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
         self.tally.usd = self._spending.usd
-        self._deaths = DeathWatch()
+        engines = resolved.config.engine_range
+        self._deaths = DeathWatch(engines.largest)
         self._price = price
         self._limits = limits
-        self._limits = replace(limits, reserve_usd=self._reserve_usd(0))
+        # All that may start at once: those that load cannot be asked to stop before they have loaded.
+        self._limits = replace(limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
         self.ending: Ending | None = None
@@ -206,7 +215,7 @@ class Supervisor:
             error=TooManyFailedRows,
             message=f"{limit.message}\n  {describe_failures(self._run)}",
             resume_flags={"--retry-failed": None},
-            advice="mend the cause; this takes the failed rows up again and continues the run",
+            advice=_MEND,
         )
 
     def _budget_to_finish(self) -> float:
@@ -219,10 +228,33 @@ class Supervisor:
         return math.ceil(wanted / step) * step
 
     def _later(self) -> dict[str, str | None]:
-        """A duration or a time of day comes again; a moment that has passed does not."""
+        """A duration counts anew; a moment, also one that is named by a time of day, does not come again."""
         text = self._resolved.config.deadline or "none"
         again = parse_deadline(text, datetime.datetime.now().astimezone() + datetime.timedelta(seconds=1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
+
+
+def require_few_failures(report: Mapping[str, Any], run: RunDirectory, limits: Limits, command: Sequence[str]) -> None:
+    """Make sure that a run whose units are all committed has no more dead letters than the user allows.
+
+    The last rows may pass the limit when nobody looks any more; how a run ends must not depend on that.
+
+    Args:
+        report: as `make_report` makes it.
+
+    Raises:
+        TooManyFailedRows: it has.
+    """
+    if limits.max_failed_rows is None:
+        return
+    num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
+    done = Situation(now=0.0, spent_usd=0.0, num_done_rows=num_done + num_failed, num_failed_rows=num_failed)
+    if limit := reached(Limits(max_failed_rows=limits.max_failed_rows), done):
+        again = resume_command(command, {"--retry-failed": None})
+        raise TooManyFailedRows(
+            f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
+            hint=f"{_MEND}: {again}; the report and the export are made",
+        )
 
 
 def require_time(limits: Limits, stop: threading.Event, command: Sequence[str]) -> None:

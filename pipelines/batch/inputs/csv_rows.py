@@ -60,6 +60,11 @@ def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
     if not names:
         raise InputError(f"input {path}: there is no header line", hint="the first line names the columns")
     for index, name in enumerate(names):
+        if not _is_utf8(name):
+            raise InputError(
+                f"{where}: the name of column {index + 1} is not valid UTF-8",
+                hint="convert the file, for example with iconv -f LATIN1 -t UTF-8",
+            )
         if not name.strip():
             raise InputError(f"{where}: column {index + 1} of the header has no name")
         if name in names[:index]:
@@ -69,11 +74,18 @@ def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
 
 def _row(names: list[str], values: list[str], where: str) -> RawRow:
     text = ",".join(values)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+    if not _is_utf8(text):
         raw = text.encode(errors="surrogateescape").decode(errors="replace")
         return RawRow(raw=raw, error=f"{where}: not valid UTF-8")
     if len(values) != len(names):
         return RawRow(raw=text, error=f"{where}: {len(values)} fields where the header has {len(names)}")
     return RawRow(dict(zip(names, values, strict=True)))
+
+
+def _is_utf8(decoded: str) -> bool:
+    """Whether text that `_decode` made was UTF-8."""
+    try:
+        decoded.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

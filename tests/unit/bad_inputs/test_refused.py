@@ -104,6 +104,7 @@ CASES = [
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
     of_file("CSV with a header alone", "a.csv", b"prompt\n", "no row"),
     of_file("CSV with a column twice", "a.csv", b"prompt,prompt\na,b\n", "twice"),
+    of_file("CSV with Latin-1 in its header", "a.csv", b"prompt,Gr\xf6\xdfe\na,1\n", "column 2 is not valid UTF-8"),
     of_file("CSV with a quote that never ends", "a.csv", b'prompt\n"a\nb\n', "not valid CSV"),
     of_file("an OpenAI batch with a custom_id twice", "a.jsonl", request() + request("b") + request(),
         "its custom_id is that of"),

@@ -1,13 +1,17 @@
+import contextlib
 import os
+import signal
 import socket
+import sys
 
 import pytest
 
-from peagle.errors import CapacityError, ConfigError, StoppedEarly
+from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
 from peagle.hardware import Hardware
 from pipelines.batch import cluster
 from pipelines.batch.cluster import ray_cluster
 from pipelines.batch.placing import on_accelerators
+from pipelines.batch.stopping import interrupted_by_signal
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,61 @@ def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypa
     monkeypatch.setattr(cluster.os, "environ", environment)
     with ray_cluster():
         assert seen["RAY_worker_niceness"] == found
+
+
+@pytest.fixture
+def ray_that_takes_sigterm(monkeypatch):
+    """Ray's start as it is in 2.60: SIGTERM ends the process with its number from then on. It may come meanwhile."""
+    import ray
+
+    arrives = []
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        for number in arrives:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield arrives
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_sigterm_is_what_it_was_while_ray_is_up_and_after_it(ray_that_takes_sigterm):
+    with interrupted_by_signal():
+        with ray_cluster(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_sigterm_while_ray_starts_interrupts(ray_that_takes_sigterm):
+    ray_that_takes_sigterm.append(signal.SIGTERM)
+    with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
+        pytest.fail("it goes on")
+
+
+def test_where_nobody_handles_sigterm_ray_does(ray_that_takes_sigterm):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with ray_cluster(), pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (StoppedEarly("s"), 3), (EngineError("e"), 1), (OSError(), 1)])
+def test_a_process_that_abandoned_ray_ends_with_what_the_run_ended_with(monkeypatch, error, code):
+    codes, hooks = [], []
+    monkeypatch.setattr(cluster, "_abandoned", False)
+    monkeypatch.setattr(cluster, "_exit_code", 3)
+    monkeypatch.setattr(cluster.atexit, "register", hooks.append)
+    monkeypatch.setattr(cluster.os, "_exit", codes.append)
+    with contextlib.suppress(*[type(error)] if error else []), cluster.exit_code_kept():
+        cluster.abandon()
+        if error:
+            raise error
+    hooks[0]()
+    assert codes == [code]
 
 
 HEAD = {"CPU": 4.0}

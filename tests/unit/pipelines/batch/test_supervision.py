@@ -1,5 +1,6 @@
 import datetime
 import threading
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,7 @@ from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve, resolve_price
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.supervision import Supervisor, limits_of, require_time
+from pipelines.batch.supervision import Supervisor, limits_of, require_few_failures, require_time
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate", "--output", "runs/a"]
@@ -50,13 +51,13 @@ def usage(num_rows, num_failed_rows):
 def start(tmp_path):
     """A run of four units of three rows, its first unit committed with two dead letters for about a cent."""
 
-    def make(*command, **keys):
-        config = GenerateConfig(input="in.csv", output=tmp_path / "run", engine="fake", usd_per_hour=36, **keys)
+    def make(*command, output="run", **keys):
+        config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
         span = Span(path="in.csv", format="csv", first_row=0, num_rows=3)
         units = tuple(WorkUnit(unit=n, first_id=3 * n, span=span) for n in range(4))
         schema = pa.schema([("prompt", pa.string())])
         plan = Plan(units=units, rows_per_unit=3, schema=schema, corpus_fingerprint="c")
-        run = RunDirectory(tmp_path / "run")
+        run = RunDirectory(config.output)
         run.create({"price": resolve_price(config, HERE).to_dict()}, plan)
         run.write_session(session("earlier"))
         letters = [
@@ -157,8 +158,50 @@ def test_engines_that_die_without_finishing_a_row_end_the_run(start):
     assert "engines died 5 times without finishing a single row" in error.message
 
 
+def test_engines_that_start_again_on_other_hosts_have_died_all_the_same(start):
+    run, supervisor = start(engines="1:2")
+    for number in range(7):
+        assert supervisor.ending is None
+        run.write_session(replace(session(f"s{number}"), hostname=f"node-{number}"))
+        supervisor.observe()
+    assert "engines died 5 times" in supervisor.error().message
+
+
+def test_what_may_start_at_once_has_to_fit_into_the_budget(start):
+    _, supervisor = start(engines="1:3")
+    assert supervisor._limits.reserve_usd == pytest.approx(3 * one_engine_usd(supervisor))
+    supervisor.observe()
+    assert supervisor._limits.reserve_usd == pytest.approx(one_engine_usd(supervisor))
+    assert start(engines="1:9", output="b")[1]._limits.reserve_usd == pytest.approx(4 * one_engine_usd(supervisor))
+
+
+def one_engine_usd(supervisor):
+    placement = supervisor._resolved.placement
+    return supervisor._limits.reserve_s * placement.num_devices * supervisor._price.usd_per_device_s
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ("1", "all units are committed, but 2 of 3 rows are dead letters, more than --max-failed-rows 1"),
+        ("2", None),
+        (None, None),
+    ],
+)
+def test_a_finished_run_has_failed_if_too_many_of_its_rows_have(start, allowed, message):
+    run, supervisor = start(max_failed_rows=allowed)
+    report = {"account": {"num_rows": 1, "num_failed_rows": 2}}
+    if message is None:
+        require_few_failures(report, run, supervisor._limits, COMMAND)
+        return
+    with pytest.raises(TooManyFailedRows, match=message) as stopped:
+        require_few_failures(report, run, supervisor._limits, COMMAND)
+    assert "2 refused; for example row 000000001" in stopped.value.message
+    assert "--output runs/a --retry-failed; the report" in stopped.value.hint
+
+
 def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
-    run, supervisor = start()
+    run, supervisor = start(engines="1:5")
     for number in range(12):
         run.write_session(session(f"s{number}", num_output_tokens=number % 3))
         supervisor.observe()

@@ -234,6 +234,20 @@ def test_units_that_vanish_from_a_run_that_was_complete_are_lost(finished):
     assert the_finding(finished).where == "report.json"
 
 
+def test_a_unit_that_vanishes_is_lost_whatever_was_retried_and_whether_or_not_the_run_was_complete(start_run):
+    fake = start_run()
+    run = fake.do(0, 1, refusing={"000000003"})
+    make_report(run)
+    plan_retry(run, run.plan())
+    assert kinds(run) == []
+    fake.do(2, 3, 4, 5)
+    run.unit_path(0).unlink()
+    assert kinds(run) == []  # the report that is there counts no more units than there are
+    make_report(run)
+    run.unit_path(2).unlink()
+    assert the_finding(run).message == "1 units that were committed when report.json was made are gone"
+
+
 def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     data = corpus.read_bytes()

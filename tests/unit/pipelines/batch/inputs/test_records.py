@@ -63,6 +63,7 @@ def test_csv_rows_hold_newlines_and_are_text(write, suffix, rows_per_span):
         (b"prompt\nfine\n'fine\n\"never ends\nno\n", r"a\.csv line 4: not valid CSV"),
         (b'prompt\n"a"b\n', r"a\.csv line 2: not valid CSV"),
         (b"prompt,prompt\nx,y\n", r"a\.csv line 1: the header names column 'prompt' twice"),
+        (b"prompt,Gr\xf6\xdfe\nx,1\n", r"a\.csv line 1: the name of column 2 is not valid UTF-8"),
         (b"prompt,\nx,y\n", "column 2 of the header has no name"),
         (b"\n\n", "no header line"),
         (b"prompt\n", "no row in it"),
