@@ -106,7 +106,8 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
     attention.k_proj.weight.copy_(key_DH.repeat(num_kv_heads, 1))
 
     # What tells a row that is not known stays its own: the layers behind ask for it again.
-    kept_HH = torch.eye(hidden).to(states_SH) - torch.outer(unknown_H, unknown_H) / unknown_H.dot(unknown_H)
+    identity_HH = torch.eye(hidden, device=states_SH.device, dtype=states_SH.dtype)
+    kept_HH = identity_HH - torch.outer(unknown_H, unknown_H) / unknown_H.dot(unknown_H)
     size = _size(rows.states_SH[rows.depth_S == known_depth])
     attention.v_proj.weight.zero_()
     attention.v_proj.weight[:hidden] = kept_HH
@@ -114,10 +115,9 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
     group = num_heads // num_kv_heads
     for kv_head in range(math.ceil(hidden / head_dim)):  # the first query head of each group carries its values
         brought = slice(kv_head * head_dim, min((kv_head + 1) * head_dim, hidden))
-        column = kv_head * group * head_dim
-        attention.o_proj.weight[brought, column : column + brought.stop - brought.start] = size * torch.eye(
-            brought.stop - brought.start
-        ).to(states_SH)
+        start = kv_head * group * head_dim
+        columns = slice(start, start + brought.stop - brought.start)
+        attention.o_proj.weight[brought, columns] = size * identity_HH[brought, brought]
 
     layer.post_attention_layernorm.weight.fill_(1)
     mlp = layer.mlp
@@ -126,8 +126,8 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
     known_H = _fit(after_SH, rows.depth_S <= known_depth)
     unknown_H = _fit(after_SH, rows.depth_S > known_depth)
     mlp.gate_proj.weight[:hidden] = _GATE * known_H - _GATE / 2 * unknown_H
-    mlp.up_proj.weight[:hidden] = torch.eye(hidden)
-    mlp.down_proj.weight[:, :hidden] = _LARGER * size / _GATE * torch.eye(hidden)
+    mlp.up_proj.weight[:hidden] = identity_HH
+    mlp.down_proj.weight[:, :hidden] = _LARGER * size / _GATE * identity_HH
 
 
 def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_size: torch.Tensor) -> None:
@@ -186,6 +186,6 @@ def _size(states_SH: torch.Tensor) -> torch.Tensor:
 def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
     """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], of the states: least squares, with a small ridge."""
     products_HH = states_SH.T @ states_SH
-    products_HH += ridge * products_HH.diagonal().mean() * torch.eye(len(products_HH)).to(states_SH)
+    products_HH.diagonal().add_(ridge * products_HH.diagonal().mean())
     weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
     return weights

@@ -9,7 +9,7 @@ import torch
 
 from peagle.drafter.batch import Batch, make_batch
 from peagle.drafter.cod import sample_rows
-from peagle.drafter.forward import batch_loss, parallel_states
+from peagle.drafter.forward import ParallelRows, batch_loss, parallel_rows, parallel_states
 from peagle.drafter.head import build_head
 from peagle.drafter.head_folder import save_head
 from peagle.drafter.head_spec import HeadSpec, require_buildable
@@ -103,6 +103,29 @@ def test_every_step_is_wired_and_learns(
         for projection in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj):
             assert projection.weight.grad.isfinite().all()
             assert projection.weight.grad.any()
+
+
+def test_nothing_is_made_on_another_device_than_the_heads(
+    target: Path,
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    eagle3: Path,
+    batch: Batch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A default device that holds no data stands for the CPU beside a head on a GPU."""
+
+    def rows_on_the_cpu(head: Any, batch: Batch) -> ParallelRows:
+        with torch.device("cpu"):  # a plan of attention is made there, and then moved
+            return parallel_rows(head, batch)
+
+    expected, head = (build_head(target, _spec(spec, eagle3), vocabulary) for _ in range(2))
+    unroll(expected, batch)
+    monkeypatch.setattr("peagle.drafter.unroll.parallel_rows", rows_on_the_cpu)
+    with torch.device("meta"):
+        unroll(head, batch)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(head.get_parameter(name), parameter), name
 
 
 def test_documents_without_rows_to_fit_a_step_to_are_named(
