@@ -51,10 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Have the target answer, train, and print what came out."""
+    """Check what was asked for, have the target answer, train, and print what came out."""
     config = flags.load(TrainConfig, args)
     _require_ray(config)
     if config.responses == "regenerate":
+        from peagle.drafter.checks import check_training
+
+        check_training(config, say)  # answers may take hours, and the trainer checks only then
         _regenerate(config, args.command_line)
     from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats

@@ -1,5 +1,6 @@
-"""Fixtures shared by all tests: a Ray cluster, an S3 server, the embedded target, a tiny one, and files to read."""
+"""Fixtures shared by all tests: a Ray cluster, an S3 server, the embedded target, tiny ones, and files to read."""
 
+import functools
 import json
 import os
 import shutil
@@ -135,6 +136,22 @@ def speaking_target(target, tmp_path_factory):
     fast.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def foreign_target(tmp_path_factory, speaking_target):
+    """The folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
+    from foreign_targets import save_foreign_target
+
+    @functools.cache
+    def built(model_type):
+        folder = tmp_path_factory.mktemp("foreign") / model_type
+        save_foreign_target(model_type, folder)
+        for file in [*speaking_target.glob("*token*"), *speaking_target.glob("*.jinja")]:
+            shutil.copy(file, folder)
+        return folder
+
+    return built
 
 
 @pytest.fixture

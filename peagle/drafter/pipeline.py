@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peagle.drafter.architecture import SERVED
 from peagle.drafter.batch import Batch
 from peagle.drafter.checkpoint import has_checkpoint
+from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
 from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import INITS, HeadSpec, require_buildable
+from peagle.drafter.head_spec import INITS, HeadSpec
 from peagle.drafter.hidden_states import load_reader
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import sampled_batch
@@ -35,14 +35,12 @@ from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
-from peagle.drafter.target import Target, load_target
+from peagle.drafter.target import Target
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
-from peagle.drafter.warm_start import init_for
 from peagle.drafter.workers import Workers
-from peagle.errors import ConfigError
 from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
@@ -85,7 +83,7 @@ class Prepared:
     @cached_property
     def spec(self) -> HeadSpec:
         """The shape of the head."""
-        return _head_spec(self.config, self.target)
+        return head_spec(self.config, self.target)
 
     @cached_property
     def recipe(self) -> TrainingConfig:
@@ -152,17 +150,13 @@ def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extra
 
     Args:
         verify: compare stored states with their checksums. Of several processes one does it for all.
+
+    Raises:
+        ConfigError: there can be no such training, or the folder holds the features of something else.
+        InputError: no document is left to train on.
+        CapacityError: the disk cannot hold the features.
     """
-    device = _device(config.device)
-    target = load_target(config.target, config.aux_layers, listener.say)
-    spec = _head_spec(config, target)
-    architecture = require_buildable(target.folder, spec)
-    if architecture.model_type not in SERVED:
-        listener.say(
-            f"vLLM 0.29 is not known to serve heads for {architecture.model_type!r} targets; it does for"
-            f" {', '.join(SERVED)}"
-        )
-    config = config.model_copy(update={"init": init_for(target.folder, architecture, spec, listener.say)})
+    config, target, device = check_training(config, listener.say)
     corpus = read_corpus(config, target, listener.say)
     store = _features(config, target, corpus, device, listener, extract, verify=verify)
     vocabulary = _vocabulary(config, target, corpus)
@@ -228,21 +222,6 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         )
 
 
-def _head_spec(config: TrainConfig, target: Target) -> HeadSpec:
-    return HeadSpec(
-        aux_layers=target.aux_layers,
-        algorithm=config.algorithm,
-        num_layers=config.num_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        num_depths=config.num_depths,
-        mask_token_id=config.mask_token_id,
-        init=config.init,
-        further_layers=config.further_layers,
-        train_lm_head=config.train_lm_head,
-        train_embeddings=config.train_embeddings,
-    )
-
-
 def _features(
     config: TrainConfig,
     target: Target,
@@ -291,9 +270,3 @@ def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVoc
         target_size=target.vocab_size,
         always=end if isinstance(end, list) else [end] if end is not None else [],
     )
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here", hint="use --device cpu")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,16 +1,13 @@
 """The tiny target loaded, documents for it, and their features."""
 
-import functools
 import random
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from foreign_targets import save_foreign_target
 from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
@@ -26,21 +23,6 @@ AUX_LAYERS = (1, 2, 3)
 @pytest.fixture(scope="session")
 def model(target: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="session")
-def foreign_target(tmp_path_factory: pytest.TempPathFactory, speaking_target: Path) -> Callable[[str], Path]:
-    """The folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
-
-    @functools.cache
-    def built(model_type: str) -> Path:
-        folder = tmp_path_factory.mktemp("foreign") / model_type
-        save_foreign_target(model_type, folder)
-        for file in [*speaking_target.glob("*token*"), *speaking_target.glob("*.jinja")]:
-            shutil.copy(file, folder)
-        return folder
-
-    return built
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from jobs.cli import run
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.pipeline import Listener
+from peagle.errors import StoppedEarly
 from peagle.speculation import SpeculationStats
 
 
@@ -54,6 +56,46 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
     assert _train(*source, "--output", output) == 2
     assert "no prompts or responses there" in capsys.readouterr().err
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--init", "nowhere"), "init must be one of warm, random or the folder of a head, got 'nowhere'"),
+        (("--init", "."), "config.json cannot be read"),
+        (("--device", "cuda"), "torch sees no GPU here"),
+        (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 heads"),
+        (("--num-layers", "5"), "5 layers cannot start as the last ones of a target that has 4"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_target_answers(
+    speaking_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("it answers"))
+    monkeypatch.chdir(tmp_path)
+    assert _train("--target", speaking_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_target_will_not_have_is_said_before_it_answers(
+    foreign_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def regenerate(*_: object, **__: object) -> None:
+        printed = capsys.readouterr()
+        assert "not known to serve heads for 'gemma3_text' targets" in printed.out
+        assert "the head starts at random" in printed.out
+        raise StoppedEarly("here it would answer")
+
+    monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)
+    assert _train("--target", foreign_target("gemma3_text"), "--prompts", "stdlib", "--output", "out") == 3
+    assert "here it would answer" in capsys.readouterr().err
 
 
 def test_with_data_on_standard_output_progress_is_on_standard_error(
