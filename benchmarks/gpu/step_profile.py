@@ -56,6 +56,7 @@ def main() -> int:
     """Profile every engine that is not done yet; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_flags(parser, BenchConfig, {}, short={"num_speculative_tokens": "-k"})
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # before anything is planned: the folder's fingerprint names it
     try:
         return profile(flags.load(BenchConfig, parser.parse_args()))
     except PeagleError as error:
@@ -111,7 +112,7 @@ def head_config(setup: Setup) -> dict[str, Any] | None:
 def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
     """Start one engine, and profile it at every concurrency."""
     spec = plan.engine_spec(setup)
-    os.environ |= environment(spec, plan.hardware) | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    os.environ |= environment(spec, plan.hardware)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     arguments = engine_args(spec, plan.hardware, request_metrics=False)
     with QuietStderr() as quiet:

@@ -3,6 +3,7 @@
 It starts nothing. What varies (drafters, K, concurrency) is each command's own.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from peagle.hardware import Hardware
 from peagle.manifest import versions
 from peagle.measurement.dataset import Dataset
 from peagle.measurement.keys import MeasurementKeys
+
+_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def target_spec(config: MeasurementKeys, model: ResolvedModel, *, max_num_seqs: int, **own: Any) -> EngineSpec:
@@ -45,6 +48,8 @@ def target_fingerprint(
     dataset: Dataset,
 ) -> dict[str, Any]:
     """What all measurements of one folder share, whatever they vary; JSON-ready."""
+    # Named only where it was chosen, so that folders from before it was named go on.
+    runner = os.environ.get(_MODEL_RUNNER)
     return {
         "model": {"name": model.name, "weights": model.fingerprint},
         "precision": precision.describe(),
@@ -57,7 +62,7 @@ def target_fingerprint(
         "dataset": {"content": dataset.fingerprint, "prompts": dataset.spec.to_dict()},
         "hardware": hardware.describe(),
         "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
-    }
+    } | ({_MODEL_RUNNER: runner} if runner else {})
 
 
 def announce(

@@ -183,6 +183,17 @@ def test_another_fingerprint_is_refused_with_the_difference_named(change: Any, n
     assert refused.specs == []
 
 
+def test_another_model_runner_is_another_measurement(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Starter()
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    report = run(Starter(), repeats=1)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in report["fingerprint"], "as it was before it was named"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER: it was None, now it is '0'"):
+        run(refused, repeats=1)
+    assert refused.specs == []
+
+
 def test_another_price_needs_no_new_measurement(run: Any) -> None:
     again = Starter()
     before = run(Starter(), repeats=1)["cells"][0]
