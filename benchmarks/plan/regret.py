@@ -29,8 +29,8 @@ def main() -> None:
     args = parser.parse_args()
     profile = read_profile(args.profile)
     value = _VALUES[profile.objective["objective"]]
-    cells = [cell for path in args.bench for cell in _cells(path, profile)]
-    cells.sort(key=lambda cell: cell[value] or 0.0, reverse=True)
+    cells = [cell for path in args.bench for cell in _cells(path, profile, value)]
+    cells.sort(key=lambda cell: cell[value], reverse=True)
     own = [cell for cell in cells if _is_chosen(cell, profile)]
     if not own:
         raise SystemExit(
@@ -47,12 +47,17 @@ def main() -> None:
     print(f"\nregret: {1 - own[0][value] / cells[0][value]:.1%}")  # noqa: T201
 
 
-def _cells(path: Path, profile: Profile) -> list[Mapping[str, Any]]:
+def _cells(path: Path, profile: Profile, value: str) -> list[Mapping[str, Any]]:
     """The cells within the limits, with what tells their engines apart."""
     limits = {name: profile.objective[name] for name in ("max_tpot_ms", "max_ttft_ms")}
     report = json.loads(path.read_bytes())
     if any("max_num_batched_tokens" not in setup for setup in report["setups"]):
         raise SystemExit(f"{path} does not state token slots: the same `peagle bench` adds them, and measures nothing")
+    if any(cell.get(value) is None for cell in report["cells"]):
+        raise SystemExit(
+            f"{path} has no price, hence no {value}: the same `peagle bench` with --usd-per-hour adds it, and measures "
+            "nothing"
+        )
     slots = {(setup["method"], setup["k"]): setup["max_num_batched_tokens"] for setup in report["setups"]}
     precision = report["configuration"]["precision"]
     return [

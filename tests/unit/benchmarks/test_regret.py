@@ -11,14 +11,14 @@ from benchmarks.plan import regret
 from peagle.tuning.profile import MeasuredCell, Profile, Tuned
 
 
-def write_profile(path: Path, *, num_slots: int) -> Path:
+def write_profile(path: Path, *, num_slots: int, objective: str = "throughput") -> Path:
     cell = MeasuredCell(
         method="none", k=0, concurrency=4, output_tokens_per_s=90.0, drafter="none", max_num_batched_tokens=num_slots
     )
     profile = Profile(
         peagle_profile=1,
         decision="No speculation: 90.0 output tokens/s, 4 at once.",
-        objective={"objective": "throughput", "max_tpot_ms": None, "max_ttft_ms": None},
+        objective={"objective": objective, "max_tpot_ms": None, "max_ttft_ms": None},
         engine={
             "model": "m", "drafter": "none", "precision": "auto", "max_num_seqs": 4,
             "max_num_batched_tokens": num_slots,
@@ -65,3 +65,15 @@ def test_the_choice_is_found_by_its_token_slots(
         run(auto)
     with pytest.raises(SystemExit, match=r"old\.json does not state token slots: the same `peagle bench`"):
         run(slots, write_report(tmp_path / "old.json", 20.0))
+
+
+def test_a_benchmark_without_a_price_is_named_where_dollars_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = write_profile(tmp_path / "profile.yaml", num_slots=512, objective="tokens-per-dollar")
+    report = write_report(tmp_path / "unpriced.json", 20.0, max_num_batched_tokens=512)
+    found = json.loads(report.read_text())
+    report.write_text(json.dumps(found | {"cells": [cell | {"tokens_per_usd": None} for cell in found["cells"]]}))
+    monkeypatch.setattr(sys, "argv", ["regret.py", "--profile", str(profile), "--bench", str(report)])
+    with pytest.raises(SystemExit, match=r"unpriced\.json has no price, hence no tokens_per_usd: .* --usd-per-hour"):
+        regret.main()
