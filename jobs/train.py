@@ -38,7 +38,7 @@ _GROUPS = {
     ],
     "recipe": [
         "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "depth_weight",
-        "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps",
+        "loss", "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps",
         "weight_decay", "clip_norm", "precision", "seed",
     ],
     "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],

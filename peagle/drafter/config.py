@@ -103,6 +103,12 @@ class TrainConfig(BaseModel):
         description="dpace weighs each row by what it adds to the length of an accepted draft (D-PACE), on top; fixed "
         "does not",
     )
+    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field(
+        "kl_div",
+        description="of a row, by speculators' names: kl_div (KL of the target's distribution to the head's), rkl (the "
+        "other way), jsd (Jensen-Shannon), ce (cross-entropy of the target's likeliest token), tv (total variation), "
+        "nla (-log of the overlap, the acceptance rate under sampling), lk_hybrid (from kl_div to tv as it grows)",
+    )
     optimizer: Literal["muon", "adamw"] = Field(
         "muon", description="muon moves the layers' matrices by Muon and the rest by AdamW; adamw all by AdamW"
     )

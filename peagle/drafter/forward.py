@@ -16,7 +16,7 @@ import torch
 from peagle.drafter.attention import AttentionPlan, parallel_plan
 from peagle.drafter.batch import Batch
 from peagle.drafter.eagle3 import sequential_states
-from peagle.drafter.loss import RowLosses, Targets, greedy_confidence, linear_kl
+from peagle.drafter.loss import DEFAULT_LOSS, RowLosses, Targets, greedy_confidence, linear_loss
 from peagle.drafter.weighting import Weighting, by_chain, dpace_weight, fixed_weight
 
 _FLAT = Weighting()
@@ -27,12 +27,12 @@ class BatchLoss:
     """Loss of a batch and what it was made of, by depth.
 
     Attributes:
-        loss: scalar with a gradient: the weighted divergence over the rows' fixed weight, or the batch's share of it. A
-            mean without D-PACE; with it, only to be compared with itself.
+        loss: scalar with a gradient: the weighted loss over the rows' fixed weight, or the batch's share of it. A mean
+            without D-PACE; with it, only to be compared with itself.
         correct_D: rows whose likeliest token is the target's.
         accepted_D: rows of which that is so, and of all rows before them in their chain.
         rows_D: rows under the loss.
-        divergence_D: sum of their divergences.
+        divergence_D: sum of their KL divergences, whichever the loss is.
     """
 
     loss: torch.Tensor
@@ -136,15 +136,17 @@ def batch_loss(
     *,
     num_depths: int,
     weighting: Weighting = _FLAT,
+    loss: str = DEFAULT_LOSS,
     total_weight: torch.Tensor | None = None,
 ) -> BatchLoss:
-    """Weighted sum of the rows' KL divergences over `total_weight`.
+    """Weighted sum of the rows' losses over `total_weight`.
 
     Args:
         head: P-EAGLE or EAGLE-3.
         batch: the rows.
         num_depths: K_train.
         weighting: what each row counts.
+        loss: of a row, one of `LOSSES`.
         total_weight: fixed weight of the whole step that the batch is a part of; None when it is all of it, for the
             mean.
     """
@@ -159,7 +161,7 @@ def batch_loss(
     if weighting.dpace:
         confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_kl(states, head.lm_head.weight, targets, batch.target_R, weight / total)
+    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total, loss=loss)
     real = slice(batch.num_loss_rows)
     row, correct = batch.row_R[real], rows.correct_R[real].float()
     depth = batch.depth_S[row]

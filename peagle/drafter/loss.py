@@ -1,8 +1,9 @@
 """How far the head's distribution is from the target's, without ever holding all logits.
 
-The loss is KL(target || draft) over the draft vocabulary, as `speculators.losses.kl_div_loss`, fused with the
-projection: rows are taken in chunks, and the gradient of each chunk is formed while its logits are in the cache. A
-plain computation holds several [R, V] float32 tensors: 32 KiB a row each at V = 8,192.
+The losses are those of `speculators.losses` over the draft vocabulary, by its names. KL(target || draft), the default,
+is fused with the projection: rows are taken in chunks, and the gradient of each chunk is formed while its logits are in
+the cache. A plain computation holds several [R, V] float32 tensors: 32 KiB a row each at V = 8,192. The others are the
+library's own functions, chunk by chunk.
 
 Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")  # by the library's names
+DEFAULT_LOSS = "kl_div"
 CHUNK_ROWS = 256
 
 
@@ -37,8 +40,8 @@ class RowLosses:
     """What came out of the rows, in their order.
 
     Attributes:
-        loss: scalar, weighted sum of the rows' divergences; the only one with a gradient.
-        divergence_R: each row's divergence, unweighted.
+        loss: scalar, weighted sum of the rows' losses; the only one with a gradient.
+        divergence_R: each row's KL divergence, unweighted, whichever the loss is.
         correct_R: bool, whether the head's likeliest token is the target's.
     """
 
@@ -47,14 +50,16 @@ class RowLosses:
     correct_R: torch.Tensor
 
 
-def linear_kl(
+def linear_loss(
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets: Targets,
     position_R: torch.Tensor,
     row_weight_R: torch.Tensor,
+    *,
+    loss: str = DEFAULT_LOSS,
 ) -> RowLosses:
-    """Weighted sum over rows of KL(softmax(state @ W_target) || softmax(hidden @ W)).
+    """Weighted sum over rows of the loss between the logits hidden @ W and the target's, state @ W_target.
 
     Args:
         hidden_RH: the head's states after its norm; receives a gradient. Its dtype is that of the products.
@@ -62,9 +67,10 @@ def linear_kl(
         targets: the target's side.
         position_R: for each row the index in `targets.state_PH`; ascending order saves work.
         row_weight_R: float32 weights.
+        loss: one of `LOSSES`.
     """
-    outcome = _LinearKL.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R
+    outcome = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R, loss
     )
     return RowLosses(*outcome)
 
@@ -75,7 +81,7 @@ def greedy_confidence(
 ) -> torch.Tensor:
     """[R] float32 or wider, the head's probability of the target's likeliest token.
 
-    `linear_kl` computes the same logits once more: a trained lm_head's gradient wants the rows' weights, which these
+    `linear_loss` computes the same logits once more: a trained lm_head's gradient wants the rows' weights, which these
     confidences decide.
 
     Args:
@@ -91,7 +97,7 @@ def greedy_confidence(
     return confidence
 
 
-class _LinearKL(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     """Forward computes the gradients too; backward only scales them."""
 
     @staticmethod
@@ -104,12 +110,14 @@ class _LinearKL(torch.autograd.Function):
         target_softcap: float | None,
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
+        loss: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
         weight = weight_VH.to(dtype)
         grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
+        row_loss = divergence if loss == "kl_div" else torch.empty_like(divergence)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
         targets = Targets(state_PH, target_weight_VH, target_softcap)
         for rows, which, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
@@ -120,21 +128,39 @@ class _LinearKL(torch.autograd.Function):
             log_q = logits.log_softmax(-1)
             row_p = target_p[which]
             divergence[rows] = negative_entropy[which] - (row_p * log_q).sum(-1)
+            if loss == "kl_div":
+                grad_logits = log_q.exp_().sub_(row_p)
+            else:
+                row_loss[rows], grad_logits = _of_the_library(loss, logits, target_logits[which])
             if grad_hidden is not None:
-                grad_logits = log_q.exp_().sub_(row_p).mul_(row_weight_R[rows, None]).to(dtype)
+                grad_logits = grad_logits.mul_(row_weight_R[rows, None]).to(dtype)
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:
                     grad_weight += (grad_logits.T @ hidden_RH[rows]).to(wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(divergence, correct)
-        return (divergence * row_weight_R).sum(), divergence, correct
+        return (row_loss * row_weight_R).sum(), divergence, correct
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
         weight = None if grad_weight is None else grad_weight * grad_loss
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None, None, None, None
+
+
+@torch.enable_grad()
+def _of_the_library(
+    loss: str, logits_RV: torch.Tensor, target_logits_RV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R] losses by one of speculators' functions, and their gradient by the logits, [R, V]."""
+    from speculators.losses import resolve_loss_config
+
+    ((function, _),) = resolve_loss_config(loss, "eager").values()
+    logits_RV = logits_RV.detach().requires_grad_()
+    loss_R = function(logits_RV[None], target_logits_RV[None])[0]
+    (gradient_RV,) = torch.autograd.grad(loss_R.sum(), logits_RV)
+    return loss_R.detach(), gradient_RV
 
 
 def _chunks(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.head_spec import INITS
+from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.speculation import SpeculationStats
 
 
@@ -75,7 +76,7 @@ speculative_config = {{
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {_excluded(config)} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_weights(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -108,9 +109,10 @@ def _start(config: TrainConfig) -> str:
     return f"start from an earlier {'EAGLE-3 head, its steps unrolled into layers' if unrolled else 'head'}"
 
 
-def _weights(config: TrainConfig) -> str:
+def _loss(config: TrainConfig) -> str:
     decay = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
-    return f"{decay}, D-PACE" if config.depth_weight == "dpace" else decay
+    pace = ", D-PACE" if config.depth_weight == "dpace" else ""
+    return decay + pace + (f", loss {config.loss}" if config.loss != DEFAULT_LOSS else "")
 
 
 def _embeddings(config: TrainConfig) -> str:

@@ -44,9 +44,9 @@ from peagle.drafter.workers import Workers
 from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
-    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight", "optimizer",
-    "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm",
-    "precision", "seed",
+    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight", "loss",
+    "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay",
+    "clip_norm", "precision", "seed",
 )  # fmt: skip
 
 _TOKENS_PER_DIMENSION = 8  # of the documents that further layers are fitted to
@@ -200,7 +200,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
     if steps:  # none where the file was lost after the last of them
-        write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
+        write_atomic(prepared.folder / PLOT, training_plot(steps, loss_name=config.loss).encode())
     with torch.autocast(prepared.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         estimate = estimate_acceptance(
             head.eval(),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from peagle.drafter.loss import DEFAULT_LOSS, LOSSES
 from peagle.drafter.weighting import Weighting
 from peagle.errors import ConfigError
 
@@ -25,6 +26,7 @@ class TrainingConfig:
         depth_decay: weight of a row at depth d is depth_decay ** d.
         depth_weight: "dpace" multiplies it by what the row adds to the length of an accepted draft (weighting.py),
             "fixed" leaves it.
+        loss: of a row, one of `LOSSES` (loss.py).
         optimizer: "muon" for the matrices of the layers and AdamW for the rest, or "adamw" for all.
         learning_rate: AdamW's peak.
         muon_learning_rate: Muon's peak, for updates of AdamW's size (Moonlight's scale, `match_rms_adamw`).
@@ -44,6 +46,7 @@ class TrainingConfig:
     cod_ratio: float = 0.8
     depth_decay: float = 1.0
     depth_weight: str = "fixed"
+    loss: str = DEFAULT_LOSS
     optimizer: str = "muon"
     learning_rate: float = 7e-4
     muon_learning_rate: float = 3.5e-3
@@ -67,6 +70,7 @@ class TrainingConfig:
             ("precision", PRECISIONS),
             ("optimizer", OPTIMIZERS),
             ("depth_weight", DEPTH_WEIGHTS),
+            ("loss", LOSSES),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

@@ -17,6 +17,7 @@ import torch
 
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss
+from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import give_back_freed, micro_batches
 from peagle.drafter.optimizer import HeadOptimizer
@@ -134,6 +135,8 @@ class _Trainer:
         self.workers = workers
         self.documents = list(documents)
         recipe = {name: value for name, value in asdict(config).items() if name not in _HOW_ONLY}
+        if config.loss == DEFAULT_LOSS:
+            del recipe["loss"]  # so that trainings from before there was another go on
         self.fingerprint = {**fingerprint, **recipe, "documents": len(self.documents)}
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = HeadOptimizer(self.parameters, config)
@@ -176,6 +179,7 @@ class _Trainer:
                     batch.to(self.device),
                     num_depths=self.config.num_depths,
                     weighting=self.config.weighting,
+                    loss=self.config.loss,
                     total_weight=total_weight,
                 )
             outcome.loss.backward()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ and the depth's number where its curve ends. It knows figures, not files.
 import math
 from collections.abc import Iterator, Sequence
 
+from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.drafter.metrics import Progress
 from peagle.svg import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
 
@@ -23,11 +24,12 @@ _NICE = (1, 2, 2.5, 5, 10)
 Curve = list[tuple[float, float | None]]
 
 
-def training_plot(steps: Sequence[Progress]) -> str:
+def training_plot(steps: Sequence[Progress], *, loss_name: str = DEFAULT_LOSS) -> str:
     """The plot as an SVG file.
 
     Args:
         steps: one or more, in their order.
+        loss_name: one of `LOSSES`.
     """
     last = steps[-1]
     runs = _runs(steps)
@@ -35,8 +37,9 @@ def training_plot(steps: Sequence[Progress]) -> str:
     rate = _curve(runs, [1000 * step.learning_rate for step in steps])
     depths = [_curve(runs, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
     averaged = f", mean of {len(runs[0])} steps" if len(runs[0]) > 1 else ""
+    unit = "KL divergence, nats" if loss_name == "kl_div" else loss_name
     panels = [
-        (_panel(f"loss (KL divergence, nats){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
+        (_panel(f"loss ({unit}){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
         (_panel(f"accuracy by depth, share of rows{averaged}", depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
         (_panel("learning rate, thousandths", [rate], last.step, _RATE_HEIGHT), _RATE_HEIGHT),
     ]

@@ -15,7 +15,7 @@ from peagle.drafter.data import Sample
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.hidden_states import HiddenStateReader, load_reader
-from peagle.drafter.loss import Targets, linear_kl
+from peagle.drafter.loss import Targets, linear_loss
 from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 
@@ -53,7 +53,7 @@ def test_the_targets_own_distribution_follows_from_its_last_states(
     targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
     # Against a head whose logits are zero, the divergence is log V less the target's entropy.
     rows = torch.arange(len(after_norm))
-    measured = linear_kl(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
+    measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
     log_p = states.logits[0].log_softmax(-1)
     torch.testing.assert_close(
         measured.divergence_R, (log_p.exp() * log_p).sum(-1) + torch.tensor(96.0).log(), rtol=1e-4, atol=1e-4

@@ -54,6 +54,10 @@ def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
     assert "COD ratio 0.8, depth decay 0.9, D-PACE, start from an earlier EAGLE-3 head, its steps unrolled" in card
 
 
+def test_another_loss_than_the_divergence_is_told() -> None:
+    assert "COD ratio 0.8, loss lk_hybrid, warm start" in _card(loss="lk_hybrid")
+
+
 def test_a_head_from_the_target_counts_all_its_tokens() -> None:
     card = _card(init="warm")
     assert "| Recipe | K_train 8, COD ratio 0.8, warm start, " in card

@@ -42,9 +42,10 @@ def _curve(folder: Path) -> list[tuple[int, float, list[float]]]:
     return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
 
 
-def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["kl_div", "lk_hybrid"])
+def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path, loss: str) -> None:
     config = TrainingConfig(
-        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
+        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32", loss=loss
     )
     outcome = _train(head, store, tmp_path, config)
     losses = [loss for _, loss, _ in _curve(tmp_path)]
@@ -140,6 +141,16 @@ def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore,
         _train(head, store, tmp_path, other)
 
 
+def test_another_loss_is_refused_and_trainings_from_before_there_was_one_go_on(
+    head: Any, store: FeatureStore, tmp_path: Path
+) -> None:
+    _train(head, store, tmp_path, time_budget_s=1e-9)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert "loss" not in checkpoint["fingerprint"], "as it was then"
+    with pytest.raises(ConfigError, match="another loss"):
+        _train(head, store, tmp_path, TrainingConfig(**{**_as_dict(CONFIG), "loss": "tv"}))
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     head: Any, store: FeatureStore, tmp_path: Path
 ) -> None:
@@ -175,7 +186,9 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert config.learning_rate_at(110) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}])
+@pytest.mark.parametrize(
+    "changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}, {"loss": "l2"}]
+)
 def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         TrainingConfig(**{"num_steps": 1, **changes})
