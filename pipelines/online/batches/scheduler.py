@@ -31,6 +31,7 @@ from pipelines.online.keys import KeyRecord
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3
+_COLLECT_ATTEMPTS = 10  # with longer and longer waits seven and a half minutes: what was made is there to be collected
 _AGAIN_S = 10.0
 _SWEEP_S = 60.0
 _log = logging.getLogger("ray.serve")
@@ -77,8 +78,10 @@ class Scheduler:
         self._budgets = budgets_of(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
-        self._attempts: Counter[str] = Counter()
+        self._attempts: Counter[str] = Counter()  # of the run, or of collecting once that is all that is left
         self._not_before: dict[str, float] = {}
+        self._ends: dict[str, tuple[Reason, Errors]] = {}
+        """Of batches that are only to be collected: an end that finds no room, or fails, comes again."""
         self._next_sweep = 0.0
 
     def tick(self) -> None:
@@ -98,6 +101,8 @@ class Scheduler:
         for work in self._works.values():
             work.handle.kill()
         self._works.clear()
+        self._ends.clear()
+        self._attempts.clear()
 
     def _try_to_advance(self, batch: Batch) -> None:
         try:
@@ -117,6 +122,9 @@ class Scheduler:
     # --- beginning
 
     def _begin(self, batch: Batch) -> None:
+        if batch.id in self._ends:
+            self._collect(batch, *self._ends[batch.id])
+            return
         reason = self._reason_to_end(batch)
         is_checked = batch.progress.in_progress_at is not None
         if reason and is_checked:
@@ -154,6 +162,9 @@ class Scheduler:
         return 0.0
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
+        if batch.id not in self._ends:
+            self._ends[batch.id] = reason, errors
+            self._attempts.pop(batch.id, None)
         if self._has_room():
             task = make_task(batch, self._settings, self._store)
             self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
@@ -231,6 +242,7 @@ class Scheduler:
         self._budgets.settle_batch(batch.id, batch.order.key.name, result.record.usd if result.record else 0.0)
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
+        self._ends.pop(batch.id, None)
 
     def _break_off(self, batch: Batch, work: _Work, error: PeagleError) -> None:
         """Work ended with an error: again in a while, a few times, unless it would end in the same way."""
@@ -240,7 +252,8 @@ class Scheduler:
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
-        if self._attempts[batch.id] < _ATTEMPTS and not isinstance(error, ConfigError):
+        most = _COLLECT_ATTEMPTS if batch.id in self._ends else _ATTEMPTS
+        if self._attempts[batch.id] < most and not isinstance(error, ConfigError):
             self._not_before[batch.id] = self._now() + _AGAIN_S * self._attempts[batch.id]
             return
         errors = fault("internal_error", "the server failed while it worked on this batch")
@@ -248,3 +261,6 @@ class Scheduler:
             self._collect(batch, "batch_failed", errors)
         else:
             self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))
+            # Last, and only now: settled once, what a later attempt finds that it cost would not count any more.
+            self._budgets.settle_batch(batch.id, batch.order.key.name, 0.0)
+            self._ends.pop(batch.id, None)

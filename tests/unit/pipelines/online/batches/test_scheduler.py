@@ -258,6 +258,84 @@ def test_what_would_break_off_in_the_same_way_is_not_tried_again(scheduler, runn
     assert runner.works[-1].kind == "collect"
 
 
+@pytest.fixture
+def collected_later(scheduler, runner, order, make_key, clock):
+    """A batch that holds a budget; its run has failed for good, and nine times it could not be collected."""
+    batch_id = order(key=make_key(budget_usd=2))
+    check_all(scheduler, runner)
+    runner.works[-1].answer = ConfigError("another model")
+    scheduler.tick()
+    for number in range(1, 10):
+        collect = runner.works[-1]
+        collect.answer = StorageError("no answer")
+        scheduler.tick()
+        clock.now += 10 * number - 1
+        scheduler.tick()
+        assert runner.works[-1] is collect
+        clock.now += 1
+        scheduler.tick()
+        assert runner.works[-1] is not collect
+    return batch_id
+
+
+def test_what_cannot_be_collected_now_is_collected_later(
+    scheduler, runner, store, settings, collected_later, make_result
+):
+    budgets, collect = budgets_of(settings.ledger), runner.works[-1]
+    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
+    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("in_progress", 2)
+    collect.answer = make_result(collected_later, "batch_failed", num_completed=1, num_failed=2)
+    scheduler.tick()
+    done = shown(store, collected_later)
+    assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
+    assert done["output_file_id"]
+    assert (budgets.held_by_batches("alice"), budgets.spent_by_batches("alice")) == (0, 0.5)
+
+
+def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
+    scheduler, runner, store, settings, collected_later, make_result, monkeypatch
+):
+    budgets = budgets_of(settings.ledger)
+    runner.works[-1].answer = StorageError("no answer")
+    with monkeypatch.context() as full:
+        full.setattr(store, "save", broken)
+        scheduler.tick()
+    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("in_progress", 2)
+    scheduler.tick()
+    runner.works[-1].answer = StorageError("no answer")
+    scheduler.tick()
+    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("failed", 0)
+    assert shown(store, collected_later)["output_file_id"] is None
+
+
+def test_a_batch_that_waits_to_be_collected_starts_no_engines(scheduler, runner, store, begun, order, make_result):
+    batch_id, run = begun
+    for _ in range(2):
+        order()
+    scheduler.tick()
+    run.answer = ConfigError("another model")
+    for _ in range(3):
+        scheduler.tick()
+    assert [work.kind for work in runner.works] == ["check", "run", "check", "check"]
+    runner.works[-1].answer = Checked(num_requests=3, model="m")
+    scheduler.tick()
+    scheduler.tick()
+    (collect,) = (work for work in runner.works if work.kind == "collect")
+    assert (collect.arguments[0].batch_id, collect.arguments[1]) == (batch_id, "batch_failed")
+    collect.answer = make_result(batch_id, "batch_failed", num_completed=0, num_failed=3)
+    scheduler.tick()
+    assert shown(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
+
+
+def test_who_schedules_again_begins_with_what_is_written_down(scheduler, runner, begun):
+    begun[1].answer = ConfigError("another model")
+    scheduler.tick()
+    assert runner.works[-1].kind == "collect"
+    scheduler.abandon()
+    scheduler.tick()
+    assert runner.works[-1].kind == "run"
+
+
 def test_a_run_that_somebody_else_drives_is_left_alone_for_a_while(scheduler, runner, begun, clock):
     for _ in range(5):
         runner.works[-1].answer = RunInUse("driven")
