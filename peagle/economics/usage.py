@@ -114,7 +114,8 @@ class RequestUsage:
         ttft_s: from the engine's taking the request to its first token; None without one, and where the answer was not
             streamed, since nobody saw it.
         usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
-        usd: price of those seconds; loading and idling is not in it.
+        usd: price of those seconds; loading and idling is not in it. 0 where it failed before anything of an answer
+            was there.
     """
 
     request_id: str

@@ -132,6 +132,7 @@ class EngineAccount:
         tally, engine = request.tally, self._engine
         self._meter.finish(request.number, tally.num_output_tokens)
         busy_s = self._meter.take(request.number)
+        is_free = outcome == "failed" and request.ttft_s is None  # as for the gate, which sees another status than 200
         return RequestUsage(
             request_id=request.request_id,
             key=request.key,
@@ -139,7 +140,7 @@ class EngineAccount:
             drafter=engine.drafter,
             outcome=outcome,
             ttft_s=request.ttft_s,
-            usd=busy_s * engine.num_devices * engine.usd_per_device_s,
+            usd=0.0 if is_free else busy_s * engine.num_devices * engine.usd_per_device_s,
             usage=UnitUsage(
                 session_id=self.session_id,
                 num_rows=int(outcome != "failed"),

@@ -5,16 +5,40 @@ It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from peagle.economics.usage import Outcome
+from peagle.errors import EngineError
 from pipelines.online.account import RequestAccount, summary
 from pipelines.online.answers import OURS, events, is_usage_alone, to_text
 from pipelines.online.coalesce import Pace, coalesce
 from pipelines.online.errors import is_engine_death
 
 _CUT: Outcome = "cut"
+_LEAST_OF_A_FAULT = 500
+
+
+async def raising_faults(
+    answers: AsyncGenerator[Any, None], check_health: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Any, None]:
+    """An answer as it comes, but what vLLM's side fails of in a stream is raised.
+
+    vLLM 0.29 puts whatever it raises there into an event of the stream, in its own words, and ends it as if all were
+    well: also the death of the engine.
+
+    Args:
+        check_health: raises where the engine is dead.
+
+    Raises:
+        EngineError: vLLM failed on this stream; the engine goes on.
+    """
+    async with contextlib.aclosing(answers):
+        async for answer in answers:
+            if _is_text(answer) and any(map(_tells_of_a_fault, answer)):
+                await check_health()
+                raise EngineError("vLLM ended a stream with an error, which is in the engine's log")
+            yield answer
 
 
 async def relay(
@@ -61,6 +85,14 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
 
 def _is_text(answer: Any) -> bool:
     return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
+
+
+def _tells_of_a_fault(text: str) -> bool:
+    if '"error"' not in text:  # as of almost all of them: reading one takes time
+        return False
+    errors = (event["error"] for event in events(text) if isinstance(event, dict) and "error" in event)
+    codes = (error.get("code") for error in errors if isinstance(error, dict))
+    return any(isinstance(code, int) and code >= _LEAST_OF_A_FAULT for code in codes)
 
 
 def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:

@@ -27,7 +27,7 @@ from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
-from pipelines.online.relay import in_pieces, relay
+from pipelines.online.relay import in_pieces, raising_faults, relay
 from pipelines.online.stand_in import StandIn, StandInEngine
 
 _LOOK_S = 0.25
@@ -121,7 +121,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         key = headers.get(KEY_HEADER, LOCAL_NAME)
         begin = functools.partial(self._account.begin, request_id, key, choices_per_prompt)
-        answer = relay(answers, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+        sound = raising_faults(answers, super().check_health)
+        answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
         return in_pieces(answer, self._pace)
 
     async def __del__(self) -> None:

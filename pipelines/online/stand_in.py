@@ -117,7 +117,8 @@ class StandInEngine:
             return
         try:
             if asked.get("stream"):
-                async for text in self._events(url, request.request_id, *prompt):
+                self._live().require_life()  # vLLM looks before a stream begins; then it raises nothing any more
+                async for text in self._stream(url, request.request_id, *prompt):
                     yield text
             else:
                 whole = await self._live().generate(request.request_id, *prompt)
@@ -162,10 +163,22 @@ class StandInEngine:
         body: dict[str, Any] = line["response"]["body"]
         return body | {"metrics": self._metrics(whole)}
 
+    async def _stream(
+        self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        """The events of a stream and its end; where the engine dies, an event that says so, as vLLM has it."""
+        try:
+            async for text in self._events(url, request_id, token_ids, sampling):
+                yield text
+        except EngineError:
+            error = {"message": str(_dead()), "type": "InternalServerError", "param": None, "code": 500}
+            yield f"data: {json.dumps({'error': error})}\n\n"
+        yield "data: [DONE]\n\n"
+
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """A stream: what each token adds, with the usage of its choice until then; all usage alone; the end."""
+        """What each token adds, with the usage of its choice until then; all usage alone."""
         sent = [""] * sampling.get("n", 1)
         async for completions, whole in self._live().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
@@ -175,7 +188,6 @@ class StandInEngine:
                     yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
             if whole:
                 yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))
-        yield "data: [DONE]\n\n"
 
     def _event(self, url: str, request_id: str, choices: list[Any], usage: dict[str, int], **more: Any) -> str:
         kind = "chat.completion.chunk" if url == CHAT else "text_completion"

@@ -1,4 +1,5 @@
-"""A replica in whose engine's place a test answers: what the ledger has of a client that leaves."""
+"""A replica in whose engine's place a test answers: what the ledger has of a client that leaves, and of an engine that
+dies."""
 
 import asyncio
 import json
@@ -43,6 +44,36 @@ def replica(tmp_path, monkeypatch):
     monkeypatch.setattr(server.LLMServer, "completions", completions)
     yield Replica()
     account.end()
+
+
+def test_a_stream_in_which_the_engine_dies_is_broken_off_and_free(replica, tmp_path, monkeypatch):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from pipelines.online import server
+
+    async def fails():
+        yield await anext(answers(1))
+        yield [f"data: {json.dumps({'error': {'message': 'secret', 'code': 500}})}\n\n", "data: [DONE]\n\n"]
+
+    async def completions(self, request, info=None):
+        return fails()
+
+    async def check_health(self):
+        raise EngineDeadError
+
+    seen = []
+
+    async def read():
+        async for texts in await replica.completions(SimpleNamespace(n=1)):
+            seen.extend(texts)
+
+    monkeypatch.setattr(server.LLMServer, "completions", completions)
+    monkeypatch.setattr(server.LLMServer, "check_health", check_health)
+    with pytest.raises(EngineDeadError):
+        asyncio.run(read())
+    (text,) = seen
+    assert next(events(text))["choices"]
+    assert RequestReader(tmp_path / "ledger").new() == []
 
 
 @pytest.mark.parametrize("n", [None, 2])

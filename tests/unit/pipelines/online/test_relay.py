@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -6,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader
+from peagle.errors import EngineError
 from pipelines.online.answers import events
-from pipelines.online.relay import relay
+from pipelines.online.relay import raising_faults, relay
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
@@ -141,6 +143,76 @@ def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_failed_rows) == ("failed", 1)
 
 
+class EngineDeadError(Exception):
+    """As vLLM's, by its name."""
+
+
+FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
+
+
+@pytest.mark.parametrize("fault", [[[FAULT], ["data: [DONE]\n\n"]], [[token("!", 3), FAULT, "data: [DONE]\n\n"]]])
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_account, tmp_path, fault, is_dead):
+    engine_account.ready()
+    seen = []
+
+    async def check_health():
+        if is_dead:
+            raise EngineDeadError
+
+    async def read():
+        sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
+        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False):
+            seen.extend(item)
+
+    with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
+        asyncio.run(read())
+    assert len(seen) == len(STREAM[0])
+    assert "stack trace" not in str(raised.value)
+    assert [one.outcome for one in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        event(error={"message": "no", "code": 400}),
+        event(error={"message": "no"}),
+        event(error="no"),
+        token('{"error": {"code": 500}}', 1),
+        'data: "error"\n\n',
+    ],
+)
+def test_no_other_event_is_taken_for_a_fault(text):
+    async def check_health():
+        raise AssertionError
+
+    async def read():
+        return [item async for item in raising_faults(generate([[text]]), check_health)]
+
+    assert asyncio.run(read()) == [[text]]
+
+
+def test_what_failed_before_anything_of_an_answer_was_there_is_free(engine_account, clock, tmp_path):
+    """As for the gate, to which its answer has another status than 200; the seconds stay in the account."""
+    engine_account.ready()
+
+    async def slow(items, error=None):
+        clock.now += 2
+        async for item in generate(items, error):
+            yield item
+
+    def paid(items, error=None):
+        with contextlib.suppress(RuntimeError):
+            passed(engine_account, slow(items, error), wants_each_usage=False)
+        one = RequestReader(tmp_path / "ledger").new()[-1]
+        assert (one.outcome, one.usage.busy_s) == ("failed", pytest.approx(2))
+        return one.usd
+
+    refusal = SimpleNamespace(error=SimpleNamespace(code=400))
+    assert paid([], RuntimeError("boom")) == paid([refusal]) == paid([[event(error={"message": "no"})]]) == 0
+    assert paid(STREAM[:1], RuntimeError("boom")) == pytest.approx(2 * 2 * 0.01)
+
+
 def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
     out = passed(engine_account, generate([[event(error={"message": "no"})]]), wants_each_usage=False)
     assert next(events(out[0][0])) == {"error": {"message": "no"}}
@@ -182,9 +254,6 @@ def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
 
 
 def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
-    class EngineDeadError(Exception):
-        pass
-
     with pytest.raises(EngineDeadError):
         passed(engine_account, generate(STREAM[:1], EngineDeadError()), wants_each_usage=False)
     assert not RequestReader(tmp_path / "ledger").new()

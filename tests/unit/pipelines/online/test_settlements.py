@@ -67,6 +67,14 @@ def test_what_was_spent_before_a_restart_counts(engine_account, clock, tmp_path)
         Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)
 
 
+def test_what_failed_before_its_answer_began_is_not_charged_after_a_restart_either(engine_account, clock, tmp_path):
+    engine_account.ready()
+    request = engine_account.begin("r1", "alice")
+    clock.now += 51
+    append_request(tmp_path / "ledger", request.finish("failed"))
+    Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)
+
+
 def test_a_batch_that_has_ended_is_charged_within_half_a_minute(engine_account, clock, tmp_path):
     engine_account.ready()
     settlements = Settlements(tmp_path / "ledger", monotonic=clock)

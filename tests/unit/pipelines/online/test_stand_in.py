@@ -91,6 +91,26 @@ def test_what_it_cannot_do_is_refused(changes, message):
         assert message in refusal.error.message
 
 
+def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
+    async def scene():
+        engine = StandInEngine(StandIn(token_s=0.01, has_core=True), CONFIG)
+        await engine.start()
+        stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
+        first = await anext(stream)
+        os.kill(engine._engine.core_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._engine.core_pid, os.WEXITED | os.WNOWAIT)
+        rest = [text async for text in stream]
+        with pytest.raises(EngineDeadError):
+            await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
+        await engine.shutdown()
+        return first, rest
+
+    first, (*_, failure, end) = asyncio.run(scene())
+    assert next(events(first))["choices"]
+    assert next(events(failure))["error"]["code"] == 500
+    assert end == "data: [DONE]\n\n"
+
+
 def test_a_dead_engine_is_unhealthy_and_raises_what_vllm_would():
     async def scene():
         engine = StandInEngine(StandIn(has_core=True), CONFIG)
