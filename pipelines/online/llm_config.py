@@ -66,7 +66,14 @@ def make_llm_config(
     on_gpu = hardware.platform == "cuda"
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": spec.model},
-        engine_kwargs={**arguments, **parsers, "enable_prompt_tokens_details": True},
+        engine_kwargs={
+            **arguments,
+            **parsers,
+            "enable_prompt_tokens_details": True,
+            # A request that does not say how it is sampled gets what it gets in a batch, and not what the model's
+            # generation_config.json has; the ends of its answers that stand there hold in both.
+            "generation_config": "vllm",
+        },
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
         deployment_config=deployment_config(spec, sizes, on_gpu=on_gpu),
         experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` does it

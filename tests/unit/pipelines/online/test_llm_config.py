@@ -3,13 +3,16 @@ from ray.serve.schema import DeploymentSchema
 
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
+from peagle.hardware import Hardware
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.llm_config import Sizes, check_parsers, deployment_config
+from pipelines.online.llm_config import Sizes, check_parsers, deployment_config, make_llm_config
 from pipelines.online.scaling import RequestCounts
 
+CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=2)
 
-def options(max_replicas=1, queued=8, on_gpu=False, **spec):
-    sizes = Sizes(
+
+def sizes(max_replicas=1, queued=8):
+    return Sizes(
         counts=RequestCounts(target=5.6, admitted=9, queued=queued),
         min_replicas=0,
         max_replicas=max_replicas,
@@ -20,7 +23,15 @@ def options(max_replicas=1, queued=8, on_gpu=False, **spec):
         stream_pieces_per_s=40,
         num_cpus=1.0,
     )
-    return deployment_config(EngineSpec(model="m", **spec), sizes, on_gpu=on_gpu)
+
+
+def options(max_replicas=1, queued=8, on_gpu=False, **spec):
+    return deployment_config(EngineSpec(model="m", **spec), sizes(max_replicas, queued), on_gpu=on_gpu)
+
+
+def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_config_says():
+    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
+    assert config.engine_kwargs["generation_config"] == "vllm"
 
 
 @pytest.mark.parametrize("max_replicas", [1, 3])
