@@ -27,6 +27,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "n": (int,),
 }
 _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
+_LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
+_DIGITS_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ def check(
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(body)
+        values = json.loads(body, parse_int=_whole_number)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     if not isinstance(values, dict):
@@ -126,6 +128,14 @@ def _parse(body: bytes) -> dict[str, Any]:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
     return values
+
+
+def _whole_number(digits: str) -> int:
+    is_short = len(digits) <= len(str(_LEAST_INT))  # Python itself refuses thousands of digits
+    if is_short and _LEAST_INT <= (number := int(digits)) <= _MOST_INT:
+        return number
+    shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
+    raise ApiError(400, f"the number {shown} is too large: whole numbers have 64 bits", code="invalid_value")
 
 
 def _to_bytes(values: Mapping[str, Any]) -> bytes:

@@ -219,6 +219,7 @@ def test_what_is_no_request_is_refused(url, path, content):
         {"messages": []},
         {"stop": ["x"] * 500},
         {"logit_bias": {"x": 1}},
+        {"top_k": 10**21},
         {"stream_options": {"include_usage": "x"}},
     ],
 )

@@ -213,6 +213,25 @@ def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expe
     assert engine.asked is None
 
 
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [(str(2**63), str(2**63)), (str(-(2**63) - 1), str(-(2**63) - 1)), ("9" * 1500, "9" * 40 + "... (1500 digits)")],
+)
+def test_a_number_that_no_engine_holds_is_refused_by_its_name(ask, keys, number, named):
+    engine = Engine()
+    raw = f'{{"model": "a", "messages": [], "logit_bias": {{"1": {number}}}}}'
+    (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
+    assert error_of(answer) == (400, "invalid_value")
+    assert f"the number {named} is too large" in answer.json()["error"]["message"]
+    assert engine.asked is None
+
+
+def test_the_largest_numbers_that_an_engine_holds_pass(ask, keys):
+    engine = Engine()
+    ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
+    assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
+
+
 @pytest.mark.parametrize("prefix", ["", "/peagle"])
 def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, keys, prefix):
     def asked(request, **how):

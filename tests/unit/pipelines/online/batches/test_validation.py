@@ -45,6 +45,7 @@ def test_a_good_input_has_a_number_and_a_model(check):
         (line("2", model=None), "missing_model", "body.model"),
         (line("2", max_tokens=101), "max_tokens_too_large", "body.max_tokens"),
         (line("2", seed=1), "unsupported_value", "body.seed"),
+        (line("2", top_k=10**21), "invalid_value", None),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(check, wrong, code, param):
