@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,17 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
 the YAML under `models`. RAY_ADDRESS names the cluster to run on; without it one is started on this machine. Ctrl-C or
-SIGTERM stop it: requests under way get --drain-s; a second one ends it at once. `serve deploy deploy/serve.yaml` runs
-the same without this command.
+SIGTERM stop it: new requests are refused, those under way get --drain-s; a second one ends it at once. `serve deploy
+deploy/serve.yaml` runs the same without this command.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
 exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
 """
 APP_NAME = "peagle"
+_POLL_S = 0.5
+# Beside what requests get: Serve looks now and then, and kills what does not end by itself.
+_SPARE_S = 30.0
 _GROUPS = {
     "target and drafter": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
@@ -106,8 +110,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(f"http://{config.host}:{config.port}/v1", flush=True)
                 _wait(config, here, served, stopped)
-                print("stopping", flush=True)
-                _shutdown(is_remote=is_remote)
+                print("stopping: requests under way go on for a while; once more ends it at once", flush=True)
+                _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [one.keys.served_name for one in served]}
 
 
@@ -128,7 +132,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     try:
         _start(application, logs)
     except BaseException:  # Ctrl-C too: a cluster would keep it
-        _shutdown(is_remote=is_remote)
+        _shutdown(config, is_remote=is_remote, is_up=False)
         raise
 
 
@@ -164,14 +168,32 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     stopped.wait()
 
 
-def _shutdown(*, is_remote: bool) -> None:
+def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
     """End the application; on a cluster that others use, nothing else."""
     from ray import serve
 
-    if is_remote:
-        serve.delete(APP_NAME)
-    else:
-        serve.shutdown()
+    if is_up or is_remote:
+        _take_back(config)
+    if not is_remote:
+        serve.shutdown()  # it kills the proxies at once, and with them every connection
+
+
+def _take_back(config: ServeConfig) -> None:
+    """Delete the application and wait until it is gone: Serve lets its requests end, and kills it after `drain_s`.
+
+    With `serve.delete` alone the wait would end after a minute, with an error. Where Serve's controller dies meanwhile,
+    the next one begins with the time anew: so it may pass twice.
+    """
+    from ray import serve
+
+    limit_s = 2 * max(one.drain_s for one in config.served) + _SPARE_S
+    give_up_at = time.monotonic() + limit_s
+    serve.delete(APP_NAME, _blocking=False)
+    while APP_NAME in serve.status().applications:
+        if time.monotonic() >= give_up_at:
+            print(f"the application is still there after {limit_s:g} s: Serve's log says why", flush=True)
+            return
+        time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from jobs import cli
@@ -67,8 +69,38 @@ def test_a_start_that_breaks_off_ends_no_application_but_its_own(
     monkeypatch.setattr(app, "bind", lambda *_: None)
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(serve, "run", run)
-    monkeypatch.setattr(serve, "delete", lambda name: calls.append(("delete", name)))
+    monkeypatch.setattr(serve, "delete", lambda name, _blocking: calls.append(("delete", name)))
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(serve, "shutdown", lambda: calls.append(("shutdown",)))
     with pytest.raises(raised):
         _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=is_remote)
     assert calls == ended
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+@pytest.mark.parametrize(("needs_s", "is_gone"), [(200, True), (10_000, False)])
+def test_what_is_under_way_ends_before_serve_does(monkeypatch, capsys, is_remote, needs_s, is_gone):
+    from ray import serve
+
+    from jobs import serve as job
+
+    now, calls = [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def status():
+        return SimpleNamespace(applications={"peagle": "DELETING"} if now[0] < needs_s else {})
+
+    def shutdown():
+        calls.append(("shutdown", now[0]))
+
+    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(serve, "delete", lambda name, _blocking: calls.append((name, _blocking)))
+    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(serve, "shutdown", shutdown)
+    config = ServeConfig(models=[{"name": "a", "drain_s": 100}, {"name": "b", "drain_s": 1}])
+    job._shutdown(config, is_remote=is_remote, is_up=True)
+    assert now[0] == (200 if is_gone else 230)
+    assert calls == [("peagle", False), *([] if is_remote else [("shutdown", now[0])])]
+    assert ("still there" not in capsys.readouterr().out) == is_gone
