@@ -67,6 +67,7 @@ _GROUPS = {
         "max_output_tokens",
         "max_choices",
         "state",
+        "log_prompts",
     ],
     "files and batches": ["batches", "batches_at_once", "batch_engines", "max_file_mib"],
     "money": list(PRICE_KEYS),
@@ -92,9 +93,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         here = hardware.detect()
         is_remote = cluster.is_remote()
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
-        gate_settings(config, here, served)  # it and the price refuse before anything starts
+        gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
         if not is_remote:
             endpoint_price(config, here, served)
+        if gate.prompts:
+            print(f"prompts are written to {gate.prompts}", flush=True)
         logs = config.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         quiet.move_to(logs / "serve.log")

@@ -4,7 +4,9 @@ It knows one local file system; it does not know what the bytes mean.
 """
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
 import uuid
@@ -42,6 +44,20 @@ def write_once(path: Path, data: bytes) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line, or nothing. A disk that is nearly full takes a part and says so by its length only; the next line
+    would then be joined to that part, and both lost.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, io.SEEK_END)
+        if file.write(line + b"\n") <= len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @contextlib.contextmanager

@@ -9,11 +9,9 @@ Bulk keeps a ledger in its run directory and the endpoint in a folder of its own
 cost is `cost.py`.
 """
 
-import errno
 import io
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +26,7 @@ from peagle.economics.usage import (
     sessions_to_table,
 )
 from peagle.errors import PeagleError
+from peagle.files import append_line
 from peagle.storage import Place, write_atomic, write_once
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ def append_beat(folder: Path, session: EngineSession) -> None:
     Raises:
         OSError: it could not be written.
     """
-    _append(folder / f"beats-{session.session_id}.jsonl", json.dumps(asdict(session)).encode())
+    append_line(folder / f"beats-{session.session_id}.jsonl", json.dumps(asdict(session)).encode())
 
 
 def read_sessions_since(folder: Path, since: float) -> list[EngineSession]:
@@ -107,17 +106,7 @@ def append_request(folder: Path, request: RequestUsage) -> None:
     Raises:
         OSError: it could not be written.
     """
-    _append(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line, or nothing. A disk that is nearly full takes a part and says so by its length only; the next line
-    would then be joined to that part, and both lost."""
-    with path.open("ab", buffering=0) as file:
-        end = file.seek(0, io.SEEK_END)
-        if file.write(line + b"\n") <= len(line):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    append_line(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
 
 
 def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:

@@ -192,6 +192,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         request_timeout_s=config.request_timeout_s,
         max_output_tokens=config.max_output_tokens,
         max_upload_bytes=config.max_file_mib * 1024 * 1024,
+        prompts=_state(config) / "prompts" if config.log_prompts else None,
     )
 
 

@@ -41,8 +41,8 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     max_queued_requests: int | None = Field(
         None,
         ge=0,
-        description="requests that may wait for an engine before others get 503; default: as many as all engines "
-        "run at once",
+        description="requests that may wait for an engine before others get 503, one at least; default: as many as all "
+        "engines run at once",
     )
     stream_interval_ms: float = Field(
         50,
@@ -93,6 +93,9 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         description="port of Ray's Prometheus exporter, where this command starts Ray; default: one that is free",
     )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
+    log_prompts: bool = Field(
+        False, description="write every request that is let in, with its prompt, into the folder prompts of --state"
+    )
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")

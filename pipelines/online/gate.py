@@ -3,7 +3,7 @@
     key -> body -> checks -> limits -> the application -> usage from its answer -> limits
 
 It knows HTTP by ASGI alone and no Ray: any application that answers as vLLM does can be behind it. Prompts and answers
-pass through and are not logged.
+pass through; prompts are written down where the settings say so, answers never.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
 from pipelines.online.local import require_local
+from pipelines.online.prompt_log import PromptLog
 from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES, Intake, ServedModel, check
 from pipelines.online.settlements import Settlements
 from pipelines.online.uploads import Upload, too_large
@@ -47,6 +48,7 @@ class GateSettings:
         fixed_keys: from the environment of whoever started the endpoint.
         requires_key: without, only this machine is let in.
         ledger: says what keys have spent before this process started.
+        prompts: folder in which requests are written down; None where they are not.
     """
 
     models: tuple[ServedModel, ...]
@@ -59,6 +61,7 @@ class GateSettings:
     body_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
     max_output_tokens: int | None = None
+    prompts: Path | None = None
 
 
 class Gate:
@@ -72,6 +75,7 @@ class Gate:
         self._models = {model.name: model for model in settings.models}
         self._settlements = Settlements(settings.ledger)
         self._limiter = self._settlements.limiter
+        self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request through, or answer it."""
@@ -114,6 +118,10 @@ class Gate:
         inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
+                if self._prompts:
+                    await self._prompts.write(
+                        request_id=request_id, key=key.name, model=intake.model.name, path=path, body=body
+                    )
                 with self._load.request(intake.model.name):
                     await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
         except asyncio.CancelledError:

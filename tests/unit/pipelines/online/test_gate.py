@@ -1,5 +1,7 @@
 import asyncio
 import json
+import stat
+import time
 
 import httpx
 import pytest
@@ -461,6 +463,57 @@ def test_requests_under_way_are_counted_while_they_are(ask, keys):
     watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
     assert seen == [(1, 0), (0, 1), (1, 0)]
     assert load.under_way("a") == load.under_way("b") == 0
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The lines of all files of prompts."""
+
+    def read():
+        paths = (tmp_path / "state" / "prompts").iterdir()
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    return read
+
+
+def test_prompts_are_written_down_where_that_is_asked_for(ask, keys, tmp_path, written):
+    folder, chat = tmp_path / "state" / "prompts", [{"role": "user", "content": "what I ask"}]
+    ask(post(keys["alice"], messages=chat))
+    assert not folder.exists()
+    requests = post(keys["alice"], messages=chat, stream=True), post(keys["boss"], path="/v1/completions", prompt="Hé")
+    answers = ask(*requests, get("/v1/cost", keys["boss"]), post(keys["alice"], model="c"), prompts=folder)
+    first, second = written()
+    assert first["body"] == {"model": "a", "messages": chat, "stream": True}
+    assert (first["key"], first["model"], first["path"]) == ("alice", "a", CHAT)
+    assert (second["key"], second["path"], second["body"]["prompt"]) == ("boss", "/v1/completions", "Hé")
+    assert [one["request_id"] for one in (first, second)] == [
+        answer.headers["x-peagle-request-id"] for answer in answers[:2]
+    ]
+    assert 0 <= time.time() - first["received_at"] < 60
+    (path,) = folder.iterdir()
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
+    assert keys["alice"] not in path.read_text()
+
+
+def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    (answer,) = ask(post(keys["alice"]), prompts=tmp_path / "file" / "prompts")
+    assert answer.status_code == 200
+    assert "is not in the log of prompts" in caplog.text
+
+
+def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, keys, tmp_path, monkeypatch):
+    async def scene():
+        gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2))
+        monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
+            arguments, body = post(keys["alice"])
+            answer = await http.request(*arguments, **body)
+        return answer, gate._settlements._waiting
+
+    answer, waiting = asyncio.run(scene())
+    assert error_of(answer) == (504, "timeout")
+    assert len(waiting) == 1  # let go after two minutes, as whatever never reached an engine
 
 
 @pytest.mark.parametrize(
