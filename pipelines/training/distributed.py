@@ -8,7 +8,7 @@ node has to see.
 import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,10 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
 
     try:
         threading.Thread(target=run, name="trainer", daemon=True).start()
+        # Not one wait without an end: the system may hand the signal to another thread, and this one only learns of it
+        # when it runs.
+        while not wait([outcome], timeout=_POLL_S).done:
+            pass
         outcome.result()
     finally:
         if not outcome.done():

@@ -62,6 +62,7 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
     assert process.wait(60) == 0
 
 
+@pytest.mark.soak
 def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     process, url = served(drain_s=3)
     with begin(url) as answer:
@@ -73,6 +74,7 @@ def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     assert process.wait(60) == 0
 
 
+@pytest.mark.soak
 def test_a_second_signal_ends_it_at_once(served):
     process, url = served(drain_s=60)
     with begin(url) as answer:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_an_error_of_ray_itself_is_told_by_its_last_line():
     assert _reason(RuntimeError()) == "RuntimeError()"
 
 
-def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch):
+@pytest.mark.parametrize("receiver", ["main thread", "trainer"])
+def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch, receiver):
     ended, abandoned = threading.Event(), []
     monkeypatch.setattr(distributed, "abandon", lambda: abandoned.append(True))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +74,8 @@ def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch):
 
     def fit():
         assert threading.get_ident() != main
-        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.5)  # until the main thread waits
+        signal.pthread_kill(main if receiver == "main thread" else threading.get_ident(), signal.SIGINT)
         ended.wait()
 
     try:
