@@ -82,7 +82,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     _check_retries(audit, plan, audits, taken)
     _check_ledger(audit, run, audits)
     _check_other_files(audit, run, {one.letters_name for one in audits.values()})
-    _check_report(audit, run, plan)
+    _check_report(audit, run)
     findings, notes = input_findings(plan, manifest)
     audit.findings += findings
     audit.notes += notes
@@ -230,7 +230,7 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, valid_letters: set[
         audit.notes.append(f"{len(leftovers):,} files of attempts that did not end: the next attempt clears them")
 
 
-def _check_report(audit: FilesAudit, run: RunDirectory, plan: Plan) -> None:
+def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
     """A report counts the units that were committed when it was made, and committed units only grow in number."""
     path = run.root / "report.json"
     if not path.exists():

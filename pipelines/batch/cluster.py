@@ -131,11 +131,8 @@ def exit_code_kept() -> Iterator[None]:
     global _exit_code
     try:
         yield
-    except PeagleError as error:
-        _exit_code = error.exit_code
-        raise
-    except OSError:
-        _exit_code = PeagleError.exit_code
+    except Exception as error:
+        _exit_code = error.exit_code if isinstance(error, PeagleError) else PeagleError.exit_code
         raise
     _exit_code = 0
 

@@ -36,7 +36,7 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
     finished = max([s.last_seen_at for s in sessions], default=time.time())
     information = {
         **manifest["run"],
-        "num_engines": most_at_once(sessions) or manifest["run"].get("num_engines"),
+        "num_engines": most_at_once(sessions) or manifest["run"].get("num_engines") or 0,
         "path": str(run),
         "num_input_rows": plan.num_rows,
         "started_at": manifest["created_at"],

@@ -1,5 +1,6 @@
 """`peagle serve` is asked to stop while it answers; the fake engine on real Ray Serve."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -39,17 +40,20 @@ def lines_of(answer):
     return (line for line in answer.iter_lines() if line)
 
 
-def begin(url):
+@contextlib.contextmanager
+def stopped_while_it_answers(process, url):
+    """Ask for a stream, and the endpoint to stop once it has begun: its first line, and those to come."""
     body = {"model": "fake", "messages": QUESTION, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    return httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60)
+    with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
+        lines = lines_of(answer)
+        first = next(lines)
+        process.send_signal(signal.SIGTERM)
+        yield first, lines
 
 
 def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
     process, url = served(drain_s=60)
-    with begin(url) as answer:
-        lines = lines_of(answer)
-        first = next(lines)
-        process.send_signal(signal.SIGTERM)
+    with stopped_while_it_answers(process, url) as (first, lines):
         until = time.monotonic() + 5
         while (refused := httpx.get(f"{url}/models")).status_code == 200:
             assert time.monotonic() < until
@@ -65,10 +69,7 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
 @pytest.mark.soak
 def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     process, url = served(drain_s=3)
-    with begin(url) as answer:
-        lines = lines_of(answer)
-        next(lines)
-        process.send_signal(signal.SIGTERM)
+    with stopped_while_it_answers(process, url) as (_, lines):
         *_, last = lines
     assert json.loads(last[6:])["error"]["type"] == "overloaded_error"
     assert process.wait(60) == 0
@@ -77,10 +78,7 @@ def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
 @pytest.mark.soak
 def test_a_second_signal_ends_it_at_once(served):
     process, url = served(drain_s=60)
-    with begin(url) as answer:
-        lines = lines_of(answer)
-        next(lines)
-        process.send_signal(signal.SIGTERM)
+    with stopped_while_it_answers(process, url):
         for line in process.stdout:
             if line.startswith("stopping"):
                 break

@@ -102,7 +102,9 @@ def test_where_nobody_handles_sigterm_ray_does(ray_that_takes_sigterm):
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (StoppedEarly("s"), 3), (EngineError("e"), 1), (OSError(), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (StoppedEarly("s"), 3), (EngineError("e"), 1), (OSError(), 1), (TypeError(), 1)]
+)
 def test_a_process_that_abandoned_ray_ends_with_what_the_run_ended_with(monkeypatch, error, code):
     codes, hooks = [], []
     monkeypatch.setattr(cluster, "_abandoned", False)

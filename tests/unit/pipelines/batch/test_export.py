@@ -70,6 +70,15 @@ def commit(run, unit, *, row=None, **columns):
     assert run.commit(unit, output(ids, **columns), usage(unit), letters)
 
 
+@pytest.fixture
+def whole_run(make_run):
+    """A run whose units are all committed, in the order of the corpus."""
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    return run
+
+
 def lines(run, output_format, name="output.jsonl"):
     return [json.loads(line) for line in (run.root / "export" / output_format / name).read_bytes().splitlines()]
 
@@ -126,73 +135,58 @@ def test_a_line_of_a_batch_that_is_no_request_has_no_custom_id(make_run):
     assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] is None
 
 
-def test_parquet_is_one_file_of_large_row_groups(make_run, monkeypatch):
+def test_parquet_is_one_file_of_large_row_groups(whole_run, monkeypatch):
     monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    export(run, "parquet")
-    file = pq.ParquetFile(exported(run))
+    export(whole_run, "parquet")
+    file = pq.ParquetFile(exported(whole_run))
     assert file.schema_arrow.equals(OUTPUT_SCHEMA)
     assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [4, 2]
     file.close()
 
 
 @pytest.mark.parametrize("root", ["disk"], indirect=True)
-def test_an_export_is_made_again_only_where_it_is_not_whole(make_run):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    first = export(run, "jsonl")
-    file = run.root / "export" / "jsonl" / "output.jsonl"
+def test_an_export_is_made_again_only_where_it_is_not_whole(whole_run):
+    first = export(whole_run, "jsonl")
+    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
     content, made_at = file.read_bytes(), file.stat().st_mtime_ns
-    assert export(run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", again=False) == first
     assert file.stat().st_mtime_ns == made_at
     file.write_bytes(b"cut off")
     (file.parent / ".output.jsonl.0123.tmp").write_bytes(b"killed")
-    assert export(run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", again=False) == first
     assert file.read_bytes() == content
     assert not list(file.parent.glob(".*"))
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
-def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(make_run, s3):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    first = export(run, "jsonl")
-    file = run.root / "export" / "jsonl" / "output.jsonl"
+def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(whole_run, s3):
+    first = export(whole_run, "jsonl")
+    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
     content, num_writes = file.read_bytes(), s3.count("PUT", "export")
-    assert export(run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", again=False) == first
     assert s3.count("PUT", "export") == num_writes
     write_atomic(file, b"cut off")
-    assert export(run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", again=False) == first
     assert file.read_bytes() == content
 
 
-def test_an_export_is_made_again_where_a_unit_was_done_again(make_run):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    export(run, "jsonl")
-    run.unit_path(1).unlink()
+def test_an_export_is_made_again_where_a_unit_was_done_again(whole_run):
+    export(whole_run, "jsonl")
+    whole_run.unit_path(1).unlink()
     ids = [f"{3 + index:09d}" for index in range(ROWS)]
-    assert run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
-    done = export(RunDirectory(run.root), "jsonl", again=False)
-    assert [row.get("x") for row in lines(run, "jsonl")] == [None, None, "new", "new", None, None]
+    assert whole_run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
+    done = export(RunDirectory(whole_run.root), "jsonl", again=False)
+    assert [row.get("x") for row in lines(whole_run, "jsonl")] == [None, None, "new", "new", None, None]
     assert done.num_failed_rows == 0
-    assert lines(run, "jsonl", "errors.jsonl") == []
+    assert lines(whole_run, "jsonl", "errors.jsonl") == []
 
 
-def test_an_export_of_an_older_peagle_is_made_again(make_run):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    first = export(run, "jsonl")
-    made = run.root / "export" / "jsonl" / "export.json"
+def test_an_export_of_an_older_peagle_is_made_again(whole_run):
+    first = export(whole_run, "jsonl")
+    made = whole_run.root / "export" / "jsonl" / "export.json"
     older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
     write_atomic(made, json.dumps(older).encode())
-    assert export(run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", again=False) == first
     assert json.loads(made.read_bytes())["commits"] == first.commits
 
 
@@ -207,15 +201,12 @@ def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
     assert export(run, "jsonl", partial=True, again=False).num_rows == 4
 
 
-def test_a_damaged_unit_is_named(make_run):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit)
-    data = run.unit_path(1).read_bytes()
-    write_atomic(run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
+def test_a_damaged_unit_is_named(whole_run):
+    data = whole_run.unit_path(1).read_bytes()
+    write_atomic(whole_run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
     with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
-        export(run, "jsonl")
-    assert not (run.root / "export" / "jsonl" / "output.jsonl").exists()
+        export(whole_run, "jsonl")
+    assert not (whole_run.root / "export" / "jsonl" / "output.jsonl").exists()
 
 
 def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
