@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from peagle.engine import vllm_plugin
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -48,6 +49,8 @@ def environment(
     models = [spec.model] + ([spec.drafter.model] if spec.drafter and spec.drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up
+    if (chosen := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in chosen.split(","):
+        variables["VLLM_PLUGINS"] = ",".join([*filter(None, [chosen]), vllm_plugin.NAME])
     if hardware.platform == "cpu":
         bound = inherited.get(_BINDING, "")
         # What the user binds is for one engine: several would share those cores and leave the others idle.

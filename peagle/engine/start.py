@@ -6,6 +6,7 @@ It knows the node and vLLM; it resolves no names (the spec holds folders or hub 
 import os
 from typing import Any
 
+from peagle.engine import vllm_plugin
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.ranks import NodeRank, follow
@@ -50,6 +51,8 @@ def _prepare(
     os.environ |= environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
+    if spec.drafter and hardware.platform == "cpu":
+        vllm_plugin.require()
     arguments = engine_args(
         spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()
     )

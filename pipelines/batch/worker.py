@@ -277,6 +277,7 @@ class EngineWorker:
             engine = FakeEngine(
                 num_speculative_tokens=k,
                 token_s=job.fake_token_s,
+                max_num_seqs=job.spec.max_num_seqs,
                 die_on=job.fake_die_on,
                 kill_on=job.fake_kill_on,
                 hang_on=job.fake_hang_on,

@@ -1,22 +1,30 @@
 """`peagle serve` on real Ray Serve and a real vLLM engine, asked by OpenAI's own client."""
 
 import json
+import math
 import signal
 import socket
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
 from pipelines.online.keys import new_key, write_keys
 
 MODEL = "smollm2-135m"
 START_S = 240
-NUM_ANSWERED = 7
 NUM_STREAMS = 3  # one of which its client leaves
+NUM_SAMPLED = 8
+NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED  # the last three in check_sampling
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
+# The third likeliest token is well behind the second here, and after each of these.
+CODE = "class Stack:\n    def __init__(self"
+SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_token_ids": True}}
 
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
@@ -34,6 +42,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
         check_whole_answers(client)
         check_streams(client)
         check_formats(client)
+        check_sampling(client, AutoTokenizer.from_pretrained(embedded_target))
         check_errors(client, url)
         check_cost(client)
         check_page(client, url)
@@ -141,6 +150,45 @@ def check_formats(client):
     for token in answer.choices[0].logprobs.content:
         assert len(token.top_logprobs) == 2
         assert token.logprob == token.top_logprobs[0].logprob <= 0
+
+
+def check_sampling(client, tokenizer):
+    """Sampled tokens are as frequent as the target has them, and greedy answers beside them are what they are alone."""
+    prompt, greedy = tokenizer.encode(CODE), {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
+    chances = {(): 1.0}
+    for _ in range(3):
+        chances = {
+            (*so_far, token): chance * share
+            for so_far, chance in chances.items()
+            for token, share in next_tokens(client, [*prompt, *so_far]).items()
+        }
+    alone = client.chat.completions.create(**greedy).choices[0].message.content
+    sampled = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "n": 16, "logprobs": 0, **SAMPLING}
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            (pool.submit(client.completions.create, **sampled), pool.submit(client.chat.completions.create, **greedy))
+            for _ in range(NUM_SAMPLED)
+        ]
+    assert {beside.result().choices[0].message.content for _, beside in calls} == {alone}
+    seen = Counter(token_ids(choice) for answer, _ in calls for choice in answer.result().choices)
+    assert sum(seen[tokens] for tokens in chances) > 0.95 * seen.total(), (seen, chances)
+    for tokens, chance in chances.items():  # five standard deviations, and 0.05 for the rounding of bf16
+        expected, deviation = seen.total() * chance, math.sqrt(seen.total() * chance * (1 - chance))
+        assert seen[tokens] == pytest.approx(expected, abs=5 * deviation + 0.05 * seen.total()), (seen, chances)
+
+
+def next_tokens(client, prompt):
+    """The two likeliest tokens after a prompt, which has no drafts, with their shares when only these are sampled."""
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=1, temperature=0, logprobs=2, extra_body=SAMPLING["extra_body"]
+    )
+    (top,) = answer.choices[0].logprobs.top_logprobs
+    weights = {token: math.exp(value / SAMPLING["temperature"]) for token, value in top.items()}
+    return {int(token.removeprefix("token_id:")): weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def token_ids(choice):
+    return tuple(int(token.removeprefix("token_id:")) for token in choice.logprobs.tokens)
 
 
 def check_errors(client, url):

@@ -42,6 +42,14 @@ def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
     assert environment(SPEC, GPU, inherited={}).keys() == {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"}
 
 
+@pytest.mark.parametrize(
+    ("chosen", "given"), [("", "peagle"), ("theirs", "theirs,peagle"), ("peagle,theirs", None), (None, None)]
+)
+def test_a_choice_of_vllms_plugins_does_not_leave_ours_out(chosen: str | None, given: str | None) -> None:
+    inherited = {} if chosen is None else {"VLLM_PLUGINS": chosen}
+    assert environment(SPEC, GPU, inherited=inherited).get("VLLM_PLUGINS") == given
+
+
 def test_local_models_stay_off_the_network(tmp_path: Path) -> None:
     local, hub = EngineSpec(model=str(tmp_path)), EngineSpec(model="org/m")
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
