@@ -86,11 +86,11 @@ def _account(options: argparse.Namespace) -> dict[str, Any]:
 
     run = RunDirectory(options.folder / "run")
     sessions, usages = run.sessions(), list(run.usages())
-    rows = ds.dataset(run.data, format="parquet").to_table(columns=["latency_s"])
+    rows = ds.dataset(run.data, format="parquet").to_table(columns=["num_output_tokens"])
     ready_at = min(session.started_at + session.load_s + session.compile_s for session in sessions)
     end_at = max(usage.finished_at for usage in usages)
     slots = len(sessions) * options.max_num_seqs
-    least_s = sum(rows.column("latency_s").to_pylist()) / slots
+    least_s = sum(rows.column("num_output_tokens").to_pylist()) * options.token_s / slots
     last_commits = [
         max((usage.finished_at for usage in usages if usage.session_id == session.session_id), default=ready_at)
         for session in sessions

@@ -5,6 +5,7 @@ so two runs can be compared row by row. It never stands in for a measurement of 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ class FakeEngine:
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
         max_model_len: as an engine's.
         token_s: seconds a token takes.
+        max_num_seqs: requests at once; further ones wait, and that counts in their latency. None is no limit.
         die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
         kill_on: a prompt with this text kills the process that the engine is in.
         hang_on: after a prompt with this text the engine neither answers nor fails.
@@ -45,6 +47,7 @@ class FakeEngine:
         num_speculative_tokens: int = 0,
         max_model_len: int = 8192,
         token_s: float = 0.0,
+        max_num_seqs: int | None = None,
         die_on: str | None = None,
         kill_on: str | None = None,
         hang_on: str | None = None,
@@ -57,16 +60,18 @@ class FakeEngine:
         self._signs_of_life = 0
         self._num_speculative_tokens = num_speculative_tokens
         self._token_s = token_s
+        self._slots = asyncio.Semaphore(max_num_seqs) if max_num_seqs else contextlib.nullcontext()
         self._totals = SpeculationStats.empty()
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
         completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
-        await asyncio.sleep(self._token_s)
-        first_token = time.monotonic()
-        await asyncio.sleep(self._token_s * (_longest(completions) - 1))
-        while self._hangs:
-            await asyncio.sleep(_HANGING_S)
+        async with self._slots:
+            await asyncio.sleep(self._token_s)
+            first_token = time.monotonic()
+            await asyncio.sleep(self._token_s * (_longest(completions) - 1))
+            while self._hangs:
+                await asyncio.sleep(_HANGING_S)
         return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
 
     async def stream(
@@ -79,12 +84,13 @@ class FakeEngine:
         """
         completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
         first_token = started
-        for num_tokens in range(1, (longest := _longest(completions)) + 1):
-            await asyncio.sleep(self._token_s)
-            self.require_life()
-            first_token = time.monotonic() if num_tokens == 1 else first_token
-            if num_tokens < longest:
-                yield [_beginning(completion, num_tokens) for completion in completions], None
+        async with self._slots:
+            for num_tokens in range(1, (longest := _longest(completions)) + 1):
+                await asyncio.sleep(self._token_s)
+                self.require_life()
+                first_token = time.monotonic() if num_tokens == 1 else first_token
+                if num_tokens < longest:
+                    yield [_beginning(completion, num_tokens) for completion in completions], None
         whole = self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
         yield completions, whole
 

@@ -36,6 +36,18 @@ def test_logprobs_are_a_token_each_and_join_to_the_text():
     assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
 
 
+def test_requests_beyond_its_slots_wait_and_their_latency_says_so():
+    token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
+
+    async def scene():
+        engine = FakeEngine(token_s=token_s, max_num_seqs=2)
+        return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
+
+    latencies = sorted(answer.latency_s for answer in asyncio.run(scene()))
+    assert latencies[2] >= 2 * GREEDY["max_tokens"] * token_s
+    assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s
+
+
 def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
     async def scene():
         engine = FakeEngine(num_speculative_tokens=2)
