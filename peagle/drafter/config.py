@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from peagle.drafter.evaluation_sets import DEFAULT
 from peagle.drafter.prompts import is_code_source
+from peagle.storage.s3_path import SCHEME
 
 WAYS = ("greedy", "sampled")
 
@@ -20,9 +21,10 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
-    prompts: list[Path] = Field(
+    prompts: list[str] = Field(
         min_length=1,
-        description="JSONL, Parquet or a bulk run's directory; or code: stdlib, or package:NAME (see `peagle prompts`)",
+        description="JSONL, Parquet or a bulk run's directory, local or s3://; or code: stdlib, or package:NAME"
+        " (see `peagle prompts`)",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
     features: Path | None = Field(
@@ -132,9 +134,9 @@ class TrainConfig(BaseModel):
     @field_validator("prompts", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        sources = value if isinstance(value, list) else [value]
-        if remote := [source for source in sources if "://" in str(source)]:
-            raise ValueError(f"only local files are read: copy {remote[0]} to a local path")
+        sources = [str(source) for source in (value if isinstance(value, list) else [value])]
+        if other := [source for source in sources if "://" in source and not source.startswith(SCHEME)]:
+            raise ValueError(f"{other[0]} is neither local nor in S3")
         return sources
 
     @field_validator("exclude", mode="before")
@@ -144,7 +146,7 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "TrainConfig":
-        code = [str(source) for source in self.prompts if is_code_source(str(source))]
+        code = [source for source in self.prompts if is_code_source(source)]
         if self.responses == "given" and code:
             raise ValueError(f"prompts: {code[0]} has no responses: leave --responses given out")
         if self.responses == "given" and self.limit is not None:
@@ -160,9 +162,9 @@ class TrainConfig(BaseModel):
         return self.output / "responses" / way
 
     @property
-    def response_sources(self) -> list[Path]:
+    def response_sources(self) -> list[str]:
         """Where the finished responses are."""
         if self.responses == "given":
             return self.prompts
         runs = [self.answers(way) for way in WAYS]
-        return [run for run in runs if run.is_dir()] or runs
+        return [str(run) for run in ([run for run in runs if run.is_dir()] or runs)]

@@ -7,11 +7,13 @@ and reason which rows give no sample. Knows tokenizers; knows nothing of hidden 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from peagle.errors import InputError, did_you_mean
 from peagle.messages import parse_messages
+from peagle.storage import Place, open_to_read
+from peagle.storage.s3_path import SCHEME, S3Path
 
 Row = dict[str, Any]
 
@@ -53,8 +55,8 @@ class Rejected:
     reason: str
 
 
-def read_responses(source: Path) -> Iterator[Row]:
-    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a `.parquet` or `.jsonl` file.
+def read_responses(source: str | Path) -> Iterator[Row]:
+    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a `.parquet` or `.jsonl` file; local or `s3://`.
 
     Raises:
         InputError: nothing there, an unknown suffix, invalid JSON, or no `response` column.
@@ -133,15 +135,17 @@ def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
     return [{"role": "user", "content": row[prompt_column]}]
 
 
-def source_files(source: Path) -> list[Path]:
+def source_files(source: str | Path) -> list[Place]:
     """The files of a bulk run's directory, or the file itself.
 
     Raises:
         InputError: nothing there.
+        StorageError: the store refuses, or does not answer.
     """
-    if source.is_file():
-        return [source]
-    units = sorted((source / "data").glob("unit-*.parquet"))
+    found = source_place(source)
+    if is_file(found):
+        return [found]
+    units = sorted((found / "data").glob("unit-*.parquet"), key=str)
     if not units:
         raise InputError(
             f"{source}: no prompts or responses there",
@@ -150,39 +154,56 @@ def source_files(source: Path) -> list[Path]:
     return units
 
 
-def read_rows(file: Path) -> Iterator[Row]:
+def source_place(source: str | Path) -> Place:
+    """What a user names, under the user's own name for it.
+
+    Raises:
+        ConfigError: an S3 URL that names nothing in a bucket.
+    """
+    return S3Path.parse(str(source)) if str(source).startswith(SCHEME) else Path(source).expanduser()
+
+
+def is_file(found: Place) -> bool:
+    """Whether there is such a file or object."""
+    return found.is_file() if isinstance(found, Path) else found.exists()
+
+
+def read_rows(file: Place) -> Iterator[Row]:
     """Rows of one `.parquet` or `.jsonl` file.
 
     Raises:
         InputError: an unknown suffix, no such file, damaged Parquet, invalid JSON, or another encoding than UTF-8.
+        StorageError: the store refuses, or does not answer.
     """
-    if file.suffix not in (".parquet", ".jsonl"):
-        raise InputError(f"{file}: cannot read '{file.suffix}'", hint="give a .jsonl or .parquet file")
+    suffix = PurePath(file.name).suffix
+    if suffix not in (".parquet", ".jsonl"):
+        raise InputError(f"{file}: cannot read '{suffix}'", hint="give a .jsonl or .parquet file")
     try:
-        yield from _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
+        yield from _read_parquet(file) if suffix == ".parquet" else _read_jsonl(file)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Place) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        for batch in pq.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
+        with open_to_read(file) as opened:
+            for batch in pq.ParquetFile(opened).iter_batches():
+                yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise InputError(f"{file}: not whole Parquet: {error}") from error
 
 
-def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
+def _read_jsonl(file: Place) -> Iterator[Row]:
+    with open_to_read(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse(line, file, number)
 
 
-def _parse(line: bytes, file: Path, number: int) -> Row:
+def _parse(line: bytes, file: Place, number: int) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:

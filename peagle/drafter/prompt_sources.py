@@ -5,7 +5,6 @@ It knows files and the source that ships; it knows neither the target nor who ha
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Row, read_rows, row_text, source_files
@@ -29,8 +28,8 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     held: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
-        if is_code_source(str(source)):
-            found, own = _code(str(source), config, index)
+        if is_code_source(source):
+            found, own = _code(source, config, index)
         else:
             found, own = _file(source, config.prompt_column, index)
         held.append(found)
@@ -41,7 +40,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     _tell_shares(config, shares, say)
     tell_dropped(dropped, say)
     if not rows:
-        sources = ", ".join(map(str, config.prompts))
+        sources = ", ".join(config.prompts)
         raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {', '.join(config.exclude)}")
     return _alike(rows, config.prompt_column)
 
@@ -102,14 +101,14 @@ def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row
     return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
 
 
-def _file(source: Path, prompt_column: str, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
     checked = decontaminate(
         list(_prompts_of(source, prompt_column)), index, text=lambda row: row_text(row, prompt_column)
     )
     return checked.kept, checked.dropped
 
 
-def _prompts_of(source: Path, prompt_column: str) -> Iterator[Row]:
+def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     """What is asked in each row; a response that stands beside it is left behind."""
     number = -1
     for number, row in enumerate(row for file in source_files(source) for row in read_rows(file)):

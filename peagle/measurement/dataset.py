@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from peagle.drafter.data import Row, read_rows
+from peagle.drafter.data import Row, is_file, read_rows, source_place
 from peagle.errors import InputError
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.measurement.keys import HUMANEVAL, MeasurementKeys
@@ -96,10 +96,11 @@ def build_dataset(
 def _rows(dataset: str) -> Iterable[Row]:
     if dataset == HUMANEVAL:
         return read_humaneval()
-    file = Path(dataset).expanduser()
-    if "://" in dataset or not file.is_file():
+    file = source_place(dataset)
+    if not is_file(file):
         raise InputError(
-            f"dataset {dataset}: no such file", hint=f"give {HUMANEVAL}, or a local .jsonl or .parquet file of prompts"
+            f"dataset {dataset}: no such file",
+            hint=f"give {HUMANEVAL}, or a .jsonl or .parquet file of prompts, local or s3://",
         )
     return read_rows(file)
 

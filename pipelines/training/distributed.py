@@ -25,6 +25,7 @@ from peagle.drafter.prompts import is_code_source
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
+from peagle.storage import place
 from pipelines.batch.cluster import abandon, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
 
@@ -116,7 +117,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
-            "prompts": [source if is_code_source(str(source)) else source.resolve() for source in config.prompts],
+            "prompts": [source if is_code_source(source) else str(place(source)) for source in config.prompts],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),
             "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],

@@ -81,7 +81,7 @@ def test_prompts_that_get_no_response_are_counted(config, write_jsonl, tmp_path)
     with said.open("w") as stream:
         answer(config, Console(file=stream, width=200))
     assert "2 of 3 prompts were not answered; the first: the prompt has 3018 tokens" in said.read_text()
-    assert config.response_sources == [config.answers("greedy")]
+    assert config.response_sources == [str(config.answers("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from peagle.drafter.data import Sample, build_samples, read_responses, read_rows, row_text
 from peagle.errors import InputError
+from peagle.storage import Place, atomic_file, write_atomic
 
 
 class Tokenizer:
@@ -98,13 +99,16 @@ def test_rejected_rows_are_named() -> None:
     assert [r.id for r in rejected] == ["1"]
 
 
-def test_reads_a_run_directory_and_files_alike(tmp_path: Path) -> None:
-    (tmp_path / "run" / "data").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "run" / "data" / "unit-00001.parquet")
-    pq.write_table(pa.Table.from_pylist([{**ROW, "id": "b"}]), tmp_path / "run" / "data" / "unit-00000.parquet")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n\n")
-    assert [row["id"] for row in read_responses(tmp_path / "run")] == ["b", "a"]
-    assert list(read_responses(tmp_path / "rows.jsonl")) == [ROW]
+def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) -> None:
+    (root / "data").mkdir(parents=True)
+    for name, row_id in (("unit-00001.parquet", "a"), ("unit-00000.parquet", "b")):
+        with atomic_file(root / "data" / name) as file:
+            pq.write_table(pa.Table.from_pylist([{**ROW, "id": row_id}]), file)
+    write_atomic(root / "rows.jsonl", json.dumps(ROW).encode() + b"\n\n")
+    assert [row["id"] for row in read_responses(str(root))] == ["b", "a"]
+    assert list(read_responses(str(root / "rows.jsonl"))) == [ROW]
+    with pytest.raises(InputError, match="nothing: no prompts or responses there"):
+        list(read_responses(str(root / "nothing")))
 
 
 @pytest.mark.parametrize(

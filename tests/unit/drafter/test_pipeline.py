@@ -114,7 +114,7 @@ def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_fea
 
 def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, responses: Path, tmp_path: Path) -> None:
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    twice = config.model_copy(update={"prompts": [responses, responses]})
+    twice = config.model_copy(update={"prompts": [str(responses), str(responses)]})
     result = train_head(twice, Listener())
     assert (result["documents"], result["held_out_documents"]) == (19, 5)
 

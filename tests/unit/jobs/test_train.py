@@ -30,7 +30,7 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
         (("--prompts", "stdlib", "--responses", "given"), "stdlib has no responses"),
         (("--prompts", "p", "--responses", "given", "--limit", "9"), "limit is for prompts to be answered"),
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
-        (("--prompts", "s3://bucket/p.jsonl"), "copy s3://bucket/p.jsonl to a local path"),
+        (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither local nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
     ],
 )
@@ -43,8 +43,8 @@ def test_what_cannot_be_is_bad_usage(
 
 def test_yaml_may_name_one_source_without_a_list() -> None:
     config = TrainConfig(prompts="stdlib", output="out")
-    assert config.prompts == [Path("stdlib")]
-    assert config.response_sources == [Path("out/responses/greedy"), Path("out/responses/sampled")]
+    assert config.prompts == ["stdlib"]
+    assert config.response_sources == ["out/responses/greedy", "out/responses/sampled"]
 
 
 @pytest.mark.parametrize("responses", ["given", "regenerate"])

@@ -9,6 +9,7 @@ import pytest
 from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.errors import InputError
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.storage import place, write_atomic
 
 from ..drafter.evaluation.conftest import Bytes
 
@@ -38,6 +39,13 @@ def test_jsonl_and_parquet_give_the_same_prompts(write_jsonl: Callable[..., Path
     assert from_jsonl.prompts == from_parquet.prompts
     assert [prompt.category for prompt in from_jsonl.prompts] == ["x", None]
     assert from_jsonl.fingerprint == from_parquet.fingerprint
+
+
+@pytest.mark.usefixtures("s3")
+def test_data_in_s3_is_read() -> None:
+    write_atomic(place("s3://bucket/rows.jsonl"), b'{"prompt": "a"}\n')
+    dataset = load(dataset="s3://bucket/rows.jsonl")
+    assert (dataset.name, len(dataset.prompts)) == ("rows.jsonl", 1)
 
 
 def test_the_category_column_can_be_named_and_holds_anything(write_jsonl: Callable[..., Path]) -> None:
@@ -72,7 +80,8 @@ def test_data_that_cannot_be_used(lines: list[Any], message: str, write_jsonl: C
         load(dataset=str(write_jsonl(lines)))
 
 
-@pytest.mark.parametrize("name", ["nothing.jsonl", "s3://bucket/rows.jsonl", "humanevil"])
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("name", ["nothing.jsonl", "s3://bucket/rows.jsonl", "gs://bucket/rows.jsonl", "humanevil"])
 def test_data_that_is_not_there(name: str) -> None:
     with pytest.raises(InputError, match=r"no such file(.|\n)*humaneval"):
         load(dataset=name)

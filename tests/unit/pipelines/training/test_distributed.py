@@ -141,10 +141,10 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
 def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
-    sources = ["stdlib", "package:json", "mine.jsonl"]
+    sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
     told = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
     assert (told.target, told.init, told.features) == ("smollm2-135m", "warm", None)
     assert told.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
-    assert told.prompts == [Path("stdlib"), Path("package:json"), tmp_path / "mine.jsonl"]
+    assert told.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
     assert _for_workers(TrainConfig(target="org/name", prompts=sources, output="out")).target == "org/name"
