@@ -8,12 +8,15 @@ environment, in turns, `--repeats` times. A plug-in of vLLM (`token_clock/`) wri
 place in all four.
 
 Steady is the time between the first 10 % and the last 10 % of the output tokens: no system's start and no system's
-tail is in it. "whole" is from the first token to the last. Time to load is in neither.
+tail is in it. "whole" is from the first token to the last. Time to load is in neither. "worker" and "others" are the
+cores that vLLM's worker, which computes, and all other processes of the system used meanwhile. `--engine-first` gives
+those others only the time that vLLM's processes leave over.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=164)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 0], help="of async-llm; 0: all at once")
+    parser.add_argument("--engine-first", action="store_true", help="what is not vLLM's gets the lowest priority")
     return same_engine.parse(parser)
 
 
@@ -64,8 +68,9 @@ def _job(options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[str, Any]) -> dict[str, float]:
     folder = options.folder / f"{system}-{repeat}"
-    clock = same_engine.clock_file(folder)
-    if not (folder / "done").exists():
+    clock, done = same_engine.clock_file(folder), folder / "done.json"
+    expected = len(job["rows"]) * job["sampling"]["max_tokens"]
+    if not done.exists():
         name, _, concurrency = system.partition("@")
         own = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
         started = time.monotonic()
@@ -75,9 +80,22 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
                 time.sleep(0.5)
             if process.poll() is None:
                 same_engine.leave_cores(process.pid, options)
-        (folder / "done").write_text(f"{time.monotonic() - started:.1f}\n", encoding="utf-8")
-    expected = len(job["rows"]) * job["sampling"]["max_tokens"]
-    return _rates(clock, expected) | {"command_s": float((folder / "done").read_text())}
+                if options.engine_first:
+                    same_engine.let_engine_come_first(process.pid)
+            cores = _cores(process, clock, (1 - _EDGE) * expected)
+        done.write_text(json.dumps({**cores, "command_s": round(time.monotonic() - started, 1)}), encoding="utf-8")
+    return _rates(clock, expected) | json.loads(done.read_text(encoding="utf-8"))
+
+
+def _cores(process: "subprocess.Popen[bytes]", clock: Path, num_tokens: float) -> dict[str, float]:
+    """Cores that vLLM's worker and all other processes of a system use, from now until it has made the tokens."""
+    before, started, now = same_engine.cpu_seconds(process.pid), time.monotonic(), {}
+    while process.poll() is None and sum(tokens for _, tokens in same_engine.read_clock(clock)) < num_tokens:
+        now, passed = same_engine.cpu_seconds(process.pid), time.monotonic() - started
+        time.sleep(2)
+    used = {name: (seconds - before.get(name, 0.0)) / passed for name, seconds in now.items()}
+    worker = used.pop("VLLM::Worker", 0.0)
+    return {"worker_cores": round(worker, 3), "other_cores": round(sum(used.values()), 3)}
 
 
 def _rates(clock: Path, num_expected: int) -> dict[str, float]:
@@ -108,10 +126,16 @@ def _table(measured: dict[str, list[dict[str, float]]]) -> str:
     """Medians and spread (smallest to largest), and each system against the best direct drive."""
     steady = {name: same_engine.median_and_spread(runs, "steady_tokens_per_s") for name, runs in measured.items()}
     best = max(rate for name, (rate, _) in steady.items() if name.startswith("async-llm"))
-    lines = ["| system | steady output tokens/s | spread | whole | of the best AsyncLLM |", "|---|--:|--:|--:|--:|"]
+    lines = [
+        "| system | steady output tokens/s | spread | whole | of the best AsyncLLM | worker | others |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     for name, (rate, spread) in steady.items():
-        whole, _ = same_engine.median_and_spread(measured[name], "whole_tokens_per_s")
-        lines.append(f"| {name} | {rate:.1f} | {spread} | {whole:.1f} | {rate / best:.3f} |")
+        figures = ("whole_tokens_per_s", "worker_cores", "other_cores")
+        whole, worker, other = (same_engine.median_and_spread(measured[name], figure)[0] for figure in figures)
+        lines.append(
+            f"| {name} | {rate:.1f} | {spread} | {whole:.1f} | {rate / best:.3f} | {worker:.2f} | {other:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -119,7 +143,7 @@ def _record(
     options: argparse.Namespace, job: dict[str, Any], measured: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
     engine = {name: value for name, value in job["engine"].items() if name not in ("model", "speculative_config")}
-    own = {"rows": options.rows, "sampling": job["sampling"], "engine": engine}
+    own = {"rows": options.rows, "sampling": job["sampling"], "engine": engine, "engine_first": options.engine_first}
     return same_engine.record(options, measured) | own
 
 

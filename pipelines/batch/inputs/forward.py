@@ -5,6 +5,7 @@ one file in rising order, so it keeps the reader it has and skips ahead: each pr
 a unit. A unit that lies behind starts again at the beginning, which is slow and right.
 """
 
+import atexit
 from collections import OrderedDict
 from typing import Generic, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ class ForwardReaders(Generic[Reader]):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Reader] = OrderedDict()
+        atexit.register(self.close)  # the interpreter would name each file that is still open
 
     def take(self, path: str, position: int) -> Reader | None:
         """A reader of `path` that is not yet past `position`, if there is one."""
@@ -42,3 +44,8 @@ class ForwardReaders(Generic[Reader]):
         self._kept[path] = reader
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Let all files go."""
+        while self._kept:
+            self._kept.popitem()[1].close()
