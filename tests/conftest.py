@@ -13,7 +13,7 @@ from peagle.storage import place, s3_client
 # Tests say what they use; what the shell of whoever runs them has set must not change them.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
-# A shell without job control has what it starts in the background ignore Ctrl-C, and the commands under test inherit it.
+# A shell without job control has what it starts in the background ignore Ctrl-C; the commands under test inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -12,7 +12,7 @@ import pytest
 NUM_TOKENS, TOKEN_S = 40, 0.2
 QUESTION = [{"role": "user", "content": "?"}]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.soak]
 
 
 @pytest.fixture
@@ -66,7 +66,6 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
     assert process.wait(60) == 0
 
 
-@pytest.mark.soak
 def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     process, url = served(drain_s=3)
     with stopped_while_it_answers(process, url) as (_, lines):
@@ -75,7 +74,6 @@ def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     assert process.wait(60) == 0
 
 
-@pytest.mark.soak
 def test_a_second_signal_ends_it_at_once(served):
     process, url = served(drain_s=60)
     with stopped_while_it_answers(process, url):

@@ -70,6 +70,7 @@ def train_workers(of=None):
     return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_ours(pid)]
 
 
+@pytest.mark.soak
 def test_an_interrupt_ends_the_training_and_its_workers(config, tmp_path):
     output, run = tmp_path / "cut", config(tmp_path / "cut", workers=2, epochs=400)
     settings = tmp_path / "train.yaml"
