@@ -8,9 +8,9 @@ environment, in turns, `--repeats` times. A plug-in of vLLM (`token_clock/`) wri
 place in all four.
 
 Steady is the time between the first 10 % and the last 10 % of the output tokens: no system's start and no system's
-tail is in it. "whole" is from the first token to the last. Time to load is in neither. "worker" and "others" are the
-cores that vLLM's worker, which computes, and all other processes of the system used meanwhile. `--engine-first` gives
-those others only the time that vLLM's processes leave over.
+tail is in it. "whole" is from the first token to the last. Time to load is in neither. "worker cores" is what vLLM's
+worker, which computes, had of the cores meanwhile. `--engine-first` leaves everything but vLLM's processes only the
+time that those do not use.
 """
 
 import argparse
@@ -82,20 +82,24 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
                 same_engine.leave_cores(process.pid, options)
                 if options.engine_first:
                     same_engine.let_engine_come_first(process.pid)
-            cores = _cores(process, clock, (1 - _EDGE) * expected)
-        done.write_text(json.dumps({**cores, "command_s": round(time.monotonic() - started, 1)}), encoding="utf-8")
+            cores = _worker_cores(process, clock, (1 - _EDGE) * expected)
+        took = {"worker_cores": cores, "command_s": round(time.monotonic() - started, 1)}
+        done.write_text(json.dumps(took), encoding="utf-8")
     return _rates(clock, expected) | json.loads(done.read_text(encoding="utf-8"))
 
 
-def _cores(process: "subprocess.Popen[bytes]", clock: Path, num_tokens: float) -> dict[str, float]:
-    """Cores that vLLM's worker and all other processes of a system use, from now until it has made the tokens."""
-    before, started, now = same_engine.cpu_seconds(process.pid), time.monotonic(), {}
+def _worker_cores(process: "subprocess.Popen[bytes]", clock: Path, num_tokens: float) -> float:
+    """What the engine's worker has of the cores, from now until it has made so many tokens."""
+
+    def used() -> float:
+        return same_engine.cpu_seconds(process.pid).get("VLLM::Worker", 0.0)
+
+    before, started, cores = used(), time.monotonic(), 0.0
     while process.poll() is None and sum(tokens for _, tokens in same_engine.read_clock(clock)) < num_tokens:
-        now, passed = same_engine.cpu_seconds(process.pid), time.monotonic() - started
         time.sleep(2)
-    used = {name: (seconds - before.get(name, 0.0)) / passed for name, seconds in now.items()}
-    worker = used.pop("VLLM::Worker", 0.0)
-    return {"worker_cores": round(worker, 3), "other_cores": round(sum(used.values()), 3)}
+        if (now := used()) > before:  # it is gone soon after its last token
+            cores = (now - before) / (time.monotonic() - started)
+    return round(cores, 3)
 
 
 def _rates(clock: Path, num_expected: int) -> dict[str, float]:
@@ -127,15 +131,13 @@ def _table(measured: dict[str, list[dict[str, float]]]) -> str:
     steady = {name: same_engine.median_and_spread(runs, "steady_tokens_per_s") for name, runs in measured.items()}
     best = max(rate for name, (rate, _) in steady.items() if name.startswith("async-llm"))
     lines = [
-        "| system | steady output tokens/s | spread | whole | of the best AsyncLLM | worker | others |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| system | steady output tokens/s | spread | whole | of the best AsyncLLM | worker cores |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     for name, (rate, spread) in steady.items():
-        figures = ("whole_tokens_per_s", "worker_cores", "other_cores")
-        whole, worker, other = (same_engine.median_and_spread(measured[name], figure)[0] for figure in figures)
-        lines.append(
-            f"| {name} | {rate:.1f} | {spread} | {whole:.1f} | {rate / best:.3f} | {worker:.2f} | {other:.2f} |"
-        )
+        figures = ("whole_tokens_per_s", "worker_cores")
+        whole, cores = (same_engine.median_and_spread(measured[name], figure)[0] for figure in figures)
+        lines.append(f"| {name} | {rate:.1f} | {spread} | {whole:.1f} | {rate / best:.3f} | {cores:.2f} |")
     return "\n".join(lines)
 
 

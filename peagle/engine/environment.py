@@ -24,9 +24,8 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/opt/conda/lib",
 )
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# Intel's OpenMP yields the core while it waits for its other threads, and the engine hardly gets it back from a process
-# that computes beside it: a tenth of the output tokens/s with one such process on 2 cores, against half of them where it
-# does not yield (docs/bulk.md, "What it costs"). Most likely each yield gives away a whole turn of Linux's scheduler.
+# Intel's OpenMP yields the core while it waits for its other threads, and then hardly gets it back from a process that
+# computes beside the engine: docs/bulk.md, "What it costs", has the figures. Without yielding the two share the core.
 _YIELD = "KMP_USE_YIELD"
 # As this process was started: what an earlier engine in it was given is not what the user set.
 _INHERITED: Mapping[str, str] = dict(os.environ)
