@@ -62,7 +62,7 @@ def _job(options: argparse.Namespace) -> dict[str, Any]:
     flags = same_engine.peagle_flags(options, options.max_num_seqs)
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
-    variables = environment(engine.spec, here, inherited=os.environ)
+    variables = {"KMP_USE_YIELD": "0"} | environment(engine.spec, here, inherited=os.environ)  # as bulk engines have it
     return {"engine": arguments, "environment": variables, "rows": rows, "sampling": sampling, "peagle": flags}
 
 

@@ -24,9 +24,6 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/opt/conda/lib",
 )
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# Intel's OpenMP yields the core while it waits for its other threads, and then hardly gets it back from a process that
-# computes beside the engine: docs/bulk.md, "What it costs", has the figures. Without yielding the two share the core.
-_YIELD = "KMP_USE_YIELD"
 # As this process was started: what an earlier engine in it was given is not what the user set.
 _INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
@@ -60,7 +57,6 @@ def environment(
         alone = bound and num_engines_on_node == 1
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", ""))
-        variables |= {_YIELD: inherited.get(_YIELD, "0")}
     return variables
 
 

@@ -107,4 +107,8 @@ def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int
 def _prepared(spec: EngineSpec) -> EngineSpec:
     # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound when it starts.
     os.environ.pop("OMP_NUM_THREADS", None)
+    # Intel's OpenMP yields the core while it waits for its other threads. Beside a process that computes, as Ray's and
+    # the driver do, it then hardly gets it back: docs/bulk.md, "What it costs". Where nothing else runs, an engine with
+    # few requests is faster with it, so only bulk goes without.
+    os.environ.setdefault("KMP_USE_YIELD", "0")
     return local_spec(spec)

@@ -71,11 +71,6 @@ def test_a_lone_engine_keeps_the_cores_that_the_user_bound_it_to() -> None:
     assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in pair] == ["0", "1"]
 
 
-def test_threads_that_wait_keep_their_core_unless_the_user_says_otherwise() -> None:
-    assert environment(SPEC, cpu(0, 1), inherited={})["KMP_USE_YIELD"] == "0"
-    assert environment(SPEC, cpu(0, 1), inherited={"KMP_USE_YIELD": "1"})["KMP_USE_YIELD"] == "1"
-
-
 def test_engines_of_a_node_share_no_core_and_leave_none() -> None:
     bindings = [
         environment(SPEC, cpu(0, 1, 2, 3, 4), engine_index=i, num_engines_on_node=2, inherited={}) for i in range(2)
