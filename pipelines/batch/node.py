@@ -21,6 +21,8 @@ from peagle.engine.vllm_engine import VllmEngine
 from peagle.errors import CapacityError
 
 _MAX_SLOTS = 1024
+# With 4 requests at once and fewer an engine on 2 cores was mostly faster with yields, with 16 without.
+_MANY_SEQS = 8
 
 
 def claim_slot(places: str) -> int:
@@ -107,8 +109,8 @@ def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int
 def _prepared(spec: EngineSpec) -> EngineSpec:
     # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound when it starts.
     os.environ.pop("OMP_NUM_THREADS", None)
-    # Intel's OpenMP yields the core while it waits for its other threads. Beside a process that computes, as Ray's and
-    # the driver do, it then hardly gets it back: docs/bulk.md, "What it costs". Where nothing else runs, an engine with
-    # few requests is faster with it, so only bulk goes without.
-    os.environ.setdefault("KMP_USE_YIELD", "0")
+    if spec.max_num_seqs >= _MANY_SEQS:
+        # Intel's OpenMP yields the core while it waits for its other threads. Beside a process that computes, as Ray's
+        # and the driver do, it then hardly gets it back: docs/bulk.md, "What it costs".
+        os.environ.setdefault("KMP_USE_YIELD", "0")
     return local_spec(spec)
