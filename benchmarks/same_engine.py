@@ -84,16 +84,6 @@ def leave_cores(process: int, options: argparse.Namespace) -> None:
                     os.sched_setaffinity(thread.id, others)
 
 
-def let_engine_come_first(process: int) -> None:
-    """Let all that runs below a process, and itself, have only the time that its engine's processes leave over."""
-    root = psutil.Process(process)
-    for found in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if "VLLM::" not in " ".join(found.cmdline()):
-                for thread in found.threads():
-                    os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
-
-
 def take_cores() -> None:
     """What is started from here on may run anywhere."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -9,8 +9,7 @@ place in all four.
 
 Steady is the time between the first 10 % and the last 10 % of the output tokens: no system's start and no system's
 tail is in it. "whole" is from the first token to the last. Time to load is in neither. "worker cores" is what vLLM's
-worker, which computes, had of the cores meanwhile. `--engine-first` leaves everything but vLLM's processes only the
-time that those do not use.
+worker, which computes, had of the cores meanwhile.
 """
 
 import argparse
@@ -24,6 +23,7 @@ from typing import Any
 from benchmarks import same_engine
 from peagle import hardware
 from peagle.engine import engine_args, environment
+from pipelines.batch.node import beside_ray
 
 HERE = Path(__file__).parent
 _EDGE = 0.1
@@ -49,7 +49,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=164)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 0], help="of async-llm; 0: all at once")
-    parser.add_argument("--engine-first", action="store_true", help="what is not vLLM's gets the lowest priority")
     return same_engine.parse(parser)
 
 
@@ -62,7 +61,7 @@ def _job(options: argparse.Namespace) -> dict[str, Any]:
     flags = same_engine.peagle_flags(options, options.max_num_seqs)
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
-    variables = {"KMP_USE_YIELD": "0"} | environment(engine.spec, here, inherited=os.environ)  # as bulk engines have it
+    variables = environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec)
     return {"engine": arguments, "environment": variables, "rows": rows, "sampling": sampling, "peagle": flags}
 
 
@@ -80,8 +79,6 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
                 time.sleep(0.5)
             if process.poll() is None:
                 same_engine.leave_cores(process.pid, options)
-                if options.engine_first:
-                    same_engine.let_engine_come_first(process.pid)
             cores = _worker_cores(process, clock, (1 - _EDGE) * expected)
         took = {"worker_cores": cores, "command_s": round(time.monotonic() - started, 1)}
         done.write_text(json.dumps(took), encoding="utf-8")
@@ -145,7 +142,7 @@ def _record(
     options: argparse.Namespace, job: dict[str, Any], measured: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
     engine = {name: value for name, value in job["engine"].items() if name not in ("model", "speculative_config")}
-    own = {"rows": options.rows, "sampling": job["sampling"], "engine": engine, "engine_first": options.engine_first}
+    own = {"rows": options.rows, "sampling": job["sampling"], "engine": engine}
     return same_engine.record(options, measured) | own
 
 

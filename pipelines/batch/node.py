@@ -23,6 +23,7 @@ from peagle.errors import CapacityError
 _MAX_SLOTS = 1024
 # With 4 requests at once and fewer an engine on 2 cores was mostly faster with yields, with 16 without.
 _MANY_SEQS = 8
+_YIELD = "KMP_USE_YIELD"
 
 
 def claim_slot(places: str) -> int:
@@ -70,6 +71,15 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
 
 
+def beside_ray(spec: EngineSpec) -> dict[str, str]:
+    """Variables that a CPU engine starts with where Ray and a driver compute on its cores; what is set already stays.
+
+    Intel's OpenMP yields the core while it waits for its other threads, and hardly gets it back from a process that
+    computes: docs/bulk.md, "What it costs".
+    """
+    return {} if spec.max_num_seqs < _MANY_SEQS or _YIELD in os.environ else {_YIELD: "0"}
+
+
 def start_vllm(
     spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None = None
 ) -> VllmEngine:
@@ -109,8 +119,5 @@ def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int
 def _prepared(spec: EngineSpec) -> EngineSpec:
     # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound when it starts.
     os.environ.pop("OMP_NUM_THREADS", None)
-    if spec.max_num_seqs >= _MANY_SEQS:
-        # Intel's OpenMP yields the core while it waits for its other threads. Beside a process that computes, as Ray's
-        # and the driver do, it then hardly gets it back: docs/bulk.md, "What it costs".
-        os.environ.setdefault("KMP_USE_YIELD", "0")
+    os.environ |= beside_ray(spec)
     return local_spec(spec)
