@@ -3,22 +3,35 @@ arXiv 2203.05482; measured in LOG.md).
 
     python -m benchmarks.drafter.average heads/first/head heads/second/head --output heads/both
 
-The heads must have equal configurations. The card is that of the last one: what it says of data and acceptance is to be
-mended by hand.
+The heads must draft alike but for their weights. The card is that of the last one: what it says of data and acceptance
+is to be mended by hand.
 """
 
 import argparse
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
 from peagle.errors import DrafterError
 
 _WEIGHTS = "model.safetensors"
+_NORMS = ("norm_before_residual", "norm_before_fc")
+# What a layer computes with its weights. Names and tokens that it does not use differ by who wrote the configuration.
+_COMPUTATION = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 def main() -> None:
@@ -39,9 +52,9 @@ def average(heads: list[Path], output: Path) -> None:
     """
     if output.exists():
         raise DrafterError(f"{output} is there already", hint="name another folder")
-    config = read_config(heads[-1], DrafterError)
+    drafting = _drafting(read_config(heads[-1], DrafterError))
     for head in heads[:-1]:
-        if read_config(head, DrafterError) != config:
+        if _drafting(read_config(head, DrafterError)) != drafting:
             raise DrafterError(f"{head}/config.json is not that of {heads[-1]}: only equal heads have an average")
     weights = [load_file(head / _WEIGHTS) for head in heads]
     if len({frozenset(one) for one in weights}) > 1:
@@ -53,6 +66,12 @@ def average(heads: list[Path], output: Path) -> None:
     save_file(mean, output / _WEIGHTS, metadata)
     for name in ("config.json", "README.md"):
         shutil.copyfile(heads[-1] / name, output / name)
+
+
+def _drafting(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All that decides what a head drafts, weights aside."""
+    layer = config.get("transformer_layer_config") or config
+    return (read_head(config), *(config.get(key) for key in _NORMS), *(layer.get(key) for key in _COMPUTATION))
 
 
 def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -79,7 +79,7 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
 
     tensors = load_file(folder / _WEIGHTS)
     rows = tensors.pop(_LM_HEAD)
-    if not torch.equal(rows, _rows_of(target, tensors["d2t"])):
+    if not torch.equal(rows, rows_of(target, tensors["d2t"])):
         raise DrafterError(f"{folder}: its lm_head is not the target's", hint="train it with --no-train-lm-head")
     _copy_with(folder, tensors, output)
 
@@ -120,7 +120,7 @@ def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
     from peagle.fp8 import in_bf16
 
     tensors = in_bf16(load_file(folder / _WEIGHTS))
-    tensors[_LM_HEAD] = _rows_of(target, tensors["d2t"])
+    tensors[_LM_HEAD] = rows_of(target, tensors["d2t"])
     whole.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
         head = Path(staging) / whole.name
@@ -148,7 +148,7 @@ def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -
     (output / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
-def _rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
+def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
     """The target's rows of lm_head for a draft vocabulary, whose ids are d2t + their index."""
     import torch
     from safetensors import safe_open

@@ -11,7 +11,9 @@ from peagle.errors import DrafterError
 
 def head(folder: Path, weight: float, *, d2t: list[int], layers: int = 1) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    layer = {"hidden_size": 2, "vocab_size": 10, "num_hidden_layers": layers, "_name_or_path": folder.name}
+    config = {"speculators_model_type": "eagle3", "draft_vocab_size": len(d2t), "transformer_layer_config": layer}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "README.md").write_text(f"card of {weight}")
     weights = {"norm.weight": torch.full((2,), weight, dtype=torch.bfloat16), "d2t": torch.tensor(d2t)}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
