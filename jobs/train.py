@@ -34,7 +34,7 @@ _GROUPS = {
     ],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
-        "mask_token_id", "init", "further_layers", "train_lm_head", "train_embeddings",
+        "mask_token_id", "init", "further_layers", "num_frozen_layers", "train_lm_head", "train_embeddings",
     ],
     "recipe": [
         "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "depth_weight",

@@ -56,6 +56,7 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
         mask_token_id=config.mask_token_id,
         init=config.init,
         further_layers=config.further_layers,
+        num_frozen_layers=config.num_frozen_layers,
         train_lm_head=config.train_lm_head,
         train_embeddings=config.train_embeddings,
     )

@@ -88,6 +88,9 @@ class TrainConfig(BaseModel):
         description="layers that the head of --init has not begin as the identity, or unrolled: each two as one more "
         "step of the EAGLE-3 head that it is",
     )
+    num_frozen_layers: int = Field(
+        0, ge=0, description="first layers of the head of --init that stay as they are, and with them what feeds them"
+    )
     train_lm_head: bool = Field(True, description="train lm_head as well, rather than keep the target's rows")
     train_embeddings: bool = Field(
         False, description="train embeddings as well, and save them with the head, rather than share the target's"

@@ -70,7 +70,16 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
             warm_start(head, weights, architecture)
         _go_on_from(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
+    if spec.num_frozen_layers:
+        _freeze(head, spec.num_frozen_layers)
     return head
+
+
+def _freeze(head: Any, num_layers: int) -> None:
+    """Leave the first layers out of the training, and what they read: their outputs stay as they are."""
+    for name, parameter in head.named_parameters():
+        if name.startswith(("fc.", "mask_hidden", *(f"layers.{index}." for index in range(num_layers)))):
+            parameter.requires_grad_(requires_grad=False)
 
 
 @torch.no_grad()

@@ -30,6 +30,8 @@ class HeadSpec:
             layers or KV heads, which are then repeated. A P-EAGLE head may go on from an EAGLE-3 one.
         further_layers: those that the head to go on from has not begin as the "identity", or "unrolled": as steps of
             the EAGLE-3 head that it is (unroll.py).
+        num_frozen_layers: first layers of the head to go on from that stay as they are, and with them what feeds them:
+            `fc`, the mask state, embeddings.
         train_lm_head: whether lm_head is trained, rather than kept equal to the target's rows.
         train_embeddings: whether embeddings are trained, rather than shared with the target. They are then saved with
             the head: vocabulary x hidden size, most of its bytes.
@@ -43,6 +45,7 @@ class HeadSpec:
     mask_token_id: int = 0
     init: str = "warm"
     further_layers: str = "identity"
+    num_frozen_layers: int = 0
     train_lm_head: bool = False
     train_embeddings: bool = False
 
@@ -57,6 +60,21 @@ class HeadSpec:
             raise ConfigError(f"further_layers must be one of {', '.join(FURTHER_LAYERS)}, got {self.further_layers!r}")
         if self.init not in INITS and not Path(self.init).is_dir():
             raise ConfigError(f"init must be one of {', '.join(INITS)} or the folder of a head, got {self.init!r}")
+        if not 0 <= self.num_frozen_layers < self.num_layers:
+            raise ConfigError(
+                f"num_frozen_layers must be from 0 to {self.num_layers - 1}, got {self.num_frozen_layers}",
+                hint="the last layer at least is trained",
+            )
+        if self.num_frozen_layers and self.init in INITS:
+            raise ConfigError(
+                f"num_frozen_layers: a head with init {self.init} has no layers that could stay as they are",
+                hint="name the folder of a head as init",
+            )
+        if self.num_frozen_layers and self.train_embeddings:
+            raise ConfigError(
+                "train_embeddings: they feed the layers that num_frozen_layers keeps as they are",
+                hint="give one of the two",
+            )
 
 
 def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
@@ -129,7 +147,7 @@ def _require_unrollable(shape: Architecture, spec: HeadSpec) -> None:
 
 
 def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
-    """Whether a saved head reads the layers, and knows the mask token, that the one to train does."""
+    """Whether a saved head reads the layers, knows the mask token and has the layers that the one to train needs."""
     saved = read_head(read_config(folder, ConfigError))
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(
@@ -140,4 +158,9 @@ def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
         raise ConfigError(
             f"{folder}: its mask token is {saved.mask_token_id}, that of the head to train {spec.mask_token_id}",
             hint="give its --mask-token-id, or another init",
+        )
+    if saved.num_layers < spec.num_frozen_layers:
+        raise ConfigError(
+            f"{folder}: has {saved.num_layers} layers, {spec.num_frozen_layers} are to stay as they are",
+            hint=f"give --num-frozen-layers {saved.num_layers} or fewer",
         )

@@ -76,7 +76,7 @@ speculative_config = {{
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {_excluded(config)} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "as its target's"} |
@@ -85,6 +85,10 @@ speculative_config = {{
 
 {_acceptance(facts.held_out, config.num_speculative_tokens)}
 """
+
+
+def _frozen(config: TrainConfig) -> str:
+    return f", the first {config.num_frozen_layers} of its layers frozen" if config.num_frozen_layers else ""
 
 
 def _responses(config: TrainConfig) -> str:

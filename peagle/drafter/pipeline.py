@@ -100,9 +100,12 @@ class Prepared:
     def identity(self) -> dict[str, Any]:
         """What must be equal for a training to go on, beside the recipe."""
         init = self.config.init
+        head = asdict(self.spec)
+        if not self.spec.num_frozen_layers:
+            del head["num_frozen_layers"]  # so that trainings from before there were any go on
         return {
             "features": asdict(self.store.spec),
-            "head": asdict(self.spec),
+            "head": head,
             "init": None if init in INITS else sha256(Path(init) / "model.safetensors"),
             "vocabulary": hashlib.sha256(repr(self.vocabulary.token_ids).encode()).hexdigest(),
         }

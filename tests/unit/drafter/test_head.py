@@ -244,6 +244,43 @@ def test_a_peagle_head_goes_on_from_an_eagle3_one_with_a_new_mask_state(
     assert not gone_on.mask_hidden.any()
 
 
+def test_frozen_layers_and_what_feeds_them_are_left_as_they_are(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
+) -> None:
+    save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
+    shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
+    every = {n for n, p in _head(target, spec, vocabulary, **shape).named_parameters() if p.requires_grad}
+    some = {
+        n
+        for n, p in _head(target, spec, vocabulary, **shape, num_frozen_layers=2).named_parameters()
+        if p.requires_grad
+    }
+    assert some == {name for name in every if name.startswith(("layers.2.", "norm."))}
+    assert {"fc.weight", "mask_hidden"} <= every - some
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 2, "num_frozen_layers": 2}, "num_frozen_layers must be from 0 to 1, got 2"),
+        ({"num_layers": 2, "num_frozen_layers": 1, "train_embeddings": True}, "train_embeddings: they feed"),
+        ({"num_layers": 3, "num_frozen_layers": 2}, "has 1 layers, 2 are to stay as they are"),
+        ({"num_layers": 2, "num_frozen_layers": 1, "init": "warm"}, "init warm has no layers that could stay"),
+    ],
+)
+def test_layers_that_cannot_stay_as_they_are_are_refused(
+    tmp_path: Path,
+    target: Path,
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    save_head(_head(target, spec, vocabulary, num_layers=1), tmp_path, verifier="org/target")
+    with pytest.raises(ConfigError, match=message):
+        _head(target, spec, vocabulary, **{"init": str(tmp_path), **changes})
+
+
 @pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}, {"algorithm": "medusa"}])
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):

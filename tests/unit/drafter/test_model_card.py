@@ -54,6 +54,11 @@ def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
     assert "COD ratio 0.8, depth decay 0.9, D-PACE, start from an earlier EAGLE-3 head, its steps unrolled" in card
 
 
+def test_frozen_layers_are_told(tmp_path: Path) -> None:
+    card = _card(init=str(tmp_path), num_layers=5, num_frozen_layers=3)
+    assert "lm_head trained, the first 3 of its layers frozen |" in card
+
+
 def test_another_loss_than_the_divergence_is_told() -> None:
     assert "COD ratio 0.8, loss lk_hybrid, warm start" in _card(loss="lk_hybrid")
 
