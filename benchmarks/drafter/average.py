@@ -75,10 +75,10 @@ def _drafting(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if not tensors[-1].is_floating_point():  # d2t, the draft vocabulary
-        if any(not torch.equal(tensor, tensors[-1]) for tensor in tensors):
-            raise DrafterError("the heads have different draft vocabularies")
-        return tensors[-1]
+    if all(torch.equal(tensor, tensors[-1]) for tensor in tensors):
+        return tensors[-1]  # to the bit: a sum would make 0 of -0
+    if not tensors[-1].is_floating_point():
+        raise DrafterError("the heads have different draft vocabularies")
     return torch.stack([tensor.float() for tensor in tensors]).mean(0).to(tensors[-1].dtype)
 
 

@@ -32,6 +32,12 @@ def test_the_average_has_the_mean_of_the_weights_and_the_last_ones_vocabulary_an
         average(heads, tmp_path / "mean")
 
 
+def test_what_is_equal_stays_so_to_the_bit(tmp_path: Path) -> None:
+    heads = [head(tmp_path / name, -0.0, d2t=[0, 3]) for name in ("one", "other")]
+    average(heads, tmp_path / "mean")
+    assert load_file(tmp_path / "mean" / "model.safetensors")["norm.weight"].signbit().all()
+
+
 def test_heads_that_differ_have_no_average(tmp_path: Path) -> None:
     one = head(tmp_path / "one", 1.0, d2t=[0, 3])
     with pytest.raises(DrafterError, match="different draft vocabularies"):
