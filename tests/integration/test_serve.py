@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
 from pipelines.online.keys import new_key, write_keys
+from tests.chaos.processes import command_line, descendants, kill
 
 MODEL = "smollm2-135m"
 START_S = 240
@@ -63,6 +64,32 @@ def test_a_batch_is_answered_by_an_engine_of_its_own(peagle, embedded_target, tm
     (session,) = read_sessions(tmp_path / "state" / "ledger")
     assert batch.usage.session_id != session.session_id
     assert session.num_output_tokens == 0
+
+
+@pytest.mark.soak
+def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_replaced(peagle, embedded_target, tmp_path):
+    process, url, _, key = served(peagle, tmp_path)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client, ThreadPoolExecutor(1) as pool:
+        long = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        stream = client.chat.completions.create(**long, stream=True)
+        whole = pool.submit(client.chat.completions.create, **long)
+        seen = [next(stream) for _ in range(5)]
+        (engine,) = [pid for pid in descendants(process.pid) if "EngineCore" in command_line(pid)]
+        kill(engine)
+        with pytest.raises(openai.APIError) as broken:
+            seen.extend(stream)
+        assert broken.value.code == "overloaded", broken.value
+        assert all(chunk.choices[0].finish_reason is None for chunk in seen)
+        assert whole.exception(START_S) is None or whole.exception().status_code == 503, whole.exception()
+        patient = client.with_options(max_retries=START_S // 5)  # 503 says to come again after five seconds
+        answer = patient.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+        assert "Paris" in answer.choices[0].message.content
+    stop(process)
+    bills = Counter(request.request_id for request in RequestReader(tmp_path / "state" / "ledger").new())
+    assert len(bills) == 1 + (whole.exception() is None), bills  # whoever it was cut off pays nothing
+    assert set(bills.values()) == {1}
+    killed, again = read_sessions(tmp_path / "state" / "ledger")
+    assert killed.session_id != again.session_id
 
 
 def served(peagle, folder):
