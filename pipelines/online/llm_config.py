@@ -17,8 +17,8 @@ from pipelines.online.scaling import RequestCounts
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0  # a step with long prompts on a CPU may hold up an engine's answer for seconds
 _DRAIN_POLL_S = 1.0
-_PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
-_PREFIX_TREE_CHARS = 4_000_000  # prompts that the router remembers of each model
+_PREFIX_ROUTER = "pipelines.online.routing.PrefixRouter"  # by name: only who routes needs Ray Serve's classes
+_PREFIX_BLOCKS = 32_768  # of prompts, that the router remembers of each engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +123,6 @@ def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[s
     if sizes.max_replicas > 1 and spec.enable_prefix_caching:
         options["request_router_config"] = {
             "request_router_class": _PREFIX_ROUTER,
-            "request_router_kwargs": {
-                # Requests that an engine may be ahead of another for the sake of a prefix.
-                "imbalanced_threshold": max(1, counts.admitted // 4),
-                "do_eviction": True,
-                "eviction_threshold_chars": _PREFIX_TREE_CHARS,
-                "eviction_target_chars": _PREFIX_TREE_CHARS * 9 // 10,
-            },
+            "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": _PREFIX_BLOCKS},
         }
     return options

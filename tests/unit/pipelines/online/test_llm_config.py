@@ -1,4 +1,5 @@
 import pytest
+from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import DeploymentSchema
 
 from peagle.engine.spec import EngineSpec
@@ -6,6 +7,7 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.llm_config import Sizes, check_parsers, deployment_config, make_llm_config
+from pipelines.online.routing import PrefixRouter
 from pipelines.online.scaling import RequestCounts
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=2)
@@ -48,9 +50,9 @@ def test_scaling_to_zero_starts_with_one():
 def test_prefixes_are_followed_only_where_there_is_a_choice():
     assert "request_router_config" not in options()
     assert "request_router_config" not in options(3, enable_prefix_caching=False)
-    router = options(3)["request_router_config"]["request_router_kwargs"]
-    assert router["do_eviction"]
-    assert 0 < router["imbalanced_threshold"] < float("inf")
+    router = options(3)["request_router_config"]
+    assert RequestRouterConfig(**router).get_request_router_class() is PrefixRouter
+    assert router["request_router_kwargs"]["most_ahead"] == 2
 
 
 def test_an_engine_on_cpu_takes_no_more_than_its_bundle():
