@@ -23,7 +23,7 @@ The answer is a profile that `peagle generate` and `peagle serve` take; it may b
 kept in OUTPUT: the same command goes on where it was stopped, also with a larger budget, other limits or more methods.
 """
 _GROUPS = {
-    "what is wanted": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile"],
+    "what is wanted": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
     "what is tried": [
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],

@@ -51,7 +51,7 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     output: Path | None = Field(
         None, description="folder of results; a tuning there goes on; default: runs/tune/FINGERPRINT"
     )
-    profile: Path | None = Field(None, description="where the profile goes; default: OUTPUT/profile.yaml")
+    profile_output: Path | None = Field(None, description="where the profile goes; default: OUTPUT/profile.yaml")
 
     @field_validator("methods", mode="before")
     @classmethod

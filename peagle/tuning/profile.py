@@ -183,7 +183,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     path = path.expanduser()
-    with writing(path, hint="name another file with --profile"):
+    with writing(path, hint="name another file with --profile-output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (words + text).encode())
 

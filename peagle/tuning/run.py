@@ -74,7 +74,7 @@ def tune(
     run.announce()
     run.measure()
     profile = answer(config, space, dataset, run.search, run.records)
-    path = config.profile or folder.root / "profile.yaml"
+    path = config.profile_output or folder.root / "profile.yaml"
     write_profile(path, profile)
     return profile, path
 

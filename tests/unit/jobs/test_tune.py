@@ -19,12 +19,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
-    tmp_path: Path,
-    write_jsonl: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A tuning of two configurations, with fakes in the place of engines."""
+
     def with_fakes(*args: Any) -> Any:
         return tune(*args, start=lambda *_: FakeEngine(token_s=0.001), tokenizer_of=lambda *_: ByteTokenizer())
 
@@ -34,17 +32,33 @@ def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
-    data, profile = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "mine.yaml"
-    arguments = ["--model", str(tmp_path / "target"), "--dataset", str(data), "--methods", "none"]
-    sizes = ["--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
-    result = tmp_path / "result.json"
-    assert run(["tune", *arguments, *sizes, "--profile", str(profile), "--json", str(result)]) == 0
+    data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
+    what = ["--model", str(tmp_path / "target"), "--dataset", str(data), "--methods", "none"]
+    return ["tune", *what, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
+
+
+def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, result = tmp_path / "mine.yaml", tmp_path / "result.json"
+    assert run([*arguments, "--profile-output", str(profile), "--json", str(result)]) == 0
     printed = capsys.readouterr().out
     assert "no speculation: starting the engine" in printed
     assert "No speculation: " in printed
     assert f"profile: {profile}" in printed
     assert json.loads(result.read_text())["engine"]["max_num_seqs"] == 2
     assert "max_num_seqs: 2" in profile.read_text()
+
+
+def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tmp_path / "taken.yaml"
+    taken.write_text("of another tuning")
+    monkeypatch.setenv("PEAGLE_PROFILE", str(taken))
+    assert run(arguments) == 0
+    assert taken.read_text() == "of another tuning"
+    assert "max_num_seqs: 2" in (tmp_path / "out" / "profile.yaml").read_text()
 
 
 @pytest.mark.parametrize(
