@@ -127,8 +127,8 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
             f"{WORTH:.0%})"
             if others
             else "; no drafter is within the limits"
-            if limits and len(cells) > 1
-            else ""
+            if any(cell.drafts for cell in cells)
+            else "; no drafter was measured"
         )
         return f"No speculation: {speed}{against}."
     against = (

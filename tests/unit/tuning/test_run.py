@@ -122,6 +122,7 @@ def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: 
     said: list[str] = []
     profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
     assert {cell.method for cell in profile.measurements} == {"none"}
+    assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
     assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. More --budget-min goes on with them.")
     more = Starter({0: SLOW, 2: FAST, 4: SLOW})
@@ -150,6 +151,13 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
     profile = run(start, objective="throughput", max_tpot_ms=8, **keys)
     assert profile.engine["max_num_seqs"] == 1
     assert "p95 time per output token within 8 ms" in profile.decision
+    assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
+
+
+def test_drafters_that_were_measured_beyond_a_limit_are_said_to_be(run: Any) -> None:
+    keys = {"num_speculative_tokens": "2", "max_num_seqs": "1", "waves": 1, "max_tokens": 8}
+    profile = run(Starter({0: FAST, 2: 10 * SLOW}), objective="throughput", max_tpot_ms=12, **keys)
+    assert profile.decision.endswith("; no drafter is within the limits.")
 
 
 def test_limits_that_nothing_meets_are_an_error_that_names_the_nearest(run: Any) -> None:
