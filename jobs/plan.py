@@ -14,8 +14,8 @@ measured speeds and a price table; how that changes with the acceptance length, 
   peagle plan --measured report.json --tokens 500M --within 8h --market spot --spot-interruptions-per-h 0.1
   peagle plan --measured report.json --tokens-per-s 20000 --max-tpot-ms 40
 
-Nothing is started. docs/planning.md has the arithmetic, its error against runs that were made, and the form for
-measurements of others.
+Nothing is started. docs/planning.md has the arithmetic and the form for measurements of others; how to compare plans
+with runs that were made stands in benchmarks/plan/README.md.
 """
 _GROUPS = {
     "what is wanted": ["tokens", "within", "tokens_per_s", "max_tpot_ms", "max_ttft_ms", "max_machines"],
