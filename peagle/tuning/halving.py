@@ -3,7 +3,9 @@
 In round 0 every configuration (an arm) is measured in one pass. Then the better half goes on, and has twice as many
 passes by the end of each round as by that of the one before. An arm names the engine that can serve it, and one engine
 serves several: what is still to be measured on the engine that is up comes first, and starting another is part of
-its price. Neither a pass nor an engine is begun that is known to end beyond the budget.
+its price. Neither a pass nor an engine is begun that is known to end beyond the budget. What only the budget keeps out
+of a round is remembered: a later command with a larger budget takes up the first round that lacks something it can now
+hold, and decides the rounds after it anew, with every pass that was measured.
 
 The best arm that drafts and the best that does not stay together as long as they are close, so that a drafter that
 does not pay is found out by equal measurements.
@@ -49,9 +51,11 @@ class Search:
         budget_s: engine time, starting included.
         spent_s: of it, by earlier commands.
         rounds: decided by earlier commands, after round 0.
+        cuts: what only the budget kept out of them; nothing where that is not known.
 
     Attributes:
         rounds: the arms of every round so far.
+        cuts: of every round the arms that only the budget kept out, the best first.
         spent_s: engine time so far.
         failed: engines that did not start or died, and why; what was measured on them before still counts.
     """
@@ -64,8 +68,12 @@ class Search:
         budget_s: float,
         spent_s: float = 0.0,
         rounds: Iterable[Sequence[Arm]] = (),
+        cuts: Iterable[Sequence[Arm]] = (),
     ) -> None:
         self.rounds: list[tuple[Arm, ...]] = [tuple(arms), *map(tuple, rounds)]
+        self.cuts: list[tuple[Arm, ...]] = [(), *map(tuple, cuts)]
+        self.cuts += [()] * (len(self.rounds) - len(self.cuts))
+        self._has_begun = False
         self.spent_s = spent_s
         self.failed: dict[str, str] = {}
         self._score, self._budget_s = score, budget_s
@@ -87,22 +95,21 @@ class Search:
         Args:
             up: the engine that is up.
         """
+        if not self._has_begun:  # only between commands does the budget grow
+            self._readmit(up)
+            self._has_begun = True
         while True:
             if pending := self.pending():
                 return self._affordable(pending, up)
-            following = self._following(up)
+            following, cut = self._following(up)
             if self._is_settled(following):
                 return None
             self.rounds.append(following)
+            self.cuts.append(cut)
 
     def pending(self) -> list[Turn]:
         """Passes of the present round that are still to be run."""
-        arms = [arm for arm in self.rounds[-1] if arm.engine not in self.failed]
-        return [
-            Turn(arm=arm, repeat=repeat)
-            for arm in arms
-            for repeat in range(self._num_passes.get(arm, 0), 2 ** (len(self.rounds) - 1))
-        ]
+        return self._missing(self.rounds[-1], len(self.rounds) - 1)
 
     def pending_s(self, up: str | None = None) -> float:
         """What the rest of the present round takes, as far as is known."""
@@ -127,20 +134,41 @@ class Search:
 
     # --- rounds
 
-    def _following(self, up: str | None) -> tuple[Arm, ...]:
-        """The arms of the next round: the better half, less what the budget does not hold. None of them is no round."""
+    def _following(self, up: str | None) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
+        """The better half, as far as the budget holds it (none of it is no round), and what it does not hold of it."""
         ranked = self.ranked(self.rounds[-1])
         num_wanted = math.ceil(len(ranked) / 2)
         wanted = ranked[: num_wanted if len(self.rounds) > 1 else max(2, num_wanted)]
         wanted += [arm for arm in self._best_of_other_kind(ranked) if arm not in wanted]
-        num_passes = 2 ** (len(self.rounds) - 1)
-        chosen: list[Arm] = []
-        for arm in sorted(wanted, key=ranked.index):
-            measurable = [one for one in [*chosen, arm] if one.engine not in self.failed]
-            turns = [Turn(arm=one, repeat=0) for one in measurable for _ in range(num_passes)]
-            if self._fits(self._costs.of(turns, up)):
-                chosen.append(arm)
-        return tuple(chosen)
+        return self._held((), sorted(wanted, key=ranked.index), len(self.rounds), up)
+
+    def _readmit(self, up: str | None) -> None:
+        """Go back to the first round of which the budget now holds more than it did."""
+        for number, (arms, cut) in enumerate(zip(self.rounds, self.cuts, strict=True)):
+            held, still_cut = self._held(arms, cut, number, up)
+            if len(held) > len(arms):
+                self.rounds[number:] = [held]
+                self.cuts[number:] = [still_cut]
+                return
+
+    def _held(
+        self, arms: Sequence[Arm], more: Sequence[Arm], number: int, up: str | None
+    ) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
+        """Arms of a round with as many more, the first ones first, as the budget holds; and those that it does not."""
+        held, cut = list(arms), []
+        for arm in more:
+            fits = self._fits(self._costs.of(self._missing([*held, arm], number), up))
+            (held if fits else cut).append(arm)
+        return tuple(held), tuple(cut)
+
+    def _missing(self, arms: Iterable[Arm], number: int) -> list[Turn]:
+        """Passes that these arms still need by the end of a round."""
+        return [
+            Turn(arm=arm, repeat=repeat)
+            for arm in arms
+            if arm.engine not in self.failed
+            for repeat in range(self._num_passes.get(arm, 0), 2**number)
+        ]
 
     def _best_of_other_kind(self, ranked: Sequence[Arm]) -> list[Arm]:
         others = [arm for arm in ranked if arm.drafts != ranked[0].drafts] if ranked else []

@@ -12,7 +12,7 @@ same ones for all engines.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,14 @@ class _Run:
         self._read_memory = memory_reader(space.plan.hardware)
         self.records: dict[Arm, list[PassRecord]] = {}
         self._rounds_name = f"rounds-{digest(str(config.goal()) + str(space.arms))}"
+        rounds, cuts = folder.find(self._rounds_name, _rounds) or ((), ())
         self.search = Search(
             space.arms,
             score=self._score,
             budget_s=config.budget_min * 60,
             spent_s=folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0,
-            rounds=folder.find(self._rounds_name, _rounds) or (),
+            rounds=rounds,
+            cuts=cuts,
         )
         for arm in space.arms:
             self._find(arm)
@@ -160,7 +162,7 @@ class _Run:
                 count()
                 self._tell(candidate, turn, record)
                 turn = self.search.next(candidate.name)
-                self._folder.keep(self._rounds_name, _rounds_to_dict(self.search.rounds[1:]))
+                self._folder.keep(self._rounds_name, _rounds_to_dict(self.search))
 
         try:
             plan = self._space.plan
@@ -227,12 +229,20 @@ def _name(turn: Turn) -> str:
     return f"{turn.arm.engine}-c{turn.arm.concurrency}-r{turn.repeat}"
 
 
-def _rounds_to_dict(rounds: Sequence[Sequence[Arm]]) -> dict[str, Any]:
-    return {"rounds": [[[arm.engine, arm.concurrency, arm.drafts] for arm in arms] for arms in rounds]}
+def _rounds_to_dict(search: Search) -> dict[str, Any]:
+    """The rounds after the first, which has all arms; and what only the budget kept out of each."""
+
+    def listed(rounds: Sequence[Sequence[Arm]]) -> list[list[list[Any]]]:
+        return [[[arm.engine, arm.concurrency, arm.drafts] for arm in arms] for arms in rounds[1:]]
+
+    return {"rounds": listed(search.rounds), "cuts": listed(search.cuts)}
 
 
-def _rounds(kept: Any) -> list[list[Arm]]:
-    return [
-        [Arm(engine=engine, concurrency=concurrency, drafts=drafts) for engine, concurrency, drafts in arms]
-        for arms in kept["rounds"]
-    ]
+def _rounds(kept: Mapping[str, Any]) -> tuple[list[list[Arm]], list[list[Arm]]]:
+    def arms(rounds: Sequence[Sequence[Any]]) -> list[list[Arm]]:
+        return [
+            [Arm(engine=engine, concurrency=concurrency, drafts=drafts) for engine, concurrency, drafts in one]
+            for one in rounds
+        ]
+
+    return arms(kept["rounds"]), arms(kept.get("cuts", []))  # tunings of before did not keep cuts

@@ -162,6 +162,47 @@ def test_more_budget_continues_where_the_smaller_one_ended() -> None:
     assert longer.starts[0] == "k5"
 
 
+def resumed(before: Surface, budget_s: float) -> Surface:
+    """The next command on what a search left: passes, rounds, what was cut of them, and time spent."""
+    again = Surface(before.speed, noise=before.noise)
+    again.turns = list(before.turns)
+    rounds, cuts, spent_s = before.search.rounds[1:], before.search.cuts[1:], before.search.spent_s
+    again.search = Search(arms(), score=again.score, budget_s=budget_s, spent_s=spent_s, rounds=rounds, cuts=cuts)
+    for turn in before.turns:
+        again.search.add(turn, start_s=START_S, pass_s=PASS_S)
+    return again
+
+
+@pytest.mark.parametrize(("budget_s", "number"), [(450.0, 1), (760.0, 2)])
+def test_more_budget_takes_up_what_a_smaller_one_cut_of_a_round(budget_s: float, number: int) -> None:
+    # k3 looks better than k5 at first, so that rounds which lack k5 go on with the wrong arms.
+    noise = {arm("k3", 4): 0.3, arm("k3", 1): 0.2, arm("k7", 4): 0.2}
+    short = Surface(hill, budget_s=budget_s, noise=noise)
+    short.run()
+    cut = short.search.cuts[number]
+    assert cut
+    assert not any(short.search.cuts[:number]), "it is the first round that is not whole"
+    whole, longer = Surface(hill, noise=noise), resumed(short, 1e9)
+    assert longer.run() == whole.run() == arm("k5", 4)
+    assert set(whole.search.rounds[number]) == set(longer.search.rounds[number]) >= set(cut)
+    assert len(set(longer.turns)) == len(longer.turns), "nothing was measured twice"
+    assert set(short.turns) <= set(longer.turns)
+    assert not any(longer.search.cuts)
+
+
+def test_the_same_budget_takes_up_nothing_and_a_little_more_what_it_holds() -> None:
+    short = Surface(hill, budget_s=450.0)
+    short.run()
+    num_arms, num_cut = len(short.search.rounds[1]), len(short.search.cuts[1])
+    again = resumed(short, 450.0)
+    again.run()
+    assert again.turns == short.turns
+    little = resumed(short, short.search.spent_s + START_S + PASS_S)
+    little.run()
+    assert (len(little.search.rounds[1]), len(little.search.cuts[1])) == (num_arms + 1, num_cut - 1)
+    assert little.search.rounds[1][-1] == short.search.cuts[1][0], "the best of what was cut"
+
+
 def test_an_arm_over_the_limit_loses_to_a_slower_one_within() -> None:
     surface = Surface(hill, over=lambda one: 0.1 if one.concurrency > 1 else 0.0)
     assert surface.run() == arm("k5", 1)

@@ -4,7 +4,7 @@ A fake's speed is its own token time, far enough apart that a busy machine canno
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from peagle.hardware import Hardware
 from peagle.measurement.dataset import Prompt
 from peagle.measurement.engine_up import Listener
 from peagle.tuning.config import TuneConfig
+from peagle.tuning.costs import Arm, Costs, Turn
 from peagle.tuning.profile import Profile, read_profile
 from peagle.tuning.run import prompts_of, tune
 
@@ -128,6 +129,30 @@ def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: 
     more = Starter({0: SLOW, 2: FAST, 4: SLOW})
     assert run(more).engine["num_speculative_tokens"] == 2
     assert more.ks[0] in (0, 2)
+
+
+def test_more_budget_measures_what_a_smaller_one_cut_of_a_later_round(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_dear(self: Costs, turns: Sequence[Turn], up: str | None) -> float:
+        return 1e9 if any(turn.repeat and is_cut(turn.arm) for turn in turns) else 0.0
+
+    def is_cut(arm: Arm) -> bool:
+        return "-k4-" in arm.engine and arm.concurrency == 3
+
+    def repeats(profile: Profile) -> dict[tuple[int, int], int]:
+        return {(cell.k, cell.concurrency): cell.repeats for cell in profile.measurements}
+
+    speeds = {0: SLOW, 2: FAST, 4: FAST}
+    with monkeypatch.context() as patch:
+        patch.setattr(Costs, "of", too_dear)  # a budget that holds no second pass of it
+        short = repeats(run(Starter(speeds), max_tokens=8))
+    assert short[2, 3] > short[4, 3] == 1
+    again = Starter(speeds)
+    more = repeats(run(again, max_tokens=8, budget_min=60))
+    assert again.ks[0] == 4
+    assert more[4, 3] > 1
+    assert all(more[one] >= short[one] for one in short)
 
 
 def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
