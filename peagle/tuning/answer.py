@@ -49,7 +49,7 @@ def answer(
         decision=_decision(config, cells),
         objective=config.goal(),
         engine=_engine_keys(config, candidate, cells[0]),
-        tuned=Tuned.of(cells[0], rivals),
+        tuned=Tuned.of(cells[0], rivals, max_tpot_ms=config.max_tpot_ms),
         target=Target(name=plan.model.name, revision=_revision(plan.model)),
         hardware=plan.hardware.describe(),
         versions=versions(),

@@ -67,7 +67,8 @@ class Tuned(_Strict):
         concurrency: requests in the engine at once, as it was chosen.
         concurrency_low, concurrency_high: the measured ones at which it is the choice too.
         acceptance_length: as it was measured; None without speculation.
-        acceptance_low, acceptance_high: below and above, another measured configuration would be faster.
+        acceptance_low, acceptance_high: below and above, another measured configuration would be faster; below, or it
+            would be beyond the limit of its time per output token.
     """
 
     concurrency: int
@@ -78,10 +79,10 @@ class Tuned(_Strict):
     acceptance_high: float | None
 
     @classmethod
-    def of(cls, chosen: Cell, cells: list[MeasuredCell]) -> Self:
+    def of(cls, chosen: Cell, cells: list[MeasuredCell], *, max_tpot_ms: float | None = None) -> Self:
         """The ranges of a choice among cells."""
         low, high = concurrency_range(chosen, cells)
-        lengths = acceptance_range(chosen, cells)
+        lengths = acceptance_range(chosen, cells, max_tpot_ms=max_tpot_ms)
         return cls(
             concurrency=chosen.concurrency,
             concurrency_low=low,

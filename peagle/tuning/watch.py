@@ -6,7 +6,7 @@ It knows profiles and two live figures; it does not know where these come from.
 from peagle.bench.setups import setup_label
 from peagle.measurement.cells import Cell
 from peagle.tuning.profile import MeasuredCell, Profile
-from peagle.tuning.ranges import best_at, best_with_acceptance
+from peagle.tuning.ranges import best_at, best_with_acceptance, scale_of, tpot_s_at
 
 MIN_DRAFTS = 200
 """Before so many drafts an acceptance length says little."""
@@ -29,12 +29,22 @@ def acceptance_advice(profile: Profile, length: float | None) -> str | None:
         return None
     if tuned.acceptance_low <= length <= tuned.acceptance_high:
         return None
-    better, ratio = best_with_acceptance(profile.chosen, profile.alternatives, length)
+    chosen, limit_ms = profile.chosen, profile.objective.get("max_tpot_ms")
+    where = (
+        f"The acceptance length is {length:.2f}, and the profile holds from {tuned.acceptance_low:.2f} to "
+        f"{tuned.acceptance_high:.2f}."
+    )
+    tpot_s = tpot_s_at(chosen, scale_of(chosen, length))
+    if limit_ms is not None and tpot_s is not None and tpot_s * 1000 > limit_ms:
+        where += f" Its p95 time per output token would be {tpot_s * 1000:.1f} ms, and the limit is {limit_ms:g} ms."
+    found = best_with_acceptance(chosen, profile.alternatives, length, max_tpot_ms=limit_ms)
+    if found is None:
+        return f"{where} No measured configuration would be within it: tune with prompts like these."
+    better, ratio = found
     assert isinstance(better, MeasuredCell)
     return (
-        f"The acceptance length is {length:.2f}, and the profile holds from {tuned.acceptance_low:.2f} to "
-        f"{tuned.acceptance_high:.2f}. {_speeds(better, profile.chosen)}; at this acceptance {label(better)} would be "
-        f"{ratio:.2f} times as fast: {better.flags}. Or tune with prompts like these."
+        f"{where} {_speeds(better, chosen)}; at this acceptance {label(better)} would be {ratio:.2f} times as fast: "
+        f"{better.flags}. Or tune with prompts like these."
     )
 
 

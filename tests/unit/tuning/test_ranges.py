@@ -26,6 +26,14 @@ def test_the_measured_length_is_within_even_where_another_was_a_little_faster(ce
     assert low == 1.6 == high
 
 
+def test_a_limit_bounds_it_where_the_time_per_token_would_break_it(cell: Any) -> None:
+    chosen = cell("peagle", 3, 4, 50.0, 1.6).model_copy(update={"tpot_s": {"p95": 0.020}})
+    cells = [chosen, cell("none", 0, 4, 40.0)]
+    assert acceptance_range(chosen, cells, max_tpot_ms=22)[0] == pytest.approx(1.6 * 20 / 22)
+    assert acceptance_range(chosen, cells, max_tpot_ms=40)[0] == pytest.approx(1.28), "the other bound is the nearer"
+    assert acceptance_range(chosen, cells, max_tpot_ms=19)[0] == 1.6, "what was measured is within"
+
+
 def test_without_drafts_there_is_no_range_of_acceptance(cells: Any) -> None:
     assert acceptance_range(cells[2], cells) is None
 

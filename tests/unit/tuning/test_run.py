@@ -179,6 +179,14 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
     assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
 
 
+def test_a_choice_ends_where_less_acceptance_would_break_the_limit(run: Any) -> None:
+    keys = {"num_speculative_tokens": "2", "max_num_seqs": "1", "waves": 1, "max_tokens": 8, "objective": "throughput"}
+    free = run(Starter({0: 10 * SLOW, 2: SLOW}), **keys)
+    limit_ms = free.chosen.tpot_s["p95"] * 1000 * 1.01
+    tuned = run(Starter({0: 10 * SLOW, 2: SLOW}), max_tpot_ms=limit_ms, **keys).tuned
+    assert free.tuned.acceptance_low < tuned.acceptance_low == pytest.approx(tuned.acceptance_length / 1.01)
+
+
 def test_drafters_that_were_measured_beyond_a_limit_are_said_to_be(run: Any) -> None:
     keys = {"num_speculative_tokens": "2", "max_num_seqs": "1", "waves": 1, "max_tokens": 8}
     profile = run(Starter({0: FAST, 2: 10 * SLOW}), objective="throughput", max_tpot_ms=12, **keys)

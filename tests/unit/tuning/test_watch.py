@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.tuning.profile import Profile
+from peagle.tuning.profile import MeasuredCell, Profile, Tuned
 from peagle.tuning.watch import acceptance_advice, concurrency_advice, reliable_length
 
 
@@ -57,3 +57,29 @@ def test_what_breaks_a_limit_of_the_profile_is_not_advised(profile: Profile) -> 
     said = concurrency_advice(limited, 12)
     assert said is not None
     assert "no speculation" not in said
+
+
+def limited(profile: Profile, cells: list[MeasuredCell], plain_tpot_ms: float) -> Profile:
+    """The profile as tuned under a limit of 22 ms, which P-EAGLE K=3 keeps by 2 ms."""
+    tpot_ms = {("peagle", 3): 20.0, ("peagle", 5): 22.0, ("none", 0): plain_tpot_ms}
+    timed = [cell.model_copy(update={"tpot_s": {"p95": tpot_ms[cell.method, cell.k] / 1000}}) for cell in cells]
+    changes = {"measurements": timed, "tuned": Tuned.of(timed[0], timed, max_tpot_ms=22)}
+    return profile.model_copy(update=changes | {"objective": {"max_tpot_ms": 22}})
+
+
+def test_an_acceptance_that_breaks_the_limit_is_said_with_what_keeps_it(
+    profile: Profile, cells: list[MeasuredCell]
+) -> None:
+    assert acceptance_advice(profile, 1.4) is None, "without a limit it is the fastest there"
+    said = acceptance_advice(limited(profile, cells, 21.0), 1.4)
+    assert said is not None
+    assert "holds from 1.45 to 2.26. Its p95 time per output token would be 22.9 ms, and the limit is 22 ms." in said
+    assert "at this acceptance no speculation would be 0.91 times as fast: --drafter none." in said
+
+
+def test_an_acceptance_at_which_nothing_keeps_the_limit_is_said_to_be(
+    profile: Profile, cells: list[MeasuredCell]
+) -> None:
+    said = acceptance_advice(limited(profile, cells, 25.0), 1.4)
+    assert said is not None
+    assert said.endswith("No measured configuration would be within it: tune with prompts like these.")
