@@ -68,20 +68,20 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
 
     Raises:
         PriceError: no price at all is known for a machine.
-        ConfigError: an instance type has other accelerators than were measured, or cannot be what was.
+        ConfigError: an instance type has other accelerators than were measured, or cannot be what was; or spot is
+            wanted of a machine whose price was stated.
     """
     found: list[Option] = []
     reasons: list[str] = []
-    for sweep in sweeps:
-        for price in _prices(config, sweep, table, reasons):
-            if price.num_devices < sweep.devices_per_engine:
-                _require_other(sweep, price)
-                reasons.append(
-                    f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
-                    f"{sweep.devices_per_engine}"
-                )
-                continue
-            found += _of_price(config, sweep, price, reasons)
+    for sweep, price in _pairs(config, sweeps, table, reasons):
+        if price.num_devices < sweep.devices_per_engine:
+            _require_other(sweep, price)
+            reasons.append(
+                f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
+                f"{sweep.devices_per_engine}"
+            )
+            continue
+        found += _of_price(config, sweep, price, reasons)
     return sorted(found, key=lambda option: (option.usd, option.num_machines)), list(dict.fromkeys(reasons))
 
 
@@ -173,13 +173,47 @@ def _lost_s(cell: Cell) -> float:
     return _OPEN_ROWS_PER_REQUEST / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s
 
 
+def _pairs(
+    config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
+) -> list[tuple[Sweep, Price]]:
+    """Each sweep with the prices of the machines that it holds for; an instance type has to be one of some sweep's.
+
+    Raises:
+        PriceError: no price is known for a machine.
+        ConfigError: no sweep holds for an instance type, or a stated price is of no market.
+    """
+    pairs: list[tuple[Sweep, Price]] = []
+    misfits: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        for price in _prices(config, sweep, table, reasons):
+            if (why := _why_other(sweep, price, table)) is None:
+                pairs.append((sweep, price))
+            else:
+                misfits.setdefault(price.instance_type, []).append(why)
+    fitting = {price.instance_type for _, price in pairs}
+    for name, whys in misfits.items():
+        if name not in fitting:
+            raise ConfigError(
+                "\n  ".join(dict.fromkeys(whys)),
+                hint="measure there: peagle bench; or name instance types with the same accelerator",
+            )
+        reasons += whys
+    return pairs
+
+
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
-    """The prices of the machines that a sweep holds for, in each place and market that is compared.
+    """The prices of the machines that are compared for a sweep, in each place and market.
 
     Raises:
         PriceError: not one is known.
+        ConfigError: spot is wanted, and the price was stated, which is of no market.
     """
     if sweep.stated is not None and not config.instance_types:
+        if config.market == "spot":
+            raise ConfigError(
+                f"{sweep.name} was measured at a stated price, which is of no market, and spot is wanted",
+                hint="name the machine with --instance-types, or leave --market out",
+            )
         return [sweep.stated]
     names = config.instance_types or ([sweep.instance_type] if sweep.instance_type else [])
     if not names:
@@ -194,7 +228,6 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
                 except PriceError as error:
                     errors.append(error)
                     continue
-                _check_same(sweep, price, table)
                 found.append(price)
     if not found:
         raise errors[0]
@@ -229,10 +262,10 @@ def _require_other(sweep: Sweep, price: Price) -> None:
         )
 
 
-def _check_same(sweep: Sweep, price: Price, table: PriceTable) -> None:
-    """Whether what was measured says how fast an engine is there."""
-    if sweep.instance_type == price.instance_type:
-        return
+def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
+    """Why what was measured does not say how fast an engine is there; None where it does."""
+    if sweep.instance_type == price.instance_type or price is sweep.stated:
+        return None
     if sweep.instance_type is None:
         # The machine has no name here, so a CPU is taken at its word; an accelerator says what it is.
         where = sweep.accelerator or "CPUs"
@@ -242,9 +275,9 @@ def _check_same(sweep: Sweep, price: Price, table: PriceTable) -> None:
         on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
         where = f"{sweep.instance_type} ({on or 'not in the price table'})"
         is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
-    if not is_same:
-        raise ConfigError(
-            f"{sweep.name} was measured on {where}, and "
-            f"{price.instance_type} has {price.accelerator or 'no accelerator'}: its speed is not known",
-            hint="measure there: peagle bench; or name instance types with the same accelerator",
-        )
+    if is_same:
+        return None
+    return (
+        f"{sweep.name} was measured on {where}, and {price.instance_type} has {price.accelerator or 'no accelerator'}: "
+        "its speed is not known"
+    )

@@ -18,7 +18,7 @@ from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Option, options, scaled, with_cell, within_limits
 from peagle.planning.simulation import Fleet, simulate
-from peagle.planning.sweeps import read_sweep
+from peagle.planning.sweeps import read_sweeps
 from peagle.speculation import break_even_acceptance_length
 
 SCHEMA = 1
@@ -35,7 +35,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         ConfigError: bad usage, or nothing that was measured can do it; the reasons are named.
         PriceError: no price is known for a machine.
     """
-    sweeps = [read_sweep(path) for path in config.measured]
+    sweeps = read_sweeps(config.measured)
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
             f"the measurements are of several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
@@ -71,6 +71,7 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "market": price.market,
         "usd_per_machine_h": price.usd_per_hour,
         "measured": option.sweep.name,
+        "precision": option.sweep.precision,
         "method": cell.method,
         "k": cell.k,
         "label": setup_label(cell.method, cell.k),

@@ -4,7 +4,8 @@ It knows files; it knows neither prices nor plans.
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ class Sweep:
     """The cells of one kind of machine.
 
     Attributes:
-        name: of the file.
+        name: of the file; its path where several have that name.
         instance_type: what it was measured on, by the price table's name; None where a price was stated instead.
         devices_per_engine: accelerators that an engine holds, or vCPUs.
         accelerator: what it was measured on, by the driver's name; None on CPUs, and where only the type is known.
+        precision: of the target, in words; None where the file does not say.
         stated: the price that was stated outright; None where the table has it.
         labels: what must be said with every figure of it.
     """
@@ -35,17 +37,32 @@ class Sweep:
     instance_type: str | None
     devices_per_engine: int
     cells: list[Cell]
+    precision: str | None = None
     stated: Price | None = None
     accelerator: str | None = None
     labels: tuple[str, ...] = ()
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
+    """The sweeps of several files, named apart: each benchmark calls its own report.json.
+
+    Raises:
+        ConfigError: as `read_sweep` has it.
+    """
+    names = Counter(path.name for path in paths)
+    return [read_sweep(path, str(path) if names[path.name] > 1 else path.name) for path in paths]
+
+
+def read_sweep(path: Path, name: str | None = None) -> Sweep:
     """The sweep of a file.
+
+    Args:
+        name: what it is called; default: the file's own name.
 
     Raises:
         ConfigError: it cannot be read, is neither kind, or something in it is wrong.
     """
+    name = name or path.name
     try:
         data = json.loads(path.expanduser().read_bytes())
     except OSError as error:
@@ -53,13 +70,13 @@ def read_sweep(path: Path) -> Sweep:
     except ValueError as error:
         raise ConfigError(f"measured {path}: not JSON: {error}", hint=_HINT) from error
     if isinstance(data, Mapping) and "peagle_sweep" in data:
-        return _others(path, data)
+        return _others(path, name, data)
     if isinstance(data, Mapping) and {"cells", "hardware", "engine"} <= set(data):
-        return _ours(path, data)
+        return _ours(path, name, data)
     raise ConfigError(f"measured {path}: neither a benchmark's report nor a sweep", hint=_HINT)
 
 
-def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
+def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     try:
         price = Price.from_dict(data["price"]) if data["price"] else None
         on_gpu = data["hardware"]["platform"] == "cuda"
@@ -70,18 +87,19 @@ def _ours(path: Path, data: Mapping[str, Any]) -> Sweep:
         raise ConfigError(f"measured {path}: not a whole report of a benchmark: {error}", hint=_HINT) from error
     is_stated = price is not None and price.market == "fixed"
     return Sweep(
-        name=path.name,
+        name=name,
         model=model,
         instance_type=None if price is None or is_stated else price.instance_type,
         devices_per_engine=_devices(devices, path),
         cells=read_cells(data["cells"], f"measured {path}"),
+        precision=str(data["precision"]) if "precision" in data else None,
         stated=price if is_stated else None,
         accelerator=accelerator,
         labels=labels,
     )
 
 
-def _others(path: Path, data: Mapping[str, Any]) -> Sweep:
+def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     if data["peagle_sweep"] != 1:
         raise ConfigError(f"measured {path}: peagle_sweep must be 1, not {data['peagle_sweep']!r}", hint=_HINT)
     if unknown := [key for key in data if key not in SWEEP_KEYS]:
@@ -94,12 +112,12 @@ def _others(path: Path, data: Mapping[str, Any]) -> Sweep:
     if isinstance(cells, list):
         cells = [common | cell if isinstance(cell, dict) else cell for cell in cells]
     return Sweep(
-        name=path.name,
+        name=name,
         model=data["model"],
         instance_type=data["instance_type"],
         devices_per_engine=_devices(data["devices_per_engine"], path),
         cells=read_cells(cells, f"measured {path}"),
-        labels=(f"{path.name}: measured by others ({data['source']})",),
+        labels=(f"{name}: measured by others ({data['source']})",),
     )
 
 

@@ -7,12 +7,18 @@ from peagle.economics.report.figures import in_words_s, in_words_share, in_words
 from peagle.tables import aligned
 
 Rows = list[list[str]]
+_OPTION_COLUMNS = (
+    *("machine", "place", "market", "machines", "replicas", "method", "at once"),
+    *("hours", "dollars", "$/M tokens", "lost"),
+)
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
     """The choice in a sentence, the others, sensitivity, and what was simulated and assumed."""
     lines = [f"! {label}" for label in plan["labels"]]
-    lines += [_sentence(plan), "", *aligned(_option_rows(plan["options"]))]
+    has_several = len(plan["wanted"]["measured"]) > 1
+    lines += [_sentence(plan["chosen"], has_several=has_several), ""]
+    lines += aligned(_option_rows(plan["options"], has_several=has_several))
     if plan["sensitivity"]:
         lines += ["", *aligned(_sensitivity_rows(plan))]
         if (length := plan["break_even_acceptance_length"]) is not None:
@@ -21,32 +27,18 @@ def text_plan(plan: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *plan["notes"]])
 
 
-def _sentence(plan: Mapping[str, Any]) -> str:
-    one = plan["chosen"]
+def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
     fleet = f"{one['num_machines']} x {one['instance_type']} {one['market'].replace('_', '-')}"
     how = f"{one['num_engines']} engines, {one['label']}, {one['concurrency']} requests at once on each"
+    how += f", as measured in {_measured(one)}" if has_several else ""
     price = f"{in_words_usd(one['usd_per_million_tokens'])} per million tokens"
     if one["usd"] is None:
         return f"{fleet}: {how}; {in_words_usd(one['usd_per_h'])} an hour, {price}."
     return f"{fleet}: {how}; {in_words_s(one['hours'] * 3600)}, {in_words_usd(one['usd'])}, {price}."
 
 
-def _option_rows(options: Sequence[Mapping[str, Any]]) -> Rows:
-    rows = [
-        [
-            "machine",
-            "place",
-            "market",
-            "machines",
-            "replicas",
-            "method",
-            "at once",
-            "hours",
-            "dollars",
-            "$/M tokens",
-            "lost",
-        ]
-    ]
+def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> Rows:
+    rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
     return rows + [
         [
             one["instance_type"],
@@ -58,9 +50,14 @@ def _option_rows(options: Sequence[Mapping[str, Any]]) -> Rows:
             str(one["concurrency"]),
             *_cost(one),
             in_words_share(one["lost_share"]),
+            *([_measured(one)] if has_several else []),
         ]
         for one in options
     ]
+
+
+def _measured(one: Mapping[str, Any]) -> str:
+    return one["measured"] + (f" ({one['precision']})" if one["precision"] else "")
 
 
 def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:

@@ -110,6 +110,9 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
     assert found["labels"] == ["DUMMY WEIGHTS: x"]
     assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
+    with pytest.raises(ConfigError, match=r"report\.json was measured at a stated price, .* spot is wanted") as refused:
+        plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, market="spot")
+    assert "--instance-types" in refused.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, and box-2 has BIG: its speed is not known"):
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, instance_types="box-2")
 
@@ -241,6 +244,38 @@ def test_a_file_of_another_kind_is_refused(text: str, message: str, plan: Any, t
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         plan(measured=[tmp_path / "x.json"])
+
+
+def test_each_of_several_files_is_priced_where_it_was_measured(plan: Any, sweep: Any) -> None:
+    little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
+    files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
+    found = plan(measured=files, instance_types="box-2,small-2", within=None)
+    places = {(one["measured"], one["instance_type"]) for one in found["options"]}
+    assert places == {("big.json", "box-2"), ("little.json", "small-2")}
+    assert "little.json was measured on small-2 (LITTLE), and box-2 has BIG: its speed is not known" in found["notes"]
+    with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is not known") as refused:
+        plan(measured=files, instance_types="box-2,cpu-2")
+    assert "big.json was" in refused.value.message
+    assert "little.json was" in refused.value.message
+
+
+def test_the_text_says_of_which_file_and_precision_the_choice_is(plan: Any, sweep: Any, tmp_path: Path) -> None:
+    report = {
+        "model": "m", "labels": [], "price": None, "precision": "fp8 weights, fp8 KV cache",
+        "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"}, "engine": {"tensor_parallel_size": 1},
+        "cells": [{"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 900.0, "start_s": 60.0}],
+    }  # fmt: skip
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps(report))
+        report["cells"][0]["output_tokens_per_s"] = 800.0  # type: ignore[index]
+    both = [tmp_path / name / "report.json" for name in ("a", "b")]
+    text = text_plan(plan(measured=both, instance_types="box-2", within=None))
+    where = f"{both[0]} (fp8 weights, fp8 KV cache)"
+    assert f"requests at once on each, as measured in {where}; " in text, "files of one name are told apart"
+    assert text.count(where) > 1, "and so do the rows"
+    alone = text_plan(plan(measured=both[:1], instance_types="box-2", within=None))
+    assert "measured in" not in alone
 
 
 def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
