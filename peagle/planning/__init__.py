@@ -1,6 +1,7 @@
 """From what was measured and what it costs to machines, hours and dollars for tokens wanted.
 
-Read in this order: `config` (what can be asked), `sweeps` (what was measured, ours or others'), `estimate` (one fleet
-in closed form), `options` (which fleets there are), `simulation` (the same fleet event by event), `plan` (all of it).
+Read in this order: `config` (what can be asked), `sweeps` (what was measured, ours or others'), `machines` (where that
+holds, at which price), `estimate` (one fleet in closed form), `options` (which fleets there are), `simulation` (the
+same fleet event by event), `simulated` (the chosen one over several seeds), `plan` (all of it).
 Neither an engine nor Ray is needed.
 """

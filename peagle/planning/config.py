@@ -45,7 +45,7 @@ class PlanConfig(BaseModel):
     lost_s: float | None = Field(
         None, ge=0, description="engine time that an interruption loses; default: half the open rows' work"
     )
-    seeds: int = Field(20, ge=0, le=1000, description="simulated runs of the plan; 0 for none")
+    seeds: int = Field(20, ge=0, le=1000, description="simulated runs of the plan, fewer of huge fleets; 0 for none")
 
     @field_validator("measured", mode="before")
     @classmethod

@@ -1,21 +1,19 @@
 """Every fleet that could do it: each machine and market with each measured cell within the limits.
 
-A cell was measured on one kind of machine; another instance type can be priced in its place where it has the same
-accelerator. Machines are rented whole, and hold as many engines as their devices allow.
+Machines are rented whole, and hold as many engines as their devices allow.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from peagle.economics.prices import Price, PriceTable, is_accelerator
-from peagle.errors import ConfigError, PriceError
+from peagle.economics.prices import Price, PriceTable
+from peagle.errors import ConfigError
 from peagle.measurement.cells import Cell
 from peagle.planning.config import PlanConfig
 from peagle.planning.estimate import Estimate, Machine, estimate, machines_for
+from peagle.planning.machines import pairs, require_other
 from peagle.planning.sweeps import Sweep
 
-Market = Literal["on_demand", "spot"]
 # Rows in open units for each request at once (pipelines/batch/cutting.py); half of that work is lost on average.
 _OPEN_ROWS_PER_REQUEST = 3
 _UNKNOWN_LOST_S = 60.0  # where response lengths were not kept
@@ -73,9 +71,9 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
     """
     found: list[Option] = []
     reasons: list[str] = []
-    for sweep, price in _pairs(config, sweeps, table, reasons):
+    for sweep, price in pairs(config, sweeps, table, reasons):
         if price.num_devices < sweep.devices_per_engine:
-            _require_other(sweep, price)
+            require_other(sweep, price)
             reasons.append(
                 f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
                 f"{sweep.devices_per_engine}"
@@ -90,13 +88,21 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
     return _option(config, option.sweep, cell, option.machine.price)
 
 
-def within_limits(config: PlanConfig, cell: Cell) -> bool:
-    """Whether a cell keeps the latency limits."""
+def why_beyond(option: Option, config: PlanConfig) -> str | None:
+    """The limit that an option is beyond, in words; None where it keeps all of them."""
+    if not _within_limits(config, option.cell):
+        return "beyond the latency limits"
+    if config.max_machines is not None and option.num_machines > config.max_machines:
+        return f"more than {config.max_machines} machines are needed"
+    return None
+
+
+def _within_limits(config: PlanConfig, cell: Cell) -> bool:
     return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
 def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterable[Option]:
-    fitting = [cell for cell in sweep.cells if within_limits(config, cell)]
+    fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         reasons.append(f"{sweep.name}: no measurement is within the latency limits")
     for cell in fitting:
@@ -105,8 +111,8 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
             reasons.append(
                 f"{price.instance_type} {price.market}: starting and replacing machines leaves no time for work"
             )
-        elif config.max_machines is not None and option.num_machines > config.max_machines:
-            reasons.append(f"{price.instance_type} {price.market}: more than {config.max_machines} machines are needed")
+        elif why := why_beyond(option, config):
+            reasons.append(f"{price.instance_type} {price.market}: {why}")
         else:
             yield option
 
@@ -156,13 +162,17 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 
 def scaled(cell: Cell, factor: float) -> Cell:
-    """The same cell at another acceptance length: a step takes as long, and yields that much more or less."""
+    """The same cell at another acceptance length: a step takes as long, and yields that much more or less.
+
+    So does a token take as much less or more; the time to the first one is not of a draft.
+    """
     assert cell.acceptance_length is not None, "it drafts"
     assert cell.drafts_each_step, "its speed follows its length"
     return cell.model_copy(
         update={
             "acceptance_length": cell.acceptance_length * factor,
             "output_tokens_per_s": cell.output_tokens_per_s * factor,
+            "tpot_s": cell.tpot_s and {name: seconds / factor for name, seconds in cell.tpot_s.items()},
         }
     )
 
@@ -171,113 +181,3 @@ def _lost_s(cell: Cell) -> float:
     if cell.response_tokens is None:
         return _UNKNOWN_LOST_S
     return _OPEN_ROWS_PER_REQUEST / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s
-
-
-def _pairs(
-    config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
-) -> list[tuple[Sweep, Price]]:
-    """Each sweep with the prices of the machines that it holds for; an instance type has to be one of some sweep's.
-
-    Raises:
-        PriceError: no price is known for a machine.
-        ConfigError: no sweep holds for an instance type, or a stated price is of no market.
-    """
-    pairs: list[tuple[Sweep, Price]] = []
-    misfits: dict[str, list[str]] = {}
-    for sweep in sweeps:
-        for price in _prices(config, sweep, table, reasons):
-            if (why := _why_other(sweep, price, table)) is None:
-                pairs.append((sweep, price))
-            else:
-                misfits.setdefault(price.instance_type, []).append(why)
-    fitting = {price.instance_type for _, price in pairs}
-    for name, whys in misfits.items():
-        if name not in fitting:
-            raise ConfigError(
-                "\n  ".join(dict.fromkeys(whys)),
-                hint="measure there: peagle bench; or name instance types with the same accelerator",
-            )
-        reasons += whys
-    return pairs
-
-
-def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
-    """The prices of the machines that are compared for a sweep, in each place and market.
-
-    Raises:
-        PriceError: not one is known.
-        ConfigError: spot is wanted, and the price was stated, which is of no market.
-    """
-    if sweep.stated is not None and not config.instance_types:
-        if config.market == "spot":
-            raise ConfigError(
-                f"{sweep.name} was measured at a stated price, which is of no market, and spot is wanted",
-                hint="name the machine with --instance-types, or leave --market out",
-            )
-        return [sweep.stated]
-    names = config.instance_types or ([sweep.instance_type] if sweep.instance_type else [])
-    if not names:
-        raise PriceError(f"{sweep.name} was measured without a price", hint="name the machine with --instance-types")
-    found: list[Price] = []
-    errors: list[PriceError] = []
-    for name in names:
-        for market in _markets(config):
-            for provider, region in _places(config, name, table):
-                try:
-                    price = table.price(name, market=market, provider=provider, region=region)
-                except PriceError as error:
-                    errors.append(error)
-                    continue
-                found.append(price)
-    if not found:
-        raise errors[0]
-    reasons += [error.message for error in errors]
-    return found
-
-
-def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[tuple[str | None, str | None]]:
-    """Where it is sold, of what the user allows; what the user named where it is not."""
-    places = [
-        (offer.provider, offer.region)
-        for offer in table.offers
-        if offer.instance_type == instance_type
-        and config.provider in (None, offer.provider)
-        and config.region in (None, offer.region)
-    ]
-    return [(provider, region) for provider, region in places] or [(config.provider, config.region)]
-
-
-def _markets(config: PlanConfig) -> tuple[Market, ...]:
-    return ("on_demand", "spot") if config.market == "both" else (config.market,)
-
-
-def _require_other(sweep: Sweep, price: Price) -> None:
-    """Refuse a machine that holds no engine as the one that was measured on; another one is only left out."""
-    if sweep.instance_type == price.instance_type:
-        raise ConfigError(
-            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, and an engine of "
-            f"it holds {sweep.devices_per_engine}: it was measured on another machine",
-            hint="state that machine's price: the same `peagle bench` with --usd-per-hour measures nothing again; in a "
-            "file of others mend instance_type or devices_per_engine",
-        )
-
-
-def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
-    """Why what was measured does not say how fast an engine is there; None where it does."""
-    if sweep.instance_type == price.instance_type or price is sweep.stated:
-        return None
-    if sweep.instance_type is None:
-        # The machine has no name here, so a CPU is taken at its word; an accelerator says what it is.
-        where = sweep.accelerator or "CPUs"
-        is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
-    else:
-        measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
-        on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
-        where = f"{sweep.instance_type} ({on or 'not in the price table'})"
-        is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
-    if is_same:
-        return None
-    return (
-        f"{sweep.name} was measured on {where}, and {price.instance_type} has {price.accelerator or 'no accelerator'}: "
-        "its speed is not known"
-    )

@@ -5,27 +5,22 @@
 It starts nothing and measures nothing; every figure that is assumed or simulated says so.
 """
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from peagle.bench.setups import setup_label
-from peagle.bench.summary import percentile
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Option, options, scaled, with_cell, within_limits
-from peagle.planning.simulation import Fleet, simulate
+from peagle.planning.options import Option, options, scaled, why_beyond, with_cell
+from peagle.planning.simulated import simulated
 from peagle.planning.sweeps import read_sweeps
 from peagle.speculation import break_even_acceptance_length
 
 SCHEMA = 1
-SIMULATED = "SIMULATED, not measured"
 _FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-_MOST_UNITS = 1_000_000  # of all simulated runs, some ten seconds: beyond, units are larger
-_UNIT_S = 60.0
+_AS_EXACT = 1e-4  # of an acceptance length
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
@@ -48,6 +43,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = found[0]
+    runs, of_runs = simulated(chosen, config)
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
@@ -57,8 +53,9 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "options": [option_dict(option, config) for option in _best_of_each(found)],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
-        "simulated": _simulated(chosen, config),
-        "notes": [*reasons, *_doubts(chosen)],
+        "least_acceptance_length": _least_length(chosen, config),
+        "simulated": runs,
+        "notes": [*reasons, *_doubts(chosen), *of_runs],
     }
 
 
@@ -89,30 +86,6 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def fleet_of(option: Option, config: PlanConfig) -> Fleet:
-    """The option as something to simulate; a service is simulated for an hour of work.
-
-    Larger units would draw the end out, which waits for the last one, and be too long for a notice; so they are
-    larger only where `config.seeds` runs would take too long to simulate.
-    """
-    machine = option.machine
-    work_s = config.tokens / machine.tokens_per_s if config.tokens else option.num_engines * 3600
-    fewest = option.num_engines * 4
-    num_units = max(fewest, min(math.ceil(work_s / _UNIT_S), _MOST_UNITS // max(config.seeds, 1)))
-    return Fleet(
-        num_machines=option.num_machines,
-        engines_per_machine=machine.num_engines,
-        num_units=num_units,
-        unit_s=work_s / num_units,
-        start_s=machine.start_s,
-        provision_s=config.provision_s,
-        replace_s=config.replace_s,
-        failures_per_h=config.failures_per_h,
-        interruptions_per_h=machine.interruptions_per_h - config.failures_per_h,
-        notice_s=config.notice_s,
-    )
-
-
 def _best_of_each(found: Sequence[Option]) -> list[Option]:
     """The cheapest of each machine, market and kind (with and without a drafter), cheapest first."""
     best: dict[tuple[str, str, bool], Option] = {}
@@ -122,7 +95,10 @@ def _best_of_each(found: Sequence[Option]) -> list[Option]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """The same machines and cell, were more or less accepted than measured; nothing where speed does not follow it."""
+    """The same machines and cell, were more or less accepted than measured; nothing where speed does not follow it.
+
+    What is then beyond a limit says so.
+    """
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
@@ -132,14 +108,17 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
             continue
         option = with_cell(chosen, scaled(chosen.cell, factor), config)
         if option is not None:
-            rows.append(option_dict(option, config) | {"factor": factor})
+            beyond = why_beyond(option, config)
+            rows.append(option_dict(option, config) | {"factor": factor, "beyond": beyond})
     return rows
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     """The acceptance length below which no speculation, at its best concurrency within the limits, is cheaper."""
     length = chosen.cell.acceptance_length
-    plain = [cell for cell in chosen.sweep.cells if not cell.drafts and within_limits(config, cell)]
+    plain = [
+        cell for cell in chosen.sweep.cells if not cell.drafts and _is_possible(with_cell(chosen, cell, config), config)
+    ]
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
@@ -147,24 +126,26 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
-def _simulated(chosen: Option, config: PlanConfig) -> dict[str, Any] | None:
-    if not config.seeds or chosen.estimate is None:
+def _least_length(chosen: Option, config: PlanConfig) -> float | None:
+    """The acceptance length below which the choice is beyond a limit; None where none is that low, by bisection."""
+    length = chosen.cell.acceptance_length
+    if length is None or not chosen.cell.drafts_each_step:
         return None
-    fleet = fleet_of(chosen, config)
-    runs = [simulate(fleet, seed) for seed in range(config.seeds)]
-    hours = [run.wall_s / 3600 for run in runs]
-    usd = [run.machine_s / 3600 * chosen.machine.price.usd_per_hour for run in runs]
-    return {
-        "label": SIMULATED,
-        "seeds": config.seeds,
-        "fleet": asdict(fleet),
-        "is_coarse": round(fleet.unit_s) > _UNIT_S,
-        "hours": {"p50": statistics.median(hours), "p95": percentile(hours, 95)},
-        "usd": {"p50": statistics.median(usd), "p95": percentile(usd, 95)},
-        "useful_share": statistics.median(run.useful_share for run in runs),
-        "machines_gone": statistics.mean(run.num_gone for run in runs),
-        "in_time": None if config.within is None else sum(hour * 3600 <= config.within for hour in hours) / len(hours),
-    }
+
+    def is_possible(length_then: float) -> bool:
+        return _is_possible(with_cell(chosen, scaled(chosen.cell, length_then / length), config), config)
+
+    beyond, within = 1.0, length
+    if is_possible(beyond):
+        return None
+    while within - beyond > _AS_EXACT:
+        between = (beyond + within) / 2
+        beyond, within = (beyond, between) if is_possible(between) else (between, within)
+    return within
+
+
+def _is_possible(option: Option | None, config: PlanConfig) -> bool:
+    return option is not None and why_beyond(option, config) is None
 
 
 def _doubts(chosen: Option) -> list[str]:

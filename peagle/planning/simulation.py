@@ -57,7 +57,7 @@ class Simulated:
     """What came of it. Seconds of engines by share; paid seconds are those of machines that are there.
 
     Attributes:
-        wall_s: from asking for machines to the last commit.
+        wall_s: from asking for machines to the last commit, or to the moment at which the run was to end.
         machine_s: paid.
         num_gone: machines that failed or were taken away.
     """
@@ -73,12 +73,12 @@ class Simulated:
         return self.engine_s.busy / self.engine_s.total
 
 
-def simulate(fleet: Fleet, seed: int) -> Simulated:
-    """One run of a fleet."""
+def simulate(fleet: Fleet, seed: int, *, until_s: float | None = None) -> Simulated:
+    """One run of a fleet, to its last unit or to `until_s`; what an engine is at then counts as far as it got."""
     run = _Run(fleet, random.Random(seed))
     for number in range(fleet.num_machines):
         run.env.process(run.machine(number))
-    run.env.run(until=run.done)
+    run.env.run(until=run.done if until_s is None else until_s)
     return run.result()
 
 

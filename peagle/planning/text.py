@@ -23,7 +23,9 @@ def text_plan(plan: Mapping[str, Any]) -> str:
         lines += ["", *aligned(_sensitivity_rows(plan))]
         if (length := plan["break_even_acceptance_length"]) is not None:
             lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
-    lines += ["", *_simulated(plan["simulated"]), _assumed(plan["wanted"])]
+        if (length := plan["least_acceptance_length"]) is not None:
+            lines.append(f"Below an acceptance length of {length:.2f} it is beyond a limit that was given.")
+    lines += ["", *_simulated(plan), _assumed(plan["wanted"])]
     return "\n".join([*lines, *plan["notes"]])
 
 
@@ -57,11 +59,13 @@ def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> 
 
 
 def _measured(one: Mapping[str, Any]) -> str:
-    return one["measured"] + (f" ({one['precision']})" if one["precision"] else "")
+    return f"{one['measured']} ({one['precision']})" if one["precision"] else str(one["measured"])
 
 
 def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
-    rows = [["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]]
+    has_beyond = any(one["beyond"] for one in plan["sensitivity"])
+    columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
+    rows = [[*columns, *(["not possible"] if has_beyond else [])]]
     for one in plan["sensitivity"]:
         measured = " (measured)" if one["factor"] == 1 else f" ({one['factor'] - 1:+.0%})"
         rows.append(
@@ -70,6 +74,7 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
                 f"{one['output_tokens_per_s']:,.1f}",
                 f"{one['num_machines']:,}",
                 *_cost(one),
+                *([one["beyond"] or "-"] if has_beyond else []),
             ]
         )
     return rows
@@ -82,9 +87,17 @@ def _cost(one: Mapping[str, Any]) -> list[str]:
     return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]
 
 
-def _simulated(found: Mapping[str, Any] | None) -> list[str]:
+def _simulated(plan: Mapping[str, Any]) -> list[str]:
+    found = plan["simulated"]
     if found is None:
         return []
+    gone = f"{found['machines_gone']:.1f} machines lost on average"
+    if "tokens_per_s" in found:
+        speed, wanted = found["tokens_per_s"], plan["wanted"]["tokens_per_s"]
+        return [
+            f"{found['label']}, {found['seeds']} seeds: an hour at {speed['p50']:,.1f} output tokens/s (p5 "
+            f"{speed['p5']:,.1f}), {gone}; {found['sustained']:.0%} of them at the {wanted:,g} that are wanted."
+        ]
     in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
     hours = f"{found['hours']['p50']:,.2f} hours (p95 {found['hours']['p95']:,.2f})"
     coarse = (
@@ -94,7 +107,7 @@ def _simulated(found: Mapping[str, Any] | None) -> list[str]:
     return [
         f"{found['label']}, {found['seeds']} seeds: {hours}, "
         f"{in_words_usd(found['usd']['p50'])} (p95 {in_words_usd(found['usd']['p95'])}), "
-        f"{found['machines_gone']:.1f} machines lost on average{in_time}.",
+        f"{gone}{in_time}.",
         *([coarse] if found["is_coarse"] else []),
     ]
 

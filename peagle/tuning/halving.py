@@ -155,7 +155,7 @@ class Search:
         self, arms: Sequence[Arm], more: Sequence[Arm], number: int, up: str | None
     ) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
         """Arms of a round with as many more, the first ones first, as the budget holds; and those that it does not."""
-        held, cut = list(arms), []
+        held, cut = list(arms), list[Arm]()
         for arm in more:
             fits = self._fits(self._costs.of(self._missing([*held, arm], number), up))
             (held if fits else cut).append(arm)

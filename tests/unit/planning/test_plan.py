@@ -1,6 +1,7 @@
 """A plan from files and prices: the cheapest that does it, limits, sensitivity, and what is refused with a way out."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.plan import make_plan
 from peagle.planning.text import text_plan
+
+from .conftest import CELLS
 
 
 @pytest.fixture
@@ -56,12 +59,60 @@ def test_the_break_even_is_where_no_speculation_is_as_cheap(plan: Any) -> None:
     assert plan()["break_even_acceptance_length"] is None
 
 
+def test_rows_and_lengths_beyond_a_limit_say_so(plan: Any) -> None:
+    found = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
+    by_factor = {row["factor"]: row["beyond"] for row in found["sensitivity"]}
+    assert by_factor == {
+        0.7: "beyond the latency limits", 0.8: "beyond the latency limits", 0.9: "beyond the latency limits",
+        1.0: None, 1.1: None, 1.2: None,
+    }  # fmt: skip
+    assert found["least_acceptance_length"] == pytest.approx(1.6 * 20 / 22, abs=1e-3)
+    text = text_plan(found)
+    assert "not possible" in text
+    assert "beyond the latency limits" in text
+    assert "Below an acceptance length of 1.45 it is beyond a limit that was given." in text
+    free = plan(max_tpot_ms=30)
+    assert free["least_acceptance_length"] is None or free["least_acceptance_length"] < 1.1
+    assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
+
+
+def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan: Any, sweep: Any) -> None:
+    at_one = [cell for cell in CELLS if cell["concurrency"] == 1]
+    keys = {"measured": [sweep(cells=at_one)], "market": "on_demand"}
+    free = plan(**keys)
+    bound = plan(max_machines=free["chosen"]["num_machines"], **keys)
+    assert {row["beyond"] for row in bound["sensitivity"] if row["factor"] < 0.85} == {
+        "more than 8 machines are needed"
+    }
+    assert bound["least_acceptance_length"] == pytest.approx(1.6 * 20e6 / 28_520 / 16 / 50, abs=1e-3), "16 engines"
+    assert free["least_acceptance_length"] is None
+    assert "not possible" not in text_plan(free)
+    assert free["break_even_acceptance_length"] == pytest.approx(1.28)
+    assert bound["break_even_acceptance_length"] is None, "without speculation it takes more machines than there are"
+
+
 def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> None:
     found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
-    assert found["simulated"] is None
+    assert found["simulated"]["tokens_per_s"]["p50"] == pytest.approx(1200), "nothing fails"
+    assert found["simulated"]["sustained"] == 1
+
+
+def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
+    keys = {"tokens": None, "within": None, "market": "on_demand", "seeds": 20, "failures_per_h": 0.2}
+    found = plan(tokens_per_s=1150, **keys)
+    run = found["simulated"]
+    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 60)
+    assert run["machines_gone"] == pytest.approx(0.6, abs=0.4), "three machines for an hour"
+    assert run["tokens_per_s"]["p5"] < 1150 < run["tokens_per_s"]["p50"] <= 1200.001
+    assert 0.3 < run["sustained"] < 1
+    assert re.search(
+        r"SIMULATED, not measured, 20 seeds: an hour at 1,\d+\.\d output tokens/s \(p5 [\d,.]+\), 0\.\d machines lost "
+        r"on average; \d\d% of them at the 1,150 that are wanted\.",
+        text_plan(found),
+    )
 
 
 def test_without_a_deadline_one_machine_is_the_cheapest(plan: Any) -> None:
@@ -85,11 +136,32 @@ def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
 
 
 def test_what_is_too_much_to_simulate_says_so(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.planning.plan._MOST_UNITS", 2000)
+    monkeypatch.setattr("peagle.planning.simulated._MOST_UNITS", 2000)
     found = plan(tokens="72M", within="12h", market="on_demand", seeds=2)  # 1,000 units a seed, of 6,000 minutes
     assert found["simulated"]["fleet"]["unit_s"] == 360
     assert "too many to simulate: these are of 360 s" in text_plan(found)
     assert not plan(tokens="12M", within="12h", market="on_demand", seeds=2)["simulated"]["is_coarse"]
+
+
+def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan(tokens="2B", within="5m", seeds=20, market="on_demand")  # 20 s of 500,000 engines
+    assert found["simulated"] is None
+    assert "Not simulated: 500,000 engines, with what is done again, are too much for it." in found["notes"]
+    assert "SIMULATED" not in text_plan(found)
+    monkeypatch.setattr("peagle.planning.simulated._MOST_UNITS", 1000)
+    fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
+    assert fewer["simulated"]["seeds"] == 2
+    assert "20 seeds would be too much to simulate: these are 2." in text_plan(fewer)
+    service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20)  # 450 units of a minute
+    assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
+
+
+def test_what_is_interrupted_more_often_than_it_ends_is_not_simulated(plan: Any) -> None:
+    long = plan(tokens="1e15", within=None, seeds=20, market="spot", lost_s=1)  # units of half a year on one machine
+    assert long["simulated"] is None
+    assert any(note.startswith("Not simulated: ") for note in long["notes"])
 
 
 def test_another_machine_with_the_same_accelerator_can_be_priced(plan: Any) -> None:

@@ -39,6 +39,11 @@ def test_a_long_notice_loses_nothing() -> None:
     assert found.engine_s.lost == 0
 
 
+def test_a_run_that_is_to_end_counts_what_was_done_until_then() -> None:
+    found = simulate(QUIET, 0, until_s=100 + 3.5 * 60)
+    assert (found.wall_s, found.engine_s.load, found.engine_s.busy) == (310, 400, 4 * 210)
+
+
 def test_machines_that_come_late_work_less() -> None:
     at_once, late = simulate(QUIET, 0), simulate(replace(QUIET, machines_per_min=0.2), 0)
     assert late.wall_s > at_once.wall_s
