@@ -32,9 +32,9 @@ def simulated(option: Option, config: PlanConfig) -> tuple[dict[str, Any] | None
     seeds = min(config.seeds, int(_MOST_EVENTS * _MOST_UNITS / _num_events(fleet, option)))
     if not seeds:
         return None, [f"Not simulated: {option.num_engines:,} engines, with what is done again, are too much for it."]
-    notes = [] if seeds == config.seeds else [f"{config.seeds} seeds would be too much to simulate: these are {seeds}."]
+    fewer = f"Simulated with {seeds} of {config.seeds} seeds: more would take too long."
     found = _service(fleet, option, config, seeds) if option.estimate is None else _job(fleet, option, config, seeds)
-    return {"label": SIMULATED, "seeds": seeds, "fleet": asdict(fleet)} | found, notes
+    return {"label": SIMULATED, "seeds": seeds, "fleet": asdict(fleet)} | found, [fewer] if seeds < config.seeds else []
 
 
 def _fleet(option: Option, config: PlanConfig) -> Fleet:

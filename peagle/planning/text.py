@@ -24,7 +24,7 @@ def text_plan(plan: Mapping[str, Any]) -> str:
         if (length := plan["break_even_acceptance_length"]) is not None:
             lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
         if (length := plan["least_acceptance_length"]) is not None:
-            lines.append(f"Below an acceptance length of {length:.2f} it is beyond a limit that was given.")
+            lines.append(f"Below an acceptance length of {length:.2f} the choice is beyond a limit that was given.")
     lines += ["", *_simulated(plan), _assumed(plan["wanted"])]
     return "\n".join([*lines, *plan["notes"]])
 
@@ -91,11 +91,12 @@ def _simulated(plan: Mapping[str, Any]) -> list[str]:
     found = plan["simulated"]
     if found is None:
         return []
+    label = f"{found['label']}, {found['seeds']} {'seed' if found['seeds'] == 1 else 'seeds'}"
     gone = f"{found['machines_gone']:.1f} machines lost on average"
     if "tokens_per_s" in found:
         speed, wanted = found["tokens_per_s"], plan["wanted"]["tokens_per_s"]
         return [
-            f"{found['label']}, {found['seeds']} seeds: an hour at {speed['p50']:,.1f} output tokens/s (p5 "
+            f"{label}: an hour at {speed['p50']:,.1f} output tokens/s (p5 "
             f"{speed['p5']:,.1f}), {gone}; {found['sustained']:.0%} of them at the {wanted:,g} that are wanted."
         ]
     in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
@@ -105,7 +106,7 @@ def _simulated(plan: Mapping[str, Any]) -> list[str]:
         "overstates the wait for the last ones and what interruptions lose. Fewer --seeds allow shorter ones."
     )
     return [
-        f"{found['label']}, {found['seeds']} seeds: {hours}, "
+        f"{label}: {hours}, "
         f"{in_words_usd(found['usd']['p50'])} (p95 {in_words_usd(found['usd']['p95'])}), "
         f"{gone}{in_time}.",
         *([coarse] if found["is_coarse"] else []),

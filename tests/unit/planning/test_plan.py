@@ -70,7 +70,7 @@ def test_rows_and_lengths_beyond_a_limit_say_so(plan: Any) -> None:
     text = text_plan(found)
     assert "not possible" in text
     assert "beyond the latency limits" in text
-    assert "Below an acceptance length of 1.45 it is beyond a limit that was given." in text
+    assert "Below an acceptance length of 1.45 the choice is beyond a limit that was given." in text
     free = plan(max_tpot_ms=30)
     assert free["least_acceptance_length"] is None or free["least_acceptance_length"] < 1.1
     assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
@@ -153,7 +153,7 @@ def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
     monkeypatch.setattr("peagle.planning.simulated._MOST_UNITS", 1000)
     fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
     assert fewer["simulated"]["seeds"] == 2
-    assert "20 seeds would be too much to simulate: these are 2." in text_plan(fewer)
+    assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)
     service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20)  # 450 units of a minute
     assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
 
