@@ -21,7 +21,8 @@ acceptance, time to first token and per token, memory, tokens per dollar. One en
 All prompts go through the engine with so many at once, after a warm-up. Each engine is started --rounds times, its
 repeats shared out among them, and the order turns round from one round to the next. OUTPUT holds report.json, report.md
 and two plots. A finished pass is kept there: the same command goes on where it was stopped, and methods, K,
-concurrencies up to --max-num-seqs and repeats can be added to it.
+concurrencies up to --max-num-seqs and repeats can be added to it. An engine that fails is left out, with exit code 1;
+Ctrl-C and SIGTERM leave the report of the finished passes.
 """
 _GROUPS = {
     "what is compared": [
@@ -49,9 +50,14 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(BenchConfig, args)
     from peagle.bench.run import bench
     from peagle.bench.tables import text_tables
+    from peagle.engine.interrupts import interrupted_by_sigterm
 
-    report, folder = bench(config, listener())
+    with interrupted_by_sigterm():
+        report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
     if report["num_passes_left"]:
         say(f"{report['num_passes_left']} passes are left: the same command goes on")
+    if report["failed"]:
+        say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
+        return 1, report
     return (3 if report["num_passes_left"] else 0), report

@@ -17,7 +17,8 @@ per second. One engine at a time, started once for each drafter and K; Ray is no
   peagle evaluate --dataset mine.jsonl --category-column task --temperature 0.8
 
 OUTPUT holds report.json, report.md (for a model card) and two plots. A finished drafter and K is kept there: the same
-command goes on where it was stopped, and other drafters and K can be added to it.
+command goes on where it was stopped, and other drafters and K can be added to it. An engine that fails is left out,
+with exit code 1; Ctrl-C and SIGTERM leave the report of what is finished.
 """
 _GROUPS = {
     "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision"],
@@ -41,7 +42,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(EvaluateConfig, args)
     from peagle.drafter.evaluation.report import text_report
     from peagle.drafter.evaluation.run import evaluate
+    from peagle.engine.interrupts import interrupted_by_sigterm
 
-    report, folder = evaluate(config, listener())
+    with interrupted_by_sigterm():
+        report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
-    return 0, report
+    if report["failed"]:
+        say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
+    return (1 if report["failed"] else 0), report

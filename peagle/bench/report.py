@@ -20,8 +20,14 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot and the text means
 DUMMY = "DUMMY WEIGHTS: the weights are random and the text means nothing; these figures time hardware"
 
 
-def make_report(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> dict[str, Any]:
-    """All that was measured so far and what it was measured on."""
+def make_report(
+    plan: Plan, dataset: Dataset, records: Sequence[PassRecord], failed: Mapping[str, str]
+) -> dict[str, Any]:
+    """All that was measured so far and what it was measured on.
+
+    Args:
+        failed: engines that did not start or died in this command, by their labels: what was said of each.
+    """
     cells = _cells(plan, records)
     num_left = len(plan.passes) - len(records)
     return {
@@ -43,7 +49,12 @@ def make_report(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> 
         "cells": cells,
         "ratios": ratios(cells),
         "num_passes_left": num_left,
-        "notes": plan.notes + ([f"Not finished: {num_left} passes are left."] if num_left else []),
+        "failed": dict(failed),
+        "notes": [
+            *plan.notes,
+            *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
+            *([f"Not finished: {num_left} passes are left."] if num_left else []),
+        ],
     }
 
 

@@ -32,6 +32,7 @@ from peagle.catalog.tokenizer import load_tokenizer
 from peagle.economics.report.figures import in_words_s
 from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
+from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
 from peagle.measurement.closed_loop import run_loop
 from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
@@ -58,7 +59,7 @@ def bench(
 
     Raises:
         ConfigError: bad usage; no engine was started.
-        EngineError: an engine did not start or died; finished passes stay, and the same command goes on.
+        EngineError: no engine at all could be measured. One that fails beside others is named in the report.
     """
     rows = read_dataset(config)
     model = resolve_model(config.model, announce=listener.say)
@@ -70,12 +71,14 @@ def bench(
     folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)
     run = _Run(plan, dataset, folder, listener, start)
     run.announce()
-    for visit in visits(run.left()):
-        if run.has_time_for(visit.passes[0], is_up=False):
-            run.visit(visit)
-    report = make_report(plan, dataset, [run.done[one] for one in plan.passes if one in run.done])
-    _write(folder.root, report)
-    return report, folder.root
+    try:
+        run.measure()
+    except BaseException:  # an interrupt, too, leaves a report of what was finished before it
+        if run.done:
+            run.write_report()
+            listener.say(f"report of the finished passes: {folder.root / 'report.md'}")
+        raise
+    return run.write_report(), folder.root
 
 
 class _Run:
@@ -90,10 +93,11 @@ class _Run:
         self._began, self._num_run = time.monotonic(), 0
         found = {one: folder.find(pass_name(one), PassRecord.from_dict) for one in plan.passes}
         self.done = {one: record for one, record in found.items() if record is not None}
+        self.failed: dict[Setup, EngineError] = {}
 
     def left(self) -> list[Pass]:
-        """Passes that are not done, in their order."""
-        return [one for one in self._plan.passes if one not in self.done]
+        """Passes that this command has still to do, in their order: none of an engine that failed."""
+        return [one for one in self._plan.passes if one not in self.done and one.setup not in self.failed]
 
     def announce(self) -> None:
         """What will be measured, and what is there already."""
@@ -109,7 +113,32 @@ class _Run:
             return True
         return time.monotonic() - self._began + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
 
-    def visit(self, visit: Visit) -> None:
+    def measure(self) -> None:
+        """Every visit that there is time for; an engine that fails is not started again by this command.
+
+        Raises:
+            EngineError: it failed, and so did all others, and nothing was measured by earlier commands.
+        """
+        for visit in visits(self.left()):
+            if visit.setup in self.failed or not self.has_time_for(visit.passes[0], is_up=False):
+                continue
+            try:
+                self._visit(visit)
+            except EngineError as error:
+                self._listener.say(f"  {visit.setup.label} is left out: {error.message}")
+                self.failed[visit.setup] = error
+                if not self.done and not self.left():
+                    raise
+
+    def write_report(self) -> dict[str, Any]:
+        """What was measured so far, by this command and earlier ones; it lies in the folder, too."""
+        records = [self.done[one] for one in self._plan.passes if one in self.done]
+        failed = {setup.label: error.message for setup, error in self.failed.items()}
+        report = make_report(self._plan, self._dataset, records, failed)
+        _write(self._folder.root, report)
+        return report
+
+    def _visit(self, visit: Visit) -> None:
         """Start the engine and run its passes."""
         self._listener.say(f"{visit.setup.label}: starting the engine")
 

@@ -1,4 +1,4 @@
-"""An interrupt that ends the start of an engine. It knows signals, and of vLLM only what it does to them."""
+"""Interrupts that end the start of an engine, and measurements. It knows signals, and of vLLM what it does to them."""
 
 import contextlib
 import signal
@@ -40,3 +40,20 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM does what SIGINT does at that moment, so that what ends a measurement in order has its turn.
+
+    Outside the main thread, or where SIGINT is ignored or has no handler of Python's, nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    # Raised anew, not called: asyncio and `interruptible` have handlers of their own while they run.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

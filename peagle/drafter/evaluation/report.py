@@ -24,11 +24,18 @@ _SPEEDS = {
 _NOT_BY_CATEGORY = "This vLLM counts drafts by engine, not by request: the categories cannot be told apart."
 
 
-def make_report(plan: Plan, dataset: Dataset, results: Sequence[CellResult]) -> dict[str, Any]:
-    """All that was measured and what it was measured on, as JSON-ready data."""
+def make_report(
+    plan: Plan, dataset: Dataset, results: Sequence[CellResult], failed: Mapping[str, str]
+) -> dict[str, Any]:
+    """All that was measured and what it was measured on, as JSON-ready data.
+
+    Args:
+        failed: cells whose engine did not start or died in this command, by name: what was said of each.
+    """
     fingerprint = plan.fingerprint(dataset)
     categories = {prompt.category for prompt in dataset.prompts} - {None}
     is_split = all(result.by_category for result in results)
+    num_left = len(plan.cells) - len(results) - len(failed)
     return {
         "schema": SCHEMA,
         "model": plan.model.name,
@@ -41,7 +48,12 @@ def make_report(plan: Plan, dataset: Dataset, results: Sequence[CellResult]) -> 
         "dataset": {"name": dataset.name, "num_prompts": len(dataset.prompts), "rejected": dataset.rejected},
         "fingerprint": fingerprint,
         "cells": [_cell(result) for result in results],
-        "notes": [_NOT_BY_CATEGORY] if categories and not is_split else [],
+        "failed": dict(failed),
+        "notes": [
+            *([_NOT_BY_CATEGORY] if categories and not is_split else []),
+            *(f"Not measured: {name}, whose engine failed: {message}" for name, message in failed.items()),
+            *([f"Not finished: {num_left} cells are left."] if num_left else []),
+        ],
     }
 
 

@@ -21,6 +21,7 @@ from peagle.drafter.evaluation.report import make_report, markdown_report
 from peagle.drafter.evaluation.store import EvaluationFolder, default_output
 from peagle.engine.generation import Engine
 from peagle.engine.start import start_engine
+from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, with_engine
@@ -43,7 +44,7 @@ def evaluate(
 
     Raises:
         ConfigError: bad usage; no engine was started.
-        EngineError: an engine did not start or died; finished cells stay, and the same command goes on.
+        EngineError: no cell at all could be measured. One that fails beside others is named in the report.
     """
     rows = read_dataset(config)
     here = hardware.detect()
@@ -60,45 +61,76 @@ def evaluate(
     fingerprint = plan.fingerprint(dataset)
     folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
     announce(listener.say, dataset, model, plan.precision, here, plan.notes)
-    results = [_measured(plan, cell, dataset, folder, start, listener) for cell in plan.cells]
-    report = make_report(plan, dataset, results)
-    _write(folder.root, report)
-    return report, folder.root
+    run = _Run(plan, dataset, folder, listener, start)
+    try:
+        run.measure()
+    except BaseException:  # an interrupt, too, leaves a report of what was finished before it
+        if run.done:
+            run.write_report()
+            listener.say(f"report of the finished cells: {folder.root / 'report.md'}")
+        raise
+    return run.write_report(), folder.root
 
 
-def _measured(
-    plan: Plan,
-    cell: Cell,
-    dataset: Dataset,
-    folder: EvaluationFolder,
-    start: Start,
-    listener: Listener,
-) -> CellResult:
-    """What the folder has of the cell, else a measurement."""
-    head = f"[{plan.cells.index(cell) + 1}/{len(plan.cells)}] {cell.label} K={cell.k}"
-    found = folder.find(cell)
-    if found is not None:
-        listener.say(f"{head}: measured {found.measured_at}")
-        return found
-    listener.say(f"{head}: starting the engine")
+class _Run:
+    """The cells of one command: those that are done, and the engines that do the others."""
 
-    async def use(engine: Engine, start_s: float) -> CellResult:
-        return await measure(
-            cell,
-            engine,
-            dataset.prompts,
-            sampling=plan.config.sampling(),
-            concurrency=plan.config.concurrency,
-            start_s=start_s,
-            progress=listener.progress,
-        )
+    def __init__(
+        self, plan: Plan, dataset: Dataset, folder: EvaluationFolder, listener: Listener, start: Start
+    ) -> None:
+        self._plan, self._dataset, self._folder = plan, dataset, folder
+        self._listener, self._start = listener, start
+        found = {cell: folder.find(cell) for cell in plan.cells}
+        self.done = {cell: result for cell, result in found.items() if result is not None}
+        self._failed: dict[str, str] = {}
 
-    result = with_engine(plan.engine_spec(cell), plan.hardware, start, folder.log(cell), use)
-    folder.keep(cell, result)
-    listener.say(
-        f"{head}: acceptance length {result.acceptance_length:.2f}, {result.output_tokens_per_s:.1f} output tokens/s"
-    )
-    return result
+    def measure(self) -> None:
+        """Every cell that is not done; one whose engine fails is left out.
+
+        Raises:
+            EngineError: it failed, and so did all others, and nothing was measured by earlier commands.
+        """
+        for number, cell in enumerate(self._plan.cells, start=1):
+            name = f"{cell.label} K={cell.k}"
+            head = f"[{number}/{len(self._plan.cells)}] {name}"
+            if cell in self.done:
+                self._listener.say(f"{head}: measured {self.done[cell].measured_at}")
+                continue
+            self._listener.say(f"{head}: starting the engine")
+            try:
+                self._listener.say(f"{head}: {self._measure(cell)}")
+            except EngineError as error:
+                self._listener.say(f"  {name} is left out: {error.message}")
+                self._failed[name] = error.message
+                if len(self._failed) == len(self._plan.cells):
+                    raise
+
+    def write_report(self) -> dict[str, Any]:
+        """What was measured so far, by this command and earlier ones; it lies in the folder, too."""
+        results = [self.done[cell] for cell in self._plan.cells if cell in self.done]
+        report = make_report(self._plan, self._dataset, results, self._failed)
+        _write(self._folder.root, report)
+        return report
+
+    def _measure(self, cell: Cell) -> str:
+        """Measure a cell and keep it; what came of it, for people."""
+        plan = self._plan
+
+        async def use(engine: Engine, start_s: float) -> CellResult:
+            return await measure(
+                cell,
+                engine,
+                self._dataset.prompts,
+                sampling=plan.config.sampling(),
+                concurrency=plan.config.concurrency,
+                start_s=start_s,
+                progress=self._listener.progress,
+            )
+
+        result = with_engine(plan.engine_spec(cell), plan.hardware, self._start, self._folder.log(cell), use)
+        self._folder.keep(cell, result)
+        self.done[cell] = result
+        return f"acceptance length {result.acceptance_length:.2f}, {result.output_tokens_per_s:.1f} output tokens/s"
 
 
 def _write(root: Path, report: dict[str, Any]) -> None:

@@ -23,16 +23,16 @@ ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 class Starter:
     """Starts fakes; remembers which and in what order, and how many requests each had at once."""
 
-    def __init__(self, dies_in_engine: int | None = None) -> None:
+    def __init__(self, dies_in_engine: int | None = None, of: type[BaseException] = EngineError) -> None:
         self.engines: list[Fake] = []
         self.specs: list[EngineSpec] = []
-        self._dies_in_engine = dies_in_engine
+        self._dies_in_engine, self._of = dies_in_engine, of
 
     def __call__(self, spec: EngineSpec, hardware: Hardware) -> "Fake":
         assert all(engine.is_down for engine in self.engines), "one engine at a time"
         self.specs.append(spec)
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
-        self.engines.append(Fake(k, dies=len(self.engines) == self._dies_in_engine))
+        self.engines.append(Fake(k, dies_of=self._of if len(self.engines) == self._dies_in_engine else None))
         return self.engines[-1]
 
     @property
@@ -43,14 +43,14 @@ class Starter:
 class Fake(FakeEngine):
     is_down = False
 
-    def __init__(self, k: int, *, dies: bool) -> None:
+    def __init__(self, k: int, *, dies_of: type[BaseException] | None) -> None:
         super().__init__(num_speculative_tokens=k, token_s=0.0005)
         self.widths: list[int] = []
-        self._running, self._dies = 0, dies
+        self._running, self._dies_of = 0, dies_of
 
     async def generate(self, *args: Any) -> Generation:
-        if self._dies and self.widths.count(1) > 8:
-            raise EngineError("the vLLM engine process died")
+        if self._dies_of and self.widths.count(1) > 8:
+            raise self._dies_of("the vLLM engine process died")
         self._running += 1
         self.widths.append(self._running)
         try:
@@ -120,9 +120,17 @@ def test_tables_and_plots_lie_in_the_folder(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_others(run: Any, tmp_path: Path) -> None:
-    dying, again, last = Starter(dies_in_engine=1), Starter(), Starter()
-    with pytest.raises(EngineError, match="process died"):
-        run(dying)
+    stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, said)
+    assert all(engine.is_down for engine in stopped.engines)
+    left = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [(c["method"], c["concurrency"], c["repeats"]) for c in left["cells"]] == [
+        ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
+    ]  # fmt: skip
+    assert (left["num_passes_left"], left["failed"]) == (9, {})
+    assert said[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
     kept = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
     assert sorted(name.split("-k")[1] for name in kept) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
     report = run(again)
@@ -131,6 +139,41 @@ def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_othe
     assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in kept.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
+
+
+def test_an_engine_that_fails_is_left_out_and_named_and_the_same_command_tries_it_again(
+    run: Any, tmp_path: Path
+) -> None:
+    dying, again = Starter(dies_in_engine=1), Starter()
+    said: list[str] = []
+    report = run(dying, said)
+    assert dying.ks == [0, 2, 4, 0], "the engine that died is not started again in the second round"
+    assert all(engine.is_down for engine in dying.engines)
+    assert [(c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
+        (0, 1, 2), (0, 3, 2), (2, 1, 1), (4, 1, 2), (4, 3, 2),
+    ]  # fmt: skip
+    assert report["failed"] == {"P-EAGLE K=2": "the vLLM engine process died"}
+    assert report["num_passes_left"] == 3
+    assert "  P-EAGLE K=2 is left out: the vLLM engine process died" in said
+    assert "left" not in said[-1], "what is left out is not in the time that is left"
+    words = "Not complete: P-EAGLE K=2, whose engine failed: the vLLM engine process died"
+    assert words in (tmp_path / "out" / "report.md").read_text()
+    after = run(again)
+    assert again.ks == [2]
+    assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
+
+
+def test_where_every_engine_fails_the_benchmark_does(run: Any, tmp_path: Path) -> None:
+    started: list[EngineSpec] = []
+
+    def fails(spec: EngineSpec, hardware: Hardware) -> Any:
+        started.append(spec)
+        raise EngineError(f"vLLM did not start: number {len(started)}")
+
+    with pytest.raises(EngineError, match="number 3"):
+        run(fails)
+    assert len(started) == 3
+    assert not (tmp_path / "out" / "report.json").exists()
 
 
 def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from peagle.engine.interrupts import interruptible
+from peagle.engine.interrupts import interrupted_by_sigterm, interruptible
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +77,32 @@ def test_an_engine_may_start_in_any_thread():
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def test_sigterm_is_an_interrupt_also_of_a_start_and_of_an_event_loop(tmp_path):
+    import asyncio
+
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    async def wait():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60)
+        finally:
+            ended.append("in order")
+
+    with interrupted_by_sigterm():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(wait())
+    assert ended == ["in order"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_interrupts_are_ignored_sigterm_stays_what_it_was():
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupted_by_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is before

@@ -1,6 +1,8 @@
 """`peagle bench`: flags reach the runner, the tables the terminal, and errors the user. Measuring: unit/bench."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,14 +51,32 @@ def test_a_run_prints_its_tables_and_writes_its_result(
     assert "4 of 4 responses" in printed
 
 
-@pytest.mark.parametrize(("num_left", "exit_code"), [(0, 0), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_left", "failed", "exit_code"), [(0, {}, 0), (2, {}, 3), (2, {"P-EAGLE K=5": "no memory"}, 1)]
+)
 def test_an_unfinished_benchmark_has_an_exit_code_of_its_own(
-    num_left: int, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    num_left: int,
+    failed: dict[str, str],
+    exit_code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runner, "bench", lambda *args: ({"num_passes_left": num_left}, tmp_path))
+    monkeypatch.setattr(runner, "bench", lambda *args: ({"num_passes_left": num_left, "failed": failed}, tmp_path))
     monkeypatch.setattr("peagle.bench.tables.text_tables", lambda report: "tables")
     assert run(["bench", "--time-budget-s", "60"]) == exit_code
-    assert ("the same command goes on" in capsys.readouterr().out) is bool(num_left)
+    printed = capsys.readouterr().out
+    assert ("the same command goes on" in printed) is bool(num_left)
+    assert ("P-EAGLE K=5 failed, and is tried again by the same command" in printed) is bool(failed)
+
+
+def test_sigterm_ends_a_benchmark_as_an_interrupt_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "bench", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(["bench"]) == 3
+    assert "peagle bench: interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

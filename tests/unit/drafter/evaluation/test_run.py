@@ -122,23 +122,45 @@ def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> 
         run(Starter(), drafter=str(head()), num_speculative_tokens=2)
 
 
-def test_an_engine_that_dies_keeps_what_was_finished_and_is_shut_down(run: Any, head: Any) -> None:
-    class Dying(Starter):
-        def __call__(self, spec: EngineSpec, hardware: Hardware) -> Any:
-            engine = super().__call__(spec, hardware)
-            if len(self.engines) == 2:
-                engine.generate = dies  # type: ignore[method-assign]
-            return engine
+class Dying(Starter):
+    """The second engine ends with an error."""
 
-    async def dies(*_: Any) -> Generation:
-        raise EngineError("the vLLM engine process died")
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
 
-    dying, again = Dying(), Starter()
-    with pytest.raises(EngineError, match="process died"):
-        run(dying, drafter=str(head()), num_speculative_tokens="2,3")
+    def __call__(self, spec: EngineSpec, hardware: Hardware) -> Any:
+        async def dies(*_: Any) -> Generation:
+            raise self._error
+
+        engine = super().__call__(spec, hardware)
+        if len(self.engines) == 2:
+            engine.generate = dies  # type: ignore[method-assign]
+        return engine
+
+
+def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
+    run: Any, head: Any, tmp_path: Path
+) -> None:
+    dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
+    report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert all(engine.is_down for engine in dying.engines)
-    run(again, drafter=str(head()), num_speculative_tokens="2,3")
+    assert [cell["k"] for cell in report["cells"]] == [2, 4]
+    assert report["failed"] == {"head K=3": "the vLLM engine process died"}
+    words = "Not measured: head K=3, whose engine failed: the vLLM engine process died"
+    assert report["notes"] == [words]
+    assert words in (tmp_path / "out" / "report.md").read_text()
+    after = run(again, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert [spec.drafter.num_speculative_tokens for spec in again.specs if spec.drafter] == [3]
+    assert (after["failed"], after["notes"]) == ({}, [])
+
+
+def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
+    left = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [cell["k"] for cell in left["cells"]] == [2]
+    assert left["notes"] == ["Not finished: 1 cells are left."]
 
 
 def test_an_engine_that_does_not_start_is_told_by_the_cause_in_its_log(run: Any, head: Any) -> None:
