@@ -56,6 +56,7 @@ class PassRecord:
         requests: those that were answered.
         peak_memory_gib: while the pass ran (`peagle.bench.memory`); None where it cannot be read.
         measured_at: UTC, ISO 8601.
+        model_runner: of vLLM, "V1" or "V2"; None where it cannot be told, and in records from before it was kept.
     """
 
     method: str
@@ -69,6 +70,7 @@ class PassRecord:
     requests: Sequence[RequestTimes]
     peak_memory_gib: float | None
     measured_at: str
+    model_runner: str | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -95,7 +97,9 @@ class PassRecord:
         return cls(**{**data, "speculation": SpeculationStats.from_dict(data["speculation"]), "requests": requests})
 
 
-def make_record(one: Pass, loop: Loop, *, start_s: float, peak_memory_gib: float | None) -> PassRecord:
+def make_record(
+    one: Pass, loop: Loop, *, start_s: float, peak_memory_gib: float | None, model_runner: str | None
+) -> PassRecord:
     """The record of a pass that just ended."""
     return PassRecord(
         method=one.setup.method,
@@ -109,6 +113,7 @@ def make_record(one: Pass, loop: Loop, *, start_s: float, peak_memory_gib: float
         requests=[_times(answer) for answer in loop.answers if answer],
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        model_runner=model_runner,
     )
 
 

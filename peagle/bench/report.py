@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from peagle.bench.caveats import few_prompts, model_runners
 from peagle.bench.config import NONE
 from peagle.bench.plan import Plan
 from peagle.bench.record import PassRecord
@@ -14,6 +15,7 @@ from peagle.bench.summary import acceptance, summarise
 from peagle.engine.arguments import max_num_batched_tokens
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset
+from peagle.measurement.target import chosen_model_runner
 
 SCHEMA = 1
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot and the text means nothing; these figures time hardware"
@@ -51,7 +53,7 @@ def make_report(
         "num_passes_left": num_left,
         "failed": dict(failed),
         "notes": [
-            *plan.notes,
+            *notes(plan, dataset, records),
             *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
             *([f"Not finished: {num_left} passes are left."] if num_left else []),
         ],
@@ -62,6 +64,16 @@ def labels(plan: Plan) -> list[str]:
     """What must stand over every figure; nothing where they are of real text."""
     is_dummy = plan.config.load_format == "dummy"
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
+
+
+def notes(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
+    """What the user should know of the heads and of the figures, as far as they are there."""
+    config, platform = plan.config, plan.hardware.platform
+    return [
+        *plan.notes,
+        *few_prompts(config, len(dataset.prompts)),
+        *model_runners(config, platform, chosen_model_runner(), records),
+    ]
 
 
 def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
@@ -109,7 +121,7 @@ def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, A
     """A setup, and its acceptance over all concurrencies: it is the same drafter on the same prompts."""
     setup = plan.setups[index]
     spec = plan.engine_spec(setup)
-    own = [record.speculation for record in records if (record.method, record.k) == (setup.method, setup.k)]
+    own = [record for record in records if (record.method, record.k) == (setup.method, setup.k)]
     rates = setup.drafter.synthetic_rates if setup.drafter else None
     return {
         "method": setup.method,
@@ -119,5 +131,6 @@ def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, A
         "head_fingerprint": setup.fingerprint or None,
         "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, plan.hardware),
         "synthetic_rates": list(rates) if rates is not None else None,
-        **acceptance(own),
+        "model_runner": next((record.model_runner for record in own if record.model_runner), None),
+        **acceptance([record.speculation for record in own]),
     }

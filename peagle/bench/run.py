@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from peagle import hardware
+from peagle.bench.caveats import require_prompts
 from peagle.bench.config import BenchConfig
 from peagle.bench.memory import PeakMemory, memory_reader
 from peagle.bench.plan import Plan, make_plan
 from peagle.bench.plots import cost_plot, speed_plot
 from peagle.bench.progress import next_s, time_left_s
 from peagle.bench.record import PassRecord, make_record
-from peagle.bench.report import SCHEMA, labels, make_report
+from peagle.bench.report import SCHEMA, labels, make_report, notes
 from peagle.bench.schedule import Pass, Visit, visits
 from peagle.bench.setups import Setup
 from peagle.bench.tables import markdown_tables
@@ -66,6 +67,7 @@ def bench(
     plan = make_plan(config, hardware.detect(), model)
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
     dataset = build_dataset(config, rows, tokenizer_of(model.path, model.revision), plan.spec.max_model_len)
+    require_prompts(config, len(dataset.prompts))
     fingerprint = plan.fingerprint(dataset)
     root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
     folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)
@@ -102,7 +104,8 @@ class _Run:
     def announce(self) -> None:
         """What will be measured, and what is there already."""
         plan, say = self._plan, self._listener.say
-        announce(say, self._dataset, plan.model, plan.precision, plan.hardware, [*labels(plan), *plan.notes])
+        known = [*labels(plan), *notes(plan, self._dataset, list(self.done.values()))]
+        announce(say, self._dataset, plan.model, plan.precision, plan.hardware, known)
         left = self.left()
         say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
 
@@ -160,7 +163,7 @@ class _Run:
                 progress=self._listener.progress,
                 num_warm_up=one.concurrency,
             )
-        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib)
+        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib, model_runner=engine.model_runner)
         self._folder.keep(pass_name(one), record.to_dict())
         self.done[one] = record
         self._num_run += 1

@@ -40,6 +40,7 @@ class FakeEngine:
     """
 
     compile_s = 0.0
+    model_runner: str | None = None
 
     def __init__(
         self,

@@ -68,6 +68,10 @@ class Engine(Protocol):
     compile_s: float
     """Seconds of its start that went into compiling."""
 
+    @property
+    def model_runner(self) -> str | None:
+        """The generation of vLLM's model runner that computes: "V1" or "V2"; None where it cannot be told."""
+
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.
 

@@ -43,6 +43,12 @@ class VllmEngine:
             raise EngineError(f"vLLM did not start: {error}") from error
         self.max_model_len: int = self._llm.model_config.max_model_len
 
+    @property
+    def model_runner(self) -> str | None:
+        """See `Engine.model_runner`; vLLM decides in its configuration, once the drafter is known."""
+        is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", None)
+        return None if is_v2 is None else "V2" if is_v2 else "V1"
+
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

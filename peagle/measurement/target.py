@@ -15,7 +15,7 @@ from peagle.manifest import versions
 from peagle.measurement.dataset import Dataset
 from peagle.measurement.keys import MeasurementKeys
 
-_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def target_spec(config: MeasurementKeys, model: ResolvedModel, *, max_num_seqs: int, **own: Any) -> EngineSpec:
@@ -49,7 +49,7 @@ def target_fingerprint(
 ) -> dict[str, Any]:
     """What all measurements of one folder share, whatever they vary; JSON-ready."""
     # Named only where it was chosen, so that folders from before it was named go on.
-    runner = os.environ.get(_MODEL_RUNNER)
+    runner = chosen_model_runner()
     return {
         "model": {"name": model.name, "weights": model.fingerprint},
         "precision": precision.describe(),
@@ -62,7 +62,12 @@ def target_fingerprint(
         "dataset": {"content": dataset.fingerprint, "prompts": dataset.spec.to_dict()},
         "hardware": hardware.describe(),
         "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
-    } | ({_MODEL_RUNNER: runner} if runner else {})
+    } | ({MODEL_RUNNER: runner} if runner else {})
+
+
+def chosen_model_runner() -> str | None:
+    """What the user set `VLLM_USE_V2_MODEL_RUNNER` to; None where vLLM chooses a model runner by itself."""
+    return os.environ.get(MODEL_RUNNER) or None
 
 
 def announce(

@@ -237,6 +237,35 @@ def test_another_model_runner_is_another_measurement(run: Any, monkeypatch: pyte
     assert refused.specs == []
 
 
+def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run: Any, tmp_path: Path) -> None:
+    class OnRunners(Starter):
+        def __call__(self, spec: EngineSpec, hardware: Hardware) -> Fake:
+            engine = super().__call__(spec, hardware)
+            engine.model_runner = "V1" if spec.drafter else "V2"
+            return engine
+
+    said: list[str] = []
+    report = run(OnRunners(), repeats=1)
+    assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
+    words = "vLLM took different model runners: V1 ran P-EAGLE; V2 ran no speculation."
+    assert words in (tmp_path / "out" / "report.md").read_text()
+    run(Starter(), said, repeats=1)
+    assert any(words in line for line in said), "the same command says it of what is there"
+
+
+def test_a_concurrency_beyond_the_prompts_is_refused_before_an_engine_starts(run: Any, tmp_path: Path) -> None:
+    refused = Starter()
+    with pytest.raises(ConfigError, match="concurrency 8: there are 6 prompts"):
+        run(refused, concurrency="1,8")
+    assert refused.specs == []
+    assert not (tmp_path / "out").exists()
+    said: list[str] = []
+    report = run(refused, said, repeats=1)
+    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests for each")]
+    assert "concurrency 3:" in note
+    assert f"  {note}" in said
+
+
 def test_another_price_needs_no_new_measurement(run: Any) -> None:
     again = Starter()
     before = run(Starter(), repeats=1)["cells"][0]

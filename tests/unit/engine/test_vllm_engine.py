@@ -219,3 +219,18 @@ def test_what_vllm_ended_by_itself_is_no_answer(reason):
     engine._llm = Ending()
     with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
         asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
+
+
+@pytest.mark.parametrize(
+    ("config", "runner"), [({"use_v2_model_runner": True}, "V2"), ({"use_v2_model_runner": False}, "V1"), ({}, None)]
+)
+def test_the_runner_is_the_one_that_vllm_decided_on(config: dict[str, Any], runner: str | None) -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(**config))
+    assert engine.model_runner == runner
+
+
+def test_the_installed_vllm_says_which_runner_it_decides_on() -> None:
+    from vllm.config import VllmConfig
+
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
