@@ -65,7 +65,8 @@ class Plan:
         own = {
             "requests_per_slot": self.config.requests_per_slot,
             "load_format": self.spec.load_format,
-            "synthetic_acceptance": self.config.synthetic_acceptance,
+            # The rates are each engine's own, as heads are. Folders without any have always held an empty list.
+            "synthetic_acceptance": "by lot" if self.config.synthetic_acceptance else [],
             "max_num_seqs": self.spec.max_num_seqs,
             "max_cudagraph_capture_size": self.config.max_cudagraph_capture_size,
         }

@@ -185,9 +185,11 @@ class _Run:
 
 
 def setup_name(setup: Setup) -> str:
-    """The name of a setup's files; another head has another."""
+    """The name of a setup's files; another head has another, and so has another acceptance by lot."""
     head = f"-{digest(setup.fingerprint)}" if setup.fingerprint else ""
-    return f"{setup.method}{head}-k{setup.k}"
+    rates = setup.drafter.synthetic_rates if setup.drafter else None
+    lot = f"-lot-{digest(repr(rates))}" if rates else ""
+    return f"{setup.method}{head}{lot}-k{setup.k}"
 
 
 def pass_name(one: Pass) -> str:

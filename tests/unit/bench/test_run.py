@@ -110,6 +110,7 @@ def test_the_report_says_what_it_was_measured_with(run: Any) -> None:
     assert [s["head"] for s in report["setups"]] == [None, "peagle", "peagle"]
     assert [s["max_num_batched_tokens"] for s in report["setups"]] == [2048 + 3, 2048 + 3 * 4, 2048 + 3 * 8]
     assert "max_num_batched_tokens" not in report["fingerprint"], "as it was before there was the key"
+    assert report["fingerprint"]["synthetic_acceptance"] == [], "as it always was without any"
 
 
 def test_tables_and_plots_lie_in_the_folder(run: Any, tmp_path: Path) -> None:
@@ -285,12 +286,35 @@ def test_progress_says_how_much_is_left(run: Any) -> None:
     assert "left" not in passes[-1]
 
 
-def test_what_means_nothing_is_labelled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Hardware(
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Hardware(
         platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
         free_memory_gib=80, num_cpus=8,
     )  # fmt: skip
-    monkeypatch.setattr("peagle.hardware.detect", lambda: gpu)
+    monkeypatch.setattr("peagle.hardware.detect", lambda: found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_method_with_a_lot_of_its_own_can_be_added_and_another_lot_is_another_engine(run: Any, head: Any) -> None:
+    heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
+    keys: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
+    first, added, other, again = Starter(), Starter(), Starter(), Starter()
+    run(first, synthetic_acceptance=["peagle=2"], **keys)
+    both = keys | {"methods": "none,eagle3,peagle", "drafter": heads}
+    report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **both)
+    assert [spec.drafter and spec.drafter.method for spec in added.specs] == ["eagle3"]
+    assert [setup["synthetic_rates"] for setup in report["setups"]] == [None, [0.5, 0.0], [1.0, 0.0]]
+    run(other, synthetic_acceptance=["peagle=2.5", "eagle3=1.5"], **both)
+    assert [spec.drafter and spec.drafter.synthetic_rates for spec in other.specs] == [(1.0, 0.5)]
+    run(again, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **both)
+    assert again.specs == []
+    with pytest.raises(ConfigError, match="synthetic_acceptance: it was 'by lot', now it is \\[\\]"):
+        run(again, **both)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_means_nothing_is_labelled(run: Any) -> None:
     said: list[str] = []
     start = Starter()
     report = run(start, said, repeats=1, load_format="dummy", synthetic_acceptance="2")
