@@ -8,8 +8,9 @@ It takes the flags of `peagle bench` and starts each of its engines once. At eac
 answered at once: one time with the parts of every step timed (`step_timer`), one time with the device's kernels traced.
 The floor is `step_floor`'s, over the bytes a second that a copy on the device moves. Lookups read no head.
 
-OUTPUT holds report.json and report.md; an engine that is done is kept in cells/, and the same command goes on. With
---time-budget-s the command ends early with exit code 3. vLLM's model runner V1 is asked for, whose scopes are timed.
+OUTPUT holds report.json, report.md and drafter-by-k.svg: the drafter's part of a step by K, at the smallest
+concurrency. An engine that is done is kept in cells/, and the same command goes on. With --time-budget-s the command
+ends early with exit code 3. vLLM's model runner V1 is asked for, whose scopes are timed.
 """
 
 import argparse
@@ -40,16 +41,25 @@ from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.interrupts import interruptible
+from peagle.engine.spec import DRAFT_METHODS
 from peagle.errors import DrafterError, PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.folder import MeasurementFolder
+from peagle.measurement.lines import Axes, line_chart
 from peagle.quiet import QuietStderr
+from peagle.svg import standalone
 from peagle.tables import aligned, markdown
 
 _WARM_UP_TOKENS, _TRACED_TOKENS = 8, 48
 _PARTS = ("target", "logits", "sampling", "drafter", "host")
+_DRAFTER_AXES = Axes(
+    name="Time of drafting by K",
+    x_name="draft tokens a step (K)",
+    y_name="ms a step in the drafter",
+    place="K=",
+)
 
 
 def main() -> int:
@@ -178,6 +188,24 @@ def table(cells: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
     return rows
 
 
+def drafter_plot(model: str, engines: Sequence[Mapping[str, Any]]) -> str | None:
+    """A line a method with a head: the drafter's part of a step by K, at the smallest concurrency.
+
+    None where there is no such method, or none of its steps had all requests in it.
+    """
+    concurrency = min((cell["concurrency"] for engine in engines for cell in engine["cells"]), default=0)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for engine in engines:
+        for cell in engine["cells"]:
+            if engine["method"] in DRAFT_METHODS and cell["concurrency"] == concurrency and cell["ms"]:
+                found.setdefault(engine["method"], []).append((engine["k"], cell["ms"]["drafter"]))
+    if not found:
+        return None
+    curves = [(METHOD_NAMES[method], sorted(points)) for method, points in found.items()]
+    names = [(name, series) for series, (name, _) in enumerate(curves)]
+    return standalone(line_chart(curves, _DRAFTER_AXES), f"Drafting alone, concurrency {concurrency}, {model}", names)
+
+
 def _concurrency(plan: Plan) -> dict[str, Any]:
     """An engine is profiled at all of them while it is up."""
     return {"concurrency": plan.config.concurrency}
@@ -213,6 +241,9 @@ def _write(root: Path, plan: Plan, dataset: Dataset, engines: list[dict[str, Any
     )
     lines = [f"**{label}.**\n" for label in labels(plan)] + [about, "", *markdown(rows)]
     write_atomic(root / "report.md", ("\n".join(lines) + "\n").encode())
+    label = f"{labels(plan)[0].split()[0]}, " if labels(plan) else ""
+    if (plot := drafter_plot(f"{label}{plan.model.name}", engines)) is not None:
+        write_atomic(root / "drafter-by-k.svg", plot.encode())
     say("\n" + "\n".join(aligned(rows)))
 
 

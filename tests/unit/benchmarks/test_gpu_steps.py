@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import torch
 from benchmarks.gpu import step_profile
 from benchmarks.gpu.shapes import head_config, head_shapes, target_config
 from benchmarks.gpu.step_floor import experts_met, median_step, step_bytes
+from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
-from benchmarks.gpu.step_profile import table
 from benchmarks.gpu.step_timer import _Marks
 from peagle.bench.setups import Setup
 from peagle.engine.spec import DrafterSpec
@@ -23,6 +24,7 @@ DENSE: dict[str, Any] = {
     "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 10,
 }  # fmt: skip
+SVG = "{http://www.w3.org/2000/svg}"
 HEAD = {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 4}}
 
 
@@ -90,6 +92,29 @@ def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
     assert rows[1][-4:] == ["5.00", "1.50", "0.50", "3.0x"]
     assert rows[2][:5] == ["no speculation", "-", "64", "-", "-"]
     assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def profiled(method: str, k: int, *drafter_ms: float | None) -> dict[str, Any]:
+    cells = [
+        {"concurrency": 4**place, "ms": None if ms is None else {"step": 9.0, "drafter": ms}}
+        for place, ms in enumerate(drafter_ms)
+    ]
+    return {"method": method, "k": k, "cells": cells}
+
+
+def test_the_drafter_s_part_by_k_is_plotted_without_the_rest_of_the_step() -> None:
+    engines = [profiled("none", 0, 0.0, 0.0), profiled("ngram", 7, 0.1, 0.1), profiled("eagle3", 7, 3.5, 8.0)]
+    engines += [profiled("eagle3", 3, 1.5, 4.0), profiled("peagle", 3, 0.8, 1.0), profiled("peagle", 7, 0.75, 1.0)]
+    plot = drafter_plot("tiny", engines)
+    assert plot is not None
+    marks = [node.text for circle in ElementTree.fromstring(plot).iter(f"{SVG}circle") for node in circle]
+    assert marks == ["EAGLE-3, K=3: 1.50", "EAGLE-3, K=7: 3.50", "P-EAGLE, K=3: 0.80", "P-EAGLE, K=7: 0.75"]
+    assert "Drafting alone, concurrency 1, tiny" in plot
+
+
+def test_without_a_timed_step_of_a_head_there_is_no_plot() -> None:
+    assert drafter_plot("tiny", []) is None
+    assert drafter_plot("tiny", [profiled("none", 0, 0.0), profiled("peagle", 3, None)]) is None
 
 
 def setup(method: Any, model: str = "") -> Setup:
