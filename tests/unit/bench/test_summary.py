@@ -78,6 +78,13 @@ def test_a_pass_survives_json() -> None:
     assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
 
 
+def test_a_record_from_before_there_was_a_model_runner_in_it_is_read() -> None:
+    kept = record(model_runner="V1").to_dict()
+    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner == "V1"
+    del kept["model_runner"]
+    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner is None
+
+
 def test_a_pass_without_a_response_is_no_division_by_zero() -> None:
     cell = summarise([record(requests=[], num_refused=3)] * 2, usd_per_s=1)
     assert (cell["output_tokens_per_s"], cell["spread"], cell["ttft_s"], cell["num_refused"]) == (0, None, None, 6)
