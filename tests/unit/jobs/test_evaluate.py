@@ -1,6 +1,8 @@
 """`peagle evaluate`: flags reach the runner, the table the terminal, and errors the user. Measuring: unit/drafter."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,27 @@ def test_an_unknown_drafter_gets_a_hint(models: list[str], capsys: pytest.Captur
     error = capsys.readouterr().err
     assert "no such drafter: no/such/head" in error
     assert "a local folder or a hub id" in error
+
+
+@pytest.mark.parametrize(("failed", "exit_code"), [({}, 0), ({"head K=3": "no memory"}, 1)])
+def test_an_engine_that_failed_beside_others_is_an_error(
+    failed: dict[str, str],
+    exit_code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "evaluate", lambda *args: ({"failed": failed}, tmp_path))
+    monkeypatch.setattr("peagle.drafter.evaluation.report.text_report", lambda report: "table")
+    assert run(["evaluate"]) == exit_code
+    printed = capsys.readouterr().out
+    assert "table" in printed
+    assert ("head K=3 failed, and is tried again by the same command" in printed) is bool(failed)
+
+
+def test_sigterm_ends_an_evaluation_as_an_interrupt_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "evaluate", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(["evaluate"]) == 3
+    assert "peagle evaluate: interrupted" in capsys.readouterr().err
