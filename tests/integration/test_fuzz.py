@@ -1,7 +1,8 @@
 """Every route of the endpoint, fuzzed from its own OpenAPI schema; and what no schema says: slow, huge, broken.
 
 The real gate, routes, batches and ledger in this process behind a real HTTP server; the fake engine answers, without
-Ray Serve between. The cases are the same in each run.
+Ray Serve between. In `make soak` what a schema says is also asked of `peagle serve` with vLLM. The cases are the same
+in each run.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from pipelines.online.gate import GateSettings
 from pipelines.online.relay import relay
 from pipelines.online.requests import CHAT, COMPLETIONS, FILES, ServedModel
 from pipelines.online.stand_in import StandIn, StandInEngine
+from tests.faults.endpoint import serving
 
 MODEL = ServedModel(name="m", max_model_len=256)
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 1, "max_requests_per_replica": 8}}
@@ -121,6 +123,26 @@ def url(tmp_path_factory):
         account.end()
 
 
+@pytest.fixture(scope="module")
+def vllm_url(tmp_path_factory, embedded_target):
+    """`peagle serve` with a vLLM engine behind Ray Serve, whose model is called as the stand-in's."""
+    folder = tmp_path_factory.mktemp("vllm")
+    config = folder / "serve.yaml"
+    config.write_text("models: [{model: smollm2-135m, name: m, max_model_len: 256}]")
+    flags = [
+        "--config", str(config), "--max-num-seqs", "4", "--enforce-eager", "--max-output-tokens", "4", "--max-body-kib",
+        "64", "--max-choices", "4", "--usd-per-hour", "1", "--batches", str(folder / "batches"),
+    ]  # fmt: skip
+    with serving(folder, flags, start_s=240) as endpoint:
+        yield endpoint.url
+
+
+@pytest.fixture(params=["url", pytest.param("vllm_url", marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+def served(request):
+    """The address of an endpoint that answers, by either engine."""
+    return request.getfixturevalue(request.param)
+
+
 _STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replicas")
 
 
@@ -169,12 +191,12 @@ def test_the_schema_says_what_each_route_takes(url):
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", NUM_CASES)
-def test_no_case_of_the_schema_is_a_fault(url, mode):
+def test_no_case_of_the_schema_is_a_fault(served, mode):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
 
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{served}/openapi.json")
     routes = [result.ok() for result in schema.get_all_operations()]
     assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT), ("POST", FILES)}
     wrong = []
@@ -186,7 +208,7 @@ def test_no_case_of_the_schema_is_a_fault(url, mode):
         )  # fmt: skip
         @given(case=route.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
         def ask(case):
-            if what := wrong_with(case.call(base_url=url, timeout=30)):
+            if what := wrong_with(case.call(base_url=served, timeout=30)):
                 wrong.append(f"{case.method} {case.path} {case.body!r:.200}: {what}")
 
         with contextlib.suppress(Unsatisfiable):  # nothing can be wrong with a route that takes nothing
@@ -223,9 +245,9 @@ def test_what_is_no_request_is_refused(url, path, content):
         {"stream_options": {"include_usage": "x"}},
     ],
 )
-def test_a_field_that_vllm_trips_over_is_the_clients_fault(url, changes):
+def test_a_field_that_vllm_trips_over_is_the_clients_fault(served, changes):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **changes}
-    response = httpx.post(url + CHAT, content=json.dumps(body), timeout=30)
+    response = httpx.post(served + CHAT, content=json.dumps(body), timeout=30)
     assert wrong_with(response) is None
 
 

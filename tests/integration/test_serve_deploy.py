@@ -1,0 +1,114 @@
+"""`serve deploy` and `serve run` with deploy/serve.yaml, on a Ray of the test's own, with the fake engine."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from tests.chaos.processes import descendants, kill
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+START_S = 150
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * START_S + 60)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def environment():
+    """deploy/ray.env, as the documentation has Ray's nodes start."""
+    lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
+    named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**os.environ, **named, **token, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def cluster(environment, tmp_path):
+    """A node: its address, and that of its dashboard."""
+    port, dashboard = free_port(), free_port()
+    command = [
+        BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
+        "--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}",
+        "--object-store-memory=100000000", "--disable-usage-stats",
+    ]  # fmt: skip
+    log = tmp_path / "ray.log"
+    with log.open("wb") as sink:
+        node = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started." not in log.read_text(errors="replace"):
+            if node.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(log.read_text(errors="replace")[-2000:])
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+    finally:
+        kill(*descendants(node.pid), node.pid)
+        node.wait()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """deploy/serve.yaml with a port and models of the test's own: the file, and the API's address."""
+    content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
+    content["http_options"]["port"] = port
+    (application,) = content["applications"]
+    application["args"] |= {"state": str(tmp_path / "state"), "engine": "fake"}
+    application["args"]["models"] = [{"name": "one", "max_replicas": 2}, {"name": "other", "drafter": "none"}]
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path, f"http://127.0.0.1:{port}/v1"
+
+
+def answers(url):
+    """Every model is asked once it is there."""
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                models = [model.id for model in client.models.list().data]
+                break
+            except openai.APIError as error:  # refused connections, and what Serve says before the application is there
+                if time.monotonic() > deadline:
+                    raise AssertionError("the endpoint did not come up") from error
+                time.sleep(0.5)
+        asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        return {model: client.chat.completions.create(model=model, **asked).usage.completion_tokens for model in models}
+
+
+def test_serve_deploy_takes_the_file(cluster, environment, config):
+    path, url = config
+    command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert answers(url) == {"one": 4, "other": 4}
+
+
+def test_serve_run_takes_the_file_and_ends_with_ctrl_c(cluster, environment, config, tmp_path):
+    path, url = config
+    said = tmp_path / "run.log"
+    with said.open("wb") as sink:
+        process = subprocess.Popen(
+            [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
+        )
+    try:
+        assert answers(url) == {"one": 4, "other": 4}, said.read_text()[-2000:]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) == 0, said.read_text()[-2000:]
+    finally:
+        process.kill()
+        process.wait()
