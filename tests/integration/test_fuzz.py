@@ -137,7 +137,7 @@ def vllm_url(tmp_path_factory, embedded_target):
         yield endpoint.url
 
 
-@pytest.fixture(params=["url", pytest.param("vllm_url", marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.fixture(params=["url", pytest.param("vllm_url", marks=pytest.mark.soak)])
 def served(request):
     """The address of an endpoint that answers, by either engine."""
     return request.getfixturevalue(request.param)
@@ -189,7 +189,7 @@ def test_the_schema_says_what_each_route_takes(url):
 
 # Hypothesis blames a strategy when the state of `random` changes while it draws; threads of this process change it.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", NUM_CASES)
 def test_no_case_of_the_schema_is_a_fault(served, mode):
     schemathesis = pytest.importorskip("schemathesis")
