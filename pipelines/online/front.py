@@ -2,8 +2,9 @@
 
 Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
 or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
-error event. Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows ASGI,
-no Ray.
+error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
+which no client asks again: that is a 503 too. Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray
+must be started. It knows ASGI, and of Ray that one text.
 """
 
 import json
@@ -29,6 +30,12 @@ ENVIRONMENT = {
 }
 _OURS = b"x-peagle-request-id"  # the gate sets it on each answer
 _LEAST_OF_A_FAULT = 500
+_NOT_FOUND = 404
+# The proxy's own words where no application has the path; the status alone may be another application's.
+_NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
+_API = "/v1/"
+_DIED = "the endpoint is being restarted; try again"
+_NOT_THERE = "the endpoint is starting or stopping; try again"
 
 
 def middlewares() -> list[Any]:
@@ -47,31 +54,37 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _Answer(send, is_for_api=_API in scope["path"])
         await self._app(scope, receive, answer.send)
         await answer.close()
 
 
 class _Answer:
-    """What the proxy sends, looked at on its way."""
+    """What the proxy sends, looked at on its way.
 
-    def __init__(self, send: Send) -> None:
+    Args:
+        is_for_api: whether the path is the endpoint's, under whatever prefix. Where other applications share the
+            cluster, any other path may rightly not be there.
+    """
+
+    def __init__(self, send: Send, *, is_for_api: bool) -> None:
         self._send = send
+        self._is_for_api = is_for_api
+        self._held: Message | None = None
         self._is_started = self._is_stream = self._is_ended = False
-        self._error = overloaded("the endpoint is being restarted; try again")
 
     async def send(self, message: Message) -> None:
         """One message of the proxy."""
         if self._is_ended:
             return
         if message["type"] == "http.response.start":
-            headers = dict(message.get("headers", []))
-            if message["status"] >= _LEAST_OF_A_FAULT and _OURS not in headers:
-                await self._refuse()
+            await self._read_head(message)
+            return
+        if message["type"] == "http.response.body":
+            if self._held is not None and message.get("body", b"").endswith(_NO_ROUTE):
+                await self._refuse(_NOT_THERE)
                 return
-            self._is_started = True
-            self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        elif message["type"] == "http.response.body":
+            await self._begin()
             self._is_ended = not message.get("more_body", False)
         await self._send(message)
 
@@ -80,15 +93,34 @@ class _Answer:
         if self._is_ended:
             return
         if not self._is_started:
-            await self._refuse()
+            await self._refuse(_DIED)
         elif self._is_stream:
-            event = f"data: {json.dumps(self._error.body())}\n\n".encode()
+            event = f"data: {json.dumps(overloaded(_DIED).body())}\n\n".encode()
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
-    async def _refuse(self) -> None:
+    async def _read_head(self, head: Message) -> None:
+        headers = dict(head.get("headers", []))
+        is_ours = _OURS in headers
+        if head["status"] >= _LEAST_OF_A_FAULT and not is_ours:
+            await self._refuse(_DIED)
+            return
+        self._held = head
+        self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        if is_ours or head["status"] != _NOT_FOUND or not self._is_for_api:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        """Send the head on, where its body had to be seen first."""
+        if self._held is not None:
+            head, self._held = self._held, None
+            self._is_started = True
+            await self._send(head)
+
+    async def _refuse(self, message: str) -> None:
         self._is_ended = True
-        body = json.dumps(self._error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **self._error.headers()}
+        error = overloaded(message)
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": self._error.status, "headers": encoded})
+        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
         await self._send({"type": "http.response.body", "body": body})

@@ -59,7 +59,9 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
             assert time.monotonic() < until
             time.sleep(0.1)
         whole = [first, *lines]
-    assert refused.status_code == 404
+    assert refused.status_code == 503  # which OpenAI's client asks again, after what Retry-After says
+    assert int(refused.headers["retry-after"]) > 0
+    assert refused.json()["error"]["code"] == "overloaded"
     assert whole[-1] == "data: [DONE]"
     words = [choice["delta"]["content"] for line in whole[:-1] for choice in json.loads(line[6:])["choices"]]
     assert len("".join(words).split()) == NUM_TOKENS

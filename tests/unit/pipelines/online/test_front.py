@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def passed_on(*messages, kind="http"):
+def passed_on(*messages, kind="http", path="/v1/models"):
     """What a client gets when the proxy sends these messages."""
     sent = []
 
@@ -32,8 +33,19 @@ def passed_on(*messages, kind="http"):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Front(proxy)({"type": kind}, None, send))
+    asyncio.run(Front(proxy)({"type": kind, "path": path}, None, send))
     return sent
+
+
+def no_route(path):
+    """What Ray's proxy says where no application has the path."""
+    from ray.serve._private.proxy import HTTPProxy
+
+    async def messages():
+        *said, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
+        return said
+
+    return asyncio.run(messages())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +54,9 @@ def passed_on(*messages, kind="http"):
         (start(200, OURS), body(b"all")),
         (start(200, OURS, EVENTS), body(b"data: 1\n\n", True), body()),
         (start(503, OURS), body(b"the gate's own")),
+        (start(404, OURS), body(b"the gate's own")),
         (start(404), body(b"no such route")),
+        (start(404), body(b"of another application, ", True), body(b"in pieces")),
         (start(200, OURS), body(b"half", True)),
     ],
 )
@@ -57,6 +71,22 @@ def test_an_ingress_that_died_is_a_503_of_the_api(messages):
     assert int(dict(head["headers"])[b"retry-after"]) > 0
     assert int(dict(head["headers"])[b"content-length"]) == len(text["body"])
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions"])
+def test_an_endpoint_that_is_not_there_is_a_503_with_which_clients_ask_again(path):
+    messages = no_route(path)
+    assert messages[0]["status"] == 404
+    head, text = passed_on(*messages, path=path)
+    assert head["status"] == 503
+    assert int(dict(head["headers"])[b"retry-after"]) > 0
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("path", ["/", "/another/application"])
+def test_a_path_that_is_not_the_apis_may_not_be_there(path):
+    messages = no_route(path)
+    assert passed_on(*messages, path=path) == messages
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_event():
