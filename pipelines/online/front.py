@@ -13,6 +13,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelines.online import slow_headers
 from pipelines.online.errors import overloaded
 
 IMPORT_PATH = f"{__name__}:middlewares"
@@ -39,7 +40,9 @@ _NOT_THERE = "the endpoint is starting or stopping; try again"
 
 
 def middlewares() -> list[Any]:
-    """What Ray's proxies put before their application."""
+    """What Ray's proxies put before their application. They ask in their process before they start its server, which is
+    the moment to have it wait no longer than it should for headers."""
+    slow_headers.limit()
     return [Middleware(Front)]
 
 

@@ -101,7 +101,10 @@ def test_what_is_no_request_is_left_alone():
     assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
-def test_ray_finds_it_by_its_name():
+def test_ray_finds_it_by_its_name(monkeypatch):
+    from uvicorn.protocols.http import auto
+
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # which it changes
     module, _, name = front.IMPORT_PATH.partition(":")
     assert (module, name) == (front.__name__, "middlewares")
     (middleware,) = middlewares()

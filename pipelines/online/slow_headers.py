@@ -1,0 +1,92 @@
+"""A connection that does not get to the end of a request's headers is closed: uvicorn itself waits for ever.
+
+uvicorn 0.54 has a timer between requests only (`timeout_keep_alive`), which the next request's first byte stops: a
+client that sends nothing after connecting, or half a header, keeps its connection, and many such clients all that the
+process may have. Ray's proxies have uvicorn choose its protocol class and take no other, so it is replaced where
+uvicorn looks for it. It knows uvicorn's protocols (httptools' and h11's), no Ray.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from pipelines.online.errors import ApiError
+
+LIMIT_S = 10.0  # as `body_timeout_s`
+
+
+def limit() -> None:
+    """Have servers of this process that start from now on wait `LIMIT_S` for headers.
+
+    It changes the class that uvicorn takes where it is not told which.
+    """
+    from uvicorn.protocols.http import auto
+
+    if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):
+        auto.AutoHTTPProtocol = limited(auto.AutoHTTPProtocol)
+
+
+def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+    """One of uvicorn's HTTP protocols, with the limit."""
+    return type(f"Limited{protocol.__name__}", (SlowHeaders, protocol), {})
+
+
+class SlowHeaders(asyncio.Protocol):
+    """What stands before a protocol of uvicorn: a timer that runs while a request's headers are awaited.
+
+    It runs from the connection, and from the first byte after an answer, until uvicorn has a request to answer. What is
+    still to come of a body that was answered before its end counts as well. In between uvicorn's own timer runs.
+    """
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    cycle: Any  # uvicorn's request and response; None before the first one
+    _timer: asyncio.TimerHandle | None = None
+    _has_begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait."""
+        super().connection_made(transport)
+        self._start()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a piece, which may be the last of the headers."""
+        super().data_received(data)
+        is_handed_over = self.transport.get_protocol() is not self  # a WebSocket
+        if is_handed_over or self.transport.is_closing() or self._is_answering():
+            self._stop()
+        else:
+            self._start()
+            self._has_begun = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody to wait for."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._has_begun = False
+            self._timer = self.loop.call_later(LIMIT_S, self._give_up)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self._has_begun:  # who has sent nothing expects no answer
+            self.transport.write(_answer())
+        self.transport.close()
+
+
+def _answer() -> bytes:
+    error = ApiError(408, "the request's headers did not arrive in time", code="request_timeout")
+    body = json.dumps(error.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    lines = ["HTTP/1.1 408 Request Timeout", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
