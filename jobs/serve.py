@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import flags
 from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
 from peagle.economics.price_keys import PRICE_KEYS, resolve_price
+from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ each key may also stand in the YAML of --config, or in the environment as PEAGLE
 exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
 """
 APP_NAME = "peagle"
+_FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
 # Beside what requests get: Serve looks now and then, and kills what does not end by itself.
 _SPARE_S = 30.0
@@ -122,12 +124,14 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     """Start the application and wait until its engines are up; where that breaks off, take it back.
 
     Raises:
+        ConfigError: the cluster has an endpoint already.
         EngineError: one of them does not start; it says why where its log does.
     """
     from ray import serve
 
     from pipelines.online.app import bind
 
+    _require_no_other()
     for one in served:
         print(one.describe(), flush=True)
     serve.start(http_options={"host": config.host, "port": config.port})
@@ -137,6 +141,19 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     except BaseException:  # Ctrl-C too: a cluster would keep it
         _shutdown(config, is_remote=is_remote, is_up=False)
         raise
+
+
+def _require_no_other() -> None:
+    """Serve puts an application in the place of one that has its name, and ours would end with it."""
+    from ray import serve
+
+    there = serve.status().applications.get(APP_NAME)
+    if there is not None and there.status != _FAILED:
+        raise ConfigError(
+            f"this cluster's Serve has an application `{APP_NAME}` already ({there.status.value})",
+            hint="stop the `peagle serve` that it belongs to; where there is none any more, this deletes it:\n"
+            f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
+        )
 
 
 def _start(application: Any, logs: Path) -> None:

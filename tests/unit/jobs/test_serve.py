@@ -1,9 +1,10 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from jobs import cli
-from peagle.errors import EngineError
+from peagle.errors import ConfigError, EngineError
 from pipelines.online.config import ServeConfig
 
 
@@ -75,6 +76,29 @@ def test_a_start_that_breaks_off_ends_no_application_but_its_own(
     with pytest.raises(raised):
         _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=is_remote)
     assert calls == ended
+
+
+@pytest.mark.parametrize(
+    ("status", "is_refused"),
+    [("RUNNING", True), ("DEPLOYING", True), ("UNHEALTHY", True), ("DELETING", True), ("DEPLOY_FAILED", False)],
+)
+def test_an_endpoint_that_the_cluster_has_is_neither_replaced_nor_deleted(monkeypatch, tmp_path, status, is_refused):
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeStatus
+
+    from jobs.serve import _deploy
+    from pipelines.online import app
+
+    calls = []
+    there = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
+    monkeypatch.setattr(app, "bind", lambda *_: None)
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": there, "another": there}))
+    for name in ("run", "delete", "shutdown"):
+        monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
+    with pytest.raises(ConfigError, match=rf"`peagle` already \({status}\)") if is_refused else nullcontext():
+        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
+    assert calls == ([] if is_refused else ["run"])
 
 
 @pytest.mark.parametrize("is_remote", [True, False])

@@ -1,0 +1,33 @@
+"""`peagle serve` on a cluster whose Serve somebody uses already."""
+
+import socket
+
+import pytest
+from ray import serve
+
+from jobs.serve import _deploy
+from peagle.errors import ConfigError
+from pipelines.online.config import ServeConfig
+
+
+@serve.deployment
+class Another:
+    """Whose application it is."""
+
+
+@pytest.fixture
+def address(ray_cluster):
+    """Where Serve of this cluster listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield {"host": "127.0.0.1", "port": port}
+    serve.shutdown()
+
+
+def test_the_endpoint_that_is_there_stays(address, tmp_path):
+    serve.run(Another.bind(), name="peagle", route_prefix="/")
+    with pytest.raises(ConfigError, match=r"`peagle` already \(RUNNING\)"):
+        _deploy(ServeConfig(state=tmp_path, **address), None, [], tmp_path, is_remote=True)
+    assert serve.status().applications["peagle"].status == "RUNNING"
