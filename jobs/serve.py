@@ -124,7 +124,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     """Start the application and wait until its engines are up; where that breaks off, take it back.
 
     Raises:
-        ConfigError: the cluster has an endpoint already.
+        ConfigError: the cluster has an endpoint already, or its Serve listens elsewhere.
         EngineError: one of them does not start; it says why where its log does.
     """
     from ray import serve
@@ -135,6 +135,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     for one in served:
         print(one.describe(), flush=True)
     serve.start(http_options={"host": config.host, "port": config.port})
+    _require_address(config)
     application = bind(config, here, served)
     try:
         _start(application, logs)
@@ -153,6 +154,20 @@ def _require_no_other() -> None:
             f"this cluster's Serve has an application `{APP_NAME}` already ({there.status.value})",
             hint="stop the `peagle serve` that it belongs to; where there is none any more, this deletes it:\n"
             f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
+        )
+
+
+def _require_address(config: ServeConfig) -> None:
+    """A Serve that ran before keeps its address, and only warns of another one that it is told."""
+    from ray.serve.context import _get_global_client  # no public name has the options
+
+    there = _get_global_client().http_config
+    if (there.host, there.port) != (config.host, config.port):
+        raise ConfigError(
+            f"Serve runs on this cluster already, and listens on {there.host}:{there.port}, "
+            f"not on {config.host}:{config.port}",
+            hint=f"say --host {there.host} --port {there.port}, or end that Serve with all its applications: "
+            "`serve shutdown`",
         )
 
 

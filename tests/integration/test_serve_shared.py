@@ -31,3 +31,12 @@ def test_the_endpoint_that_is_there_stays(address, tmp_path):
     with pytest.raises(ConfigError, match=r"`peagle` already \(RUNNING\)"):
         _deploy(ServeConfig(state=tmp_path, **address), None, [], tmp_path, is_remote=True)
     assert serve.status().applications["peagle"].status == "RUNNING"
+
+
+@pytest.mark.parametrize("other", [{"host": "0.0.0.0"}, {"port": 1}])
+def test_its_address_is_the_one_that_counts(address, tmp_path, other):
+    config = ServeConfig(state=tmp_path, **(address | other))
+    there = f"{address['host']}:{address['port']}"
+    with pytest.raises(ConfigError, match=f"listens on {there}, not on {config.host}:{config.port}"):
+        _deploy(config, None, [], tmp_path, is_remote=True)
+    assert serve.status().applications == {}

@@ -50,6 +50,16 @@ def test_every_key_is_in_a_group():
     assert sorted([*grouped, "models"]) == sorted(ServeConfig.model_fields)
 
 
+def listens_at(monkeypatch, host, port):
+    """Serve, which starts and listens there, whatever it is told."""
+    from ray import serve
+    from ray.serve import context
+
+    client = SimpleNamespace(http_config=SimpleNamespace(host=host, port=port))
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(context, "_get_global_client", lambda: client)
+
+
 @pytest.mark.parametrize(("is_remote", "ended"), [(True, [("delete", "peagle")]), (False, [("shutdown",)])])
 @pytest.mark.parametrize(
     ("broken", "raised"), [(RuntimeError("no"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
@@ -68,7 +78,7 @@ def test_a_start_that_breaks_off_ends_no_application_but_its_own(
         raise broken
 
     monkeypatch.setattr(app, "bind", lambda *_: None)
-    monkeypatch.setattr(serve, "start", lambda **_: None)
+    listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
     monkeypatch.setattr(serve, "run", run)
     monkeypatch.setattr(serve, "delete", lambda name, _blocking: calls.append(("delete", name)))
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
@@ -92,13 +102,25 @@ def test_an_endpoint_that_the_cluster_has_is_neither_replaced_nor_deleted(monkey
     calls = []
     there = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
     monkeypatch.setattr(app, "bind", lambda *_: None)
-    monkeypatch.setattr(serve, "start", lambda **_: None)
+    listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
     monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": there, "another": there}))
     for name in ("run", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
     with pytest.raises(ConfigError, match=rf"`peagle` already \({status}\)") if is_refused else nullcontext():
         _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
     assert calls == ([] if is_refused else ["run"])
+
+
+@pytest.mark.parametrize(("host", "port"), [("0.0.0.0", 8000), ("127.0.0.1", 8001)])
+def test_an_address_at_which_serve_does_not_listen_is_refused(monkeypatch, tmp_path, host, port):
+    from ray import serve
+
+    from jobs.serve import _deploy
+
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    listens_at(monkeypatch, host, port)
+    with pytest.raises(ConfigError, match=rf"listens on {host}:{port}, not on 127.0.0.1:8000"):
+        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
