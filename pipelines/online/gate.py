@@ -35,6 +35,7 @@ EACH_USAGE_HEADER = "x-peagle-each-usage"
 CAP_HEADER = "x-peagle-cap-tokens"
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
+_JSON_PATHS = (CHAT, COMPLETIONS, BATCHES)
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
 
@@ -101,6 +102,9 @@ class Gate:
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
         scope = {**scope, KEY_IN_SCOPE: key}
         path = _route(scope)
+        if scope["method"] == "POST" and path in _JSON_PATHS:
+            # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
+            inward |= {"content-type": "application/json"}
         if scope["method"] == "POST" and path in (FILES, BATCHES):
             await self._take_in(_with_headers(scope, inward), receive, answer, key)
             return

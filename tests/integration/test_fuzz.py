@@ -251,6 +251,14 @@ def test_a_field_that_vllm_trips_over_is_the_clients_fault(served, changes):
     assert wrong_with(response) is None
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_json_is_taken_whatever_it_is_called(url, kind):
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    headers = {"content-type": kind} if kind else {}
+    response = httpx.post(url + CHAT, content=json.dumps(body), headers=headers, timeout=30)
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("window_s", ["inf", "-inf", "nan", "1e999", "1e308", "5e-324", "0", "-1", "x", ""])
 @pytest.mark.parametrize("path", ["/v1/cost", "/v1/live"])
 def test_a_window_of_any_length_is_answered_or_refused(url, path, window_s):

@@ -177,6 +177,18 @@ def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
     assert error_of(ask(post(keys["alice"]))[0]) == (401, "invalid_api_key")
 
 
+@pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+@pytest.mark.parametrize(
+    ("path", "is_json"),
+    [(CHAT, True), ("/v1/completions", True), ("/v1/batches", True), ("/v1/files", False), ("/v1/other", False)],
+)
+def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_json, kind):
+    engine = Engine()
+    assert ask(post(keys["alice"], path=path, headers=kind), app=engine)[0].is_success
+    passed_on = "application/json" if is_json else kind.get("content-type")
+    assert engine.headers.get("content-type") == passed_on
+
+
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     engine = Engine()
     ask(
