@@ -163,13 +163,16 @@ class _OpenAiLines(_PlainLines):
     def __init__(self, run: RunDirectory, run_id: str) -> None:
         self._run_id = run_id
         self._is_batch = run.plan().is_batch
-        self._chat = bool(run.manifest()["fingerprint"]["prompts"]["chat"])
+        manifest = run.manifest()
+        self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
+        # Runs that were begun by an earlier peagle do not say.
+        self._named = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
 
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
         is_chat = row["url"] == "/v1/chat/completions" if self._is_batch else self._chat
         custom_id = row.get("custom_id")
         return output_line(
-            row,
+            row | self._named,
             custom_id=row["id"] if custom_id is None else str(custom_id),
             is_chat=is_chat,
             created=unit_finished_at,

@@ -74,6 +74,7 @@ def generate(
     stop: threading.Event | None = None,
     neighbours: Neighbours | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
+    served_name: str | None = None,
 ) -> Outcome:
     """Start a bulk run, or continue the unfinished one in the same directory.
 
@@ -82,6 +83,7 @@ def generate(
         stop: asks it to stop when it is set; signals do so too.
         neighbours: engines of others that share the nodes.
         commits: by hub id, of the engine that a new run's is to equal; a run that is there keeps its own.
+        served_name: what the model of a new run is called in its answers in OpenAI's form; None is its own name.
 
     Raises:
         ConfigError: bad usage; nothing was started.
@@ -100,6 +102,7 @@ def generate(
                 stop=stop or threading.Event(),
                 neighbours=neighbours,
                 commits=commits,
+                served_name=served_name,
             )
         except KeyboardInterrupt:
             raise stopped_before_engines(BY_SIGNAL, command) from None
@@ -113,6 +116,7 @@ def _generate(
     stop: threading.Event,
     neighbours: Neighbours | None,
     commits: Mapping[str, str],
+    served_name: str | None,
 ) -> Outcome:
     limits = limits_of(config)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
@@ -166,7 +170,7 @@ def _generate(
                 announce=progress.say,
             )
         )
-        plan = _open(run, plan, resolved, command)
+        plan = _open(run, plan, resolved, command, served_name)
         if config.retry_failed:
             plan = _retry(run, plan, progress)
         units = plan.left(run.committed())
@@ -251,14 +255,16 @@ def _drafter(resolved: ResolvedRun) -> str:
     return f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
 
 
-def _open(run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequence[str]) -> Plan:
+def _open(
+    run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequence[str], served_name: str | None = None
+) -> Plan:
     """Create the run directory, or make sure that it holds this very run; the plan that counts.
 
     Args:
         plan: made, or read, before this driver had the lease.
     """
     if not run.exists:
-        run.create(_manifest(resolved, plan, command), plan)
+        run.create(_manifest(resolved, plan, command, served_name), plan)
         return plan
     # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
     written, before = run.plan(), run.manifest()
@@ -287,13 +293,14 @@ def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:
     return with_retry
 
 
-def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str], served_name: str | None) -> dict[str, Any]:
     drafter = resolved.spec.drafter
     return {
         "schema": manifest.SCHEMA,
         "run_id": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
         "created_at": time.time(),
         "command": list(command),
+        "served_name": served_name,
         "config": resolved.config.model_dump(mode="json"),
         "fingerprint": resolved.fingerprint(plan.corpus_fingerprint),
         "engine": resolved.spec.to_dict(),

@@ -139,6 +139,7 @@ def check_restarted(client, batch, run):
     assert [line["custom_id"] for line in answers] == [f"r{n}" for n in range(40)]
     bodies = [ChatCompletion.model_validate(line["response"]["body"]) for line in answers]
     assert all(body.choices[0].message.content for body in bodies)
+    assert {body.model for body in bodies} == {"m"}
     assert done.usage.output_tokens == sum(body.usage.completion_tokens for body in bodies)
     (error,) = lines_of(client, done.error_file_id)
     assert (error["custom_id"], error["response"]["status_code"]) == ("r40", 400)

@@ -115,6 +115,7 @@ def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
             stop=stop.event,
             neighbours=task.neighbours,
             commits=task.commits,
+            served_name=task.model,
         )
     except StoppedEarly:
         if stop.reason is None and task.budget_usd is None:

@@ -47,7 +47,7 @@ def output(ids, **columns):
 
 @pytest.fixture
 def make_run(root):
-    def make(kind="jsonl", **columns):
+    def make(kind="jsonl", **manifest):
         units = tuple(
             WorkUnit(
                 unit=unit,
@@ -58,7 +58,7 @@ def make_run(root):
         )
         plan = Plan(units=units, rows_per_unit=3, schema=pa.schema([("x", pa.string())]), corpus_fingerprint="c")
         run = RunDirectory(root)
-        run.create({"run_id": "r", "fingerprint": {"prompts": {"chat": True}}}, plan)
+        run.create({"run_id": "r", "fingerprint": {"prompts": {"chat": True}}, **manifest}, plan)
         return run
 
     return make
@@ -116,6 +116,16 @@ def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run
     (error,) = lines(run, "openai-batch", "errors.jsonl")
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert len({row["id"] for row in [*rows, error]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("manifest", "model"), [({"served_name": "plain"}, "plain"), ({"served_name": None}, "m"), ({}, "m")]
+)
+def test_an_openai_batch_calls_the_model_what_was_asked_for(make_run, manifest, model):
+    run = make_run("openai-batch", **manifest)
+    commit(run, 0, custom_id=["a", "b"], url=["/v1/completions"] * 2)
+    export(run, "openai-batch", partial=True)
+    assert [row["response"]["body"]["model"] for row in lines(run, "openai-batch")] == [model] * 2
 
 
 def test_rows_of_another_corpus_are_named_by_their_ids(make_run):

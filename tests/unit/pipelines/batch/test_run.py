@@ -58,6 +58,14 @@ def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_t
     assert opened == run.plan() == first
 
 
+def test_a_run_remembers_what_its_model_is_called_by_who_began_it(driver, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    plan, resolved = driver()
+    _open(run, plan, resolved, COMMAND, "plain")
+    _open(run, plan, resolved, COMMAND, "other")
+    assert run.manifest()["served_name"] == "plain"
+
+
 def test_a_run_that_an_older_peagle_began_goes_on_with_the_same_corpus_and_with_no_other(driver, tmp_path):
     run = RunDirectory(tmp_path / "run")
     plan, resolved = driver()

@@ -2,9 +2,10 @@ import json
 
 import pytest
 
+from pipelines.online.batches import work
 from pipelines.online.batches.records import Batch, Progress
 from pipelines.online.batches.tasks import make_task
-from pipelines.online.batches.work import UNEXECUTED, collect
+from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
 
 
 @pytest.fixture
@@ -33,3 +34,10 @@ def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
     }  # fmt: skip
     assert task.neighbours.places == "app"
     assert task.commits == {"org/model": "abc"}
+
+
+def test_a_run_knows_what_clients_call_its_model(task, monkeypatch):
+    asked = []
+    monkeypatch.setattr(work.run, "generate", lambda *_, **options: asked.append(options["served_name"]))
+    run_batch(task, Stop(), Counts())
+    assert asked == ["m"]
