@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+NOT_IMPLEMENTED = 501
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
+    NOT_IMPLEMENTED: "not_implemented_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -82,7 +84,7 @@ def from_exception(error: BaseException) -> ApiError:
         )
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
-    if isinstance(status, int) and 400 <= status < 500 and isinstance(text, str):
+    if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
         return ApiError(status, text, code="not_found" if status == 404 else None)
     return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
 

@@ -41,6 +41,28 @@ async def raising_faults(
             yield answer
 
 
+async def answering_refusals(
+    answers: AsyncGenerator[Any, None], refusal: Callable[[Exception], Any]
+) -> AsyncGenerator[Any, None]:
+    """An answer as it comes; an error before the first of it becomes the answer, where it is a refusal of the request.
+
+    Ray 2.60 answers two of vLLM's kinds of refusals so, and lets the others through as if the replica had failed.
+
+    Args:
+        refusal: the answer that an error stands for; None where it is none of the request's.
+    """
+    has_begun = False
+    try:
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                has_begun = True
+                yield answer
+    except Exception as error:
+        if has_begun or (refused := refusal(error)) is None:
+            raise
+        yield refused
+
+
 async def relay(
     answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
 ) -> AsyncGenerator[Any, None]:

@@ -6,6 +6,7 @@ gate (`gate.py`); what they used goes into the ledger from here, where it is kno
 
 import asyncio
 import functools
+import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -22,15 +23,16 @@ from peagle.engine.vllm_engine import compile_seconds
 from pipelines.batch.node import claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.coalesce import Pace
-from pipelines.online.errors import is_engine_death
+from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
 from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
-from pipelines.online.relay import in_pieces, raising_faults, relay
+from pipelines.online.relay import answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.stand_in import StandIn, StandInEngine
 
 _LOOK_S = 0.25
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         key = headers.get(KEY_HEADER, LOCAL_NAME)
         begin = functools.partial(self._account.begin, request_id, key, choices_per_prompt)
-        sound = raising_faults(answers, super().check_health)
+        sound = answering_refusals(raising_faults(answers, super().check_health), refusal)
         answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
         return in_pieces(answer, self._pace)
 
@@ -131,3 +133,15 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             watch.cancel()
         self._account.end()
         await super().__del__()
+
+
+def refusal(error: Exception) -> Any | None:
+    """What `vllm serve` answers to a request of which vLLM raises this; None where that is a failure of the server."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    answer = create_error_response(error)
+    if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
+        return None
+    _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
+    return ErrorResponse.model_validate(answer.model_dump())

@@ -1,5 +1,5 @@
-"""A replica in whose engine's place a test answers: what the ledger has of a client that leaves, and of an engine that
-dies."""
+"""A replica in whose engine's place a test answers: what the ledger has of a client that leaves, of an engine that
+dies, and of a request that vLLM refuses."""
 
 import asyncio
 import json
@@ -90,3 +90,57 @@ def test_a_client_that_leaves_a_completion_of_several_prompts_pays_for_each_once
     (request,) = RequestReader(tmp_path / "ledger").new()
     assert (request.outcome, request.usage.num_output_tokens) == ("cut", num_choices)
     assert request.usage.num_prompt_tokens == sum(PROMPTS)
+
+
+def answered(replica, monkeypatch, *events, error):
+    """What the replica answers where vLLM raises an error after these events."""
+    from pipelines.online import server
+
+    async def fails():
+        for event in events:
+            yield event
+        raise error
+
+    async def completions(self, request, info=None):
+        return fails()
+
+    async def read():
+        return [answer async for answer in await replica.completions(SimpleNamespace(n=1))]
+
+    monkeypatch.setattr(server.LLMServer, "completions", completions)
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "type"),
+    [
+        (TypeError("'<' not supported"), 400, "BadRequestError"),
+        (OverflowError("int too big to convert"), 400, "BadRequestError"),
+        (NotImplementedError("no such sampling"), 501, "NotImplementedError"),
+    ],
+)
+def test_what_vllm_refuses_by_pythons_own_errors_is_answered_as_vllm_serve_does(
+    replica, tmp_path, monkeypatch, error, code, type
+):
+    from pipelines.online.errors import from_exception
+
+    (answer,) = answered(replica, monkeypatch, error=error)
+    assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, str(error))
+    (request,) = RequestReader(tmp_path / "ledger").new()
+    assert (request.outcome, request.usd) == ("failed", 0)
+
+    from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPException
+
+    raised = OpenAIHTTPException(answer.error.code, answer.error.message, answer.error.type)  # Ray's ingress
+    assert (from_exception(raised).status, from_exception(raised).message) == (code, str(error))
+
+
+def test_what_is_no_refusal_stays_a_failure(replica, monkeypatch):
+    with pytest.raises(RuntimeError, match="boom"):
+        answered(replica, monkeypatch, error=RuntimeError("boom"))
+
+
+def test_an_answer_that_has_begun_is_no_refusal(replica, monkeypatch):
+    event = [f"data: {json.dumps({'choices': [{'index': 0, 'text': 'x'}]})}\n\n"]
+    with pytest.raises(TypeError):
+        answered(replica, monkeypatch, event, error=TypeError("late"))
