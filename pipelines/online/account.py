@@ -18,6 +18,7 @@ from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.online.answers import Tally
+from pipelines.online.sequences import Sequences
 
 _KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
 
@@ -149,7 +150,7 @@ class EngineAccount:
                 num_cached_tokens=tally.num_cached_tokens,
                 num_output_tokens=tally.num_output_tokens,
                 busy_s=busy_s,
-                speculation=tally.speculation,
+                speculation=request.sequences.speculation or tally.speculation,
                 started_at=request.started_at,
                 finished_at=max(time.time(), request.started_at),
             ),
@@ -157,7 +158,12 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`."""
+    """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`.
+
+    Attributes:
+        tally: what its answer says.
+        sequences: what the engine says beside.
+    """
 
     def __init__(
         self, account: EngineAccount, number: int, request_id: str, key: str, began: float, tally: Tally
@@ -168,6 +174,7 @@ class RequestAccount:
         self.started_at = time.time()
         self.ttft_s: float | None = None
         self.tally = tally
+        self.sequences = Sequences()
         self._account = account
         self._began = began
         self._record: RequestUsage | None = None

@@ -76,6 +76,7 @@ async def relay(
         wants_each_usage: the client asked for usage in every event.
     """
     request = begin()
+    request.sequences.listen()
     outcome: Outcome | None = _CUT
     try:
         async with contextlib.aclosing(answers):

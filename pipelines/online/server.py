@@ -29,6 +29,7 @@ from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
 from pipelines.online.relay import answering_refusals, in_pieces, raising_faults, relay
+from pipelines.online.sequences import tell_sequences
 from pipelines.online.stand_in import StandIn, StandInEngine
 
 _LOOK_S = 0.25
@@ -72,6 +73,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         if job.stand_in:
             kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
         await super().__init__(self._local_config(job), **kwargs)
+        if not job.stand_in:
+            tell_sequences(self.engine._engine_client.output_processor)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
         self._watch = asyncio.create_task(self._end_with_engine())
 

@@ -303,6 +303,8 @@ def check_ledger(folder):
     waits = [request.ttft_s for request in requests if request.ttft_s is not None]
     assert min(waits) > 0
     assert len(waits) == NUM_STREAMS
+    answered = [request.usage for request in requests if request.outcome == "ok"]
+    assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

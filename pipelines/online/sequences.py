@@ -1,0 +1,53 @@
+"""What vLLM knows of each sequence of a request, and its API tells of some requests only.
+
+vLLM 0.29 states drafts in an answer of one sequence only, and loses them where the end of a stream is told together
+with what came before it. They are in the states that its front end keeps, one for each choice of each prompt. Whoever
+is about to have a request answered listens, and the states of the sequences that this starts are theirs. It knows
+vLLM's `OutputProcessor`; it imports nothing of it.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.speculation import SpeculationStats
+
+
+@dataclass(slots=True)
+class Sequences:
+    """Those of one request, as far as they are; none where another engine than vLLM answers."""
+
+    _states: list[Any] = field(default_factory=list)
+
+    def listen(self) -> None:
+        """Take those that are started from here on, by this task or what it starts."""
+        _LISTENER.set(self)
+
+    def add(self, state: Any) -> None:
+        """One more: vLLM's `RequestState`."""
+        self._states.append(state)
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """Drafts of the sequences that have ended, but for those that a string of the request's `stop` ended: of these,
+        as of one that is cut, vLLM tells none. None where there are no others."""
+        told = [drafts for state in self._states if (drafts := state.spec_decode_metrics) is not None]
+        if not told:
+            return None
+        stats = (SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens) for drafts in told)
+        return sum(stats, start=SpeculationStats.empty())
+
+
+_LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)
+
+
+def tell_sequences(processor: Any) -> None:
+    """Have vLLM's `OutputProcessor` tell whoever listens of each sequence that it is given."""
+    add_request = processor.add_request
+
+    def add_and_tell(request: Any, *arguments: Any, **options: Any) -> None:
+        add_request(request, *arguments, **options)
+        if (listener := _LISTENER.get()) is not None:
+            listener.add(processor.request_states[request.request_id])
+
+    processor.add_request = add_and_tell
