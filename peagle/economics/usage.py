@@ -111,8 +111,8 @@ class RequestUsage:
         model: what the client called it.
         outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
             "failed" if there was no answer.
-        ttft_s: from the engine's taking the request to its first token; None without one, and where the answer was not
-            streamed, since nobody saw it.
+        ttft_s: from the engine's taking the request to its first token; None without one, and of a whole answer that
+            failed.
         usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
         usd: price of those seconds; loading and idling is not in it. 0 where it failed before anything of an answer
             was there.

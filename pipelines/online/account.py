@@ -140,7 +140,7 @@ class EngineAccount:
             model=engine.model,
             drafter=engine.drafter,
             outcome=outcome,
-            ttft_s=request.ttft_s,
+            ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
             usd=0.0 if is_free else busy_s * engine.num_devices * engine.usd_per_device_s,
             usage=UnitUsage(
                 session_id=self.session_id,
@@ -183,6 +183,12 @@ class RequestAccount:
         """Something of a streamed answer is there; what is said again later does not count."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
+
+    def seconds_to_first_token(self) -> float | None:
+        """Of a stream as it was seen here; of a whole answer, which is seen at its end only, as its engine says."""
+        if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
+            return self.ttft_s
+        return max(0.0, at - self.started_at)
 
     def finish(self, outcome: Outcome) -> RequestUsage:
         """The request has left the engine; only the first word on how counts."""

@@ -4,8 +4,8 @@ Requests come from the ledger as `CostView` reads it, are added up as it adds th
 own; new here are only speeds, percentiles and how they went over the window. It knows records, no HTTP.
 
 A request is seen when it has ended. Its tokens then count for the seconds in which they were made, from its first token
-to its end; where nobody saw the first one, as the answer was not streamed, from its beginning. Everything else of it
-counts at its end. Time passes in steps, and only whole ones are shown.
+to its end; where that is not known, as of a batch, from its beginning. Everything else of it counts at its end. Time
+passes in steps, and only whole ones are shown.
 """
 
 import threading

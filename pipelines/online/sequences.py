@@ -1,11 +1,12 @@
 """What vLLM knows of each sequence of a request, and its API tells of some requests only.
 
 vLLM 0.29 states drafts in an answer of one sequence only, and loses them where the end of a stream is told together
-with what came before it. They are in the states that its front end keeps, one for each choice of each prompt. Whoever
-is about to have a request answered listens, and the states of the sequences that this starts are theirs. It knows
-vLLM's `OutputProcessor`; it imports nothing of it.
+with what came before it; of an answer that is not streamed it states no time to the first token. Both are in the states
+that its front end keeps, one for each choice of each prompt. Whoever is about to have a request answered listens, and
+the states of the sequences that this starts are theirs. It knows vLLM's `OutputProcessor`; it imports nothing of it.
 """
 
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,16 @@ class Sequences:
             return None
         stats = (SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens) for drafts in told)
         return sum(stats, start=SpeculationStats.empty())
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Unix time of the first token of any of them; None before."""
+        return min(self._first_tokens_at(), default=None)
+
+    def _first_tokens_at(self) -> Iterator[float]:
+        for state in self._states:
+            if state.stats is not None and state.stats.first_token_ts:
+                yield state.stats.arrival_time + state.stats.first_token_latency
 
 
 _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)

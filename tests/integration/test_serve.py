@@ -19,7 +19,6 @@ from tests.chaos.processes import command_line, descendants, kill
 
 MODEL = "smollm2-135m"
 START_S = 240
-NUM_STREAMS = 3  # one of which its client leaves
 NUM_SAMPLED = 8
 NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED  # the last three in check_sampling
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
@@ -300,9 +299,7 @@ def check_ledger(folder):
     assert outcomes.count("cut") == 1
     assert outcomes.count("ok") == NUM_ANSWERED
     assert {request.key for request in requests} == {"alice"}
-    waits = [request.ttft_s for request in requests if request.ttft_s is not None]
-    assert min(waits) > 0
-    assert len(waits) == NUM_STREAMS
+    assert all(request.ttft_s > 0 for request in requests if request.outcome != "failed")
     answered = [request.usage for request in requests if request.outcome == "ok"]
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)

@@ -139,7 +139,7 @@ function showAcceptance({ total }) {
 function showFirstToken({ total, series }) {
   say(byId("ttft"), seconds(total.ttft_p50_s));
   const isKnown = total.ttft_p95_s !== null;
-  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}; in the engine` : "no streamed answer in the window");
+  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}; in the engine` : "no answer in the window");
   byId("ttft-chart").replaceChildren(bars(series.ttft_p50_s, `time to first token, p50 ${seconds(total.ttft_p50_s)}`));
 }
 

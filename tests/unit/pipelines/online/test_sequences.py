@@ -115,6 +115,42 @@ def test_requests_at_once_are_told_apart(engine, engine_account, tmp_path):
     assert found == {"one": 3, "two": 6}
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tmp_path, n):
+    """From the beginning of its account, whenever vLLM itself says that it came."""
+    began = time.time()
+    (answer,) = asyncio.run(
+        drain(relay(engine.answers("a", n=n), partial(engine_account.begin, "r", "alice"), wants_each_usage=False))
+    )
+    record = records(tmp_path)["r"]
+    assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
+    assert answer.peagle["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
+
+
+def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine, engine_account, tmp_path):
+    async def answers(says):
+        names, queue = engine.add("-".join(says))
+        for _ in says:
+            engine.say(*names, ends=False)
+        await queue.get()
+        yield
+
+    async def leave(name, says):
+        stream = relay(answers(says), partial(engine_account.begin, name, "alice"), wants_each_usage=False)
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.01)
+        reader.cancel()
+        await asyncio.wait([reader])
+
+    asyncio.run(leave("begun", ["a", "b"]))
+    asyncio.run(leave("not begun", []))
+    found = records(tmp_path)
+    assert {name: record.outcome for name, record in found.items()} == {"begun": "cut", "not begun": "cut"}
+    assert found["begun"].ttft_s >= 0
+    assert found["not begun"].ttft_s is None
+    assert found["begun"].usage.speculation.num_drafts == 0
+
+
 def test_the_end_of_a_stream_that_comes_together_with_what_was_before_has_its_drafts(engine):
     sequences = Sequences()
     sequences.listen()
@@ -147,6 +183,7 @@ def test_where_nobody_listens_and_where_nothing_is_told_there_is_nothing(engine)
     asyncio.run(answer(DRAFTED))
     sequences = Sequences()
     sequences.listen()
-    assert sequences.speculation is None
+    assert (sequences.speculation, sequences.first_token_at) == (None, None)
     asyncio.run(answer(None))
     assert sequences.speculation is None
+    assert sequences.first_token_at == pytest.approx(time.time(), abs=5)
