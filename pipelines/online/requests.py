@@ -18,6 +18,7 @@ COMPLETIONS = "/v1/completions"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
+_LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "stream": (bool,),
@@ -87,13 +88,13 @@ def check(
     Raises:
         ApiError: 400, 403, 404 or 422, with the field that is at fault.
     """
-    values = _parse(body)
+    values = _parse(path, body)
     model = _model(values, key, models)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     num_choices = _num_choices(path, values, model)
     asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
-    tokens = asked or default_tokens(path, key, model, max_output_tokens, num_choices)
+    tokens = default_tokens(path, key, model, max_output_tokens, num_choices) if asked is None else asked
     if path == COMPLETIONS:
         values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}
@@ -107,13 +108,13 @@ def check(
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),
         wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
-        output_tokens=tokens * num_choices,
+        output_tokens=max(tokens, _LEAST_MADE) * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
         cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
     )
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(path: str, body: bytes) -> dict[str, Any]:
     try:
         values = json.loads(body, parse_int=_whole_number)
     except (ValueError, RecursionError):
@@ -125,9 +126,14 @@ def _parse(body: bytes) -> dict[str, Any]:
         is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
         if value is not None and is_wrong:
             raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
     return values
+
+
+def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:
+    """Whether a request has no output tokens because it wants the prompt back, with the logprobs of its tokens."""
+    return path == COMPLETIONS and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
 def _whole_number(digits: str) -> int:
@@ -170,7 +176,7 @@ def _asked_tokens(
     )
     asked: int | None = values.get(field)
     limit = model.max_model_len if most is None else min(most // num_choices, model.max_model_len)
-    if asked is not None and asked > limit:
+    if asked is not None and max(asked, _LEAST_MADE) > limit:
         each = f" to each of {num_choices} choices" if num_choices > 1 else ""
         message = f"{field} is {asked}, and {model.name} gives {limit} at most{each}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)

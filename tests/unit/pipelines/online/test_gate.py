@@ -212,6 +212,11 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"max_tokens": "9"}, (422, "invalid_type")),
         ({"max_tokens": True}, (422, "invalid_type")),
         ({"max_tokens": -1}, (422, "invalid_value")),
+        ({"max_tokens": 0, "echo": True}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "echo": "yes"}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": -1, "echo": True}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "n": 0, "echo": True}, (422, "invalid_value")),
         ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
         ({"model": 3}, (422, "invalid_type")),
         ({"model": "b", "seed": 1}, (400, "unsupported_value")),
@@ -358,6 +363,23 @@ def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys)
 
 
 COMPLETIONS = "/v1/completions"
+
+
+def test_a_text_is_scored_without_output_and_each_choice_counts_as_the_token_that_vllm_makes(ask, keys):
+    engine = Engine()
+    scored = {"path": COMPLETIONS, "echo": True, "max_tokens": 0, "logprobs": 1}
+    refused, answered, no_more = ask(
+        post(keys["small"], **scored, prompt=["x"] * 101),
+        post(keys["small"], **scored, prompt=["x"] * 100),
+        post(keys["small"], **scored, prompt="x"),
+        app=engine,
+    )
+    assert error_of(refused) == (400, "max_tokens_too_large")
+    assert answered.status_code == 200
+    assert engine.asked["max_tokens"] == 0
+    assert error_of(no_more) == (429, "insufficient_quota")
+    (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), app=engine, max_output_tokens=8)
+    assert error_of(refused) == (400, "max_tokens_too_large")
 
 
 @pytest.mark.parametrize(
