@@ -56,7 +56,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [one for one, number, length in paired if number == most and length <= ceiling]
 
     def _num_seen(self, replica_id: ReplicaID, blocks: list[int]) -> int:
-        seen = self._seen.get(replica_id, {})
+        seen: Mapping[int, None] = self._seen.get(replica_id, {})
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
