@@ -293,7 +293,9 @@ def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:
     return with_retry
 
 
-def _manifest(resolved: ResolvedRun, plan: Plan, command: Sequence[str], served_name: str | None) -> dict[str, Any]:
+def _manifest(
+    resolved: ResolvedRun, plan: Plan, command: Sequence[str], served_name: str | None = None
+) -> dict[str, Any]:
     drafter = resolved.spec.drafter
     return {
         "schema": manifest.SCHEMA,
