@@ -39,6 +39,7 @@ from peagle.measurement.closed_loop import run_loop
 from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, with_engine
 from peagle.measurement.folder import MeasurementFolder, default_folder, digest
+from peagle.measurement.reported import reported
 from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer
 
@@ -73,14 +74,7 @@ def bench(
     folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)
     run = _Run(plan, dataset, folder, listener, start)
     run.announce()
-    try:
-        run.measure()
-    except BaseException:  # an interrupt, too, leaves a report of what was finished before it
-        if run.done:
-            run.write_report()
-            listener.say(f"report of the finished passes: {folder.root / 'report.md'}")
-        raise
-    return run.write_report(), folder.root
+    return reported(run, folder.root, listener, parts="passes"), folder.root
 
 
 class _Run:

@@ -37,7 +37,7 @@ class RayNodes:
         self._num_nodes, self._num_cpus, self._logs = num_nodes, num_cpus, logs
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log_of: dict[int, Path] = {}
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._environment = {**os.environ, **token, "PYTHONPATH": str(ROOT)}
 
@@ -98,7 +98,7 @@ class RayNodes:
         # Ports are any that are free: on Ray's own defaults another cluster of this machine may listen.
         command = [
             _RAY, "start", "--block", *arguments, "--min-worker-port=0", "--max-worker-port=0",
-            f"--dashboard-agent-listen-port={_free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",
+            f"--dashboard-agent-listen-port={free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
         with log.open("wb") as sink:
             node = subprocess.Popen(command, env=self._environment, stdout=sink, stderr=subprocess.STDOUT)
@@ -117,7 +117,8 @@ def _tree(node: "subprocess.Popen[bytes]") -> list[int]:
     return [*processes.descendants(node.pid), node.pid] if node.poll() is None else []
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from pipelines.batch.rundir import RunDirectory
 from tests.chaos import processes
+from tests.chaos.ray_nodes import free_port
 
 # Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -23,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answers(url):

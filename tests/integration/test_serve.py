@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 from peagle.economics.ledger import RequestReader, read_sessions
 from pipelines.online.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants, kill
+from tests.chaos.ray_nodes import free_port
 
 MODEL = "smollm2-135m"
 START_S = 240
@@ -27,12 +27,6 @@ CODE = "class Stack:\n    def __init__(self"
 SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_token_ids": True}}
 
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):

@@ -3,7 +3,6 @@
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,18 +13,13 @@ import pytest
 import yaml
 
 from tests.chaos.processes import descendants, kill
+from tests.chaos.ray_nodes import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 START_S = 150
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * START_S + 60)]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import Listener, Start, with_engine
+from peagle.measurement.reported import reported
 from peagle.measurement.target import announce
 from peagle.prompting import Tokenizer
 
@@ -62,14 +63,7 @@ def evaluate(
     folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
     announce(listener.say, dataset, model, plan.precision, here, plan.notes)
     run = _Run(plan, dataset, folder, listener, start)
-    try:
-        run.measure()
-    except BaseException:  # an interrupt, too, leaves a report of what was finished before it
-        if run.done:
-            run.write_report()
-            listener.say(f"report of the finished cells: {folder.root / 'report.md'}")
-        raise
-    return run.write_report(), folder.root
+    return reported(run, folder.root, listener, parts="cells"), folder.root
 
 
 class _Run:
