@@ -53,18 +53,27 @@ def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
     return rows
 
 
-def cpu_seconds(process: int) -> dict[str, float]:
-    """Processor seconds so far of a process and all below it, by what they call themselves."""
+def cpu_times(process: int) -> dict[int, tuple[str, float]]:
+    """What a process and each below it calls itself, and its processor seconds so far, by process id."""
     root = psutil.Process(process)
-    found: dict[str, float] = {}
+    found: dict[int, tuple[str, float]] = {}
     for one in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             # Ray and vLLM name their processes by the command line, which then has one word.
             title = (one.cmdline() or [""])[0].strip()
             name = title if title.startswith(("ray::", "VLLM::")) else one.name()
             times = one.cpu_times()
-            found[name] = found.get(name, 0.0) + times.user + times.system
+            found[one.pid] = (name, times.user + times.system)
     return found
+
+
+def cpu_spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str, float]]) -> dict[str, float]:
+    """Processor seconds between two looks of `cpu_times`, by the name at the second: Ray changes the name of a process
+    with the method that runs in it."""
+    spent: dict[str, float] = {}
+    for process, (name, seconds) in after.items():
+        spent[name] = spent.get(name, 0.0) + seconds - before.get(process, (name, 0.0))[1]
+    return spent
 
 
 def leave_cores(process: int, options: argparse.Namespace) -> None:

@@ -89,7 +89,7 @@ def _worker_cores(process: "subprocess.Popen[bytes]", clock: Path, num_tokens: f
     """What the engine's worker has of the cores, from now until it has made so many tokens."""
 
     def used() -> float:
-        return same_engine.cpu_seconds(process.pid).get("VLLM::Worker", 0.0)
+        return sum(s for name, s in same_engine.cpu_times(process.pid).values() if name == "VLLM::Worker")
 
     before, started, cores = used(), time.monotonic(), 0.0
     while process.poll() is None and sum(tokens for _, tokens in same_engine.read_clock(clock)) < num_tokens:

@@ -102,10 +102,10 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
         with _serving(endpoint, system, folder) as (server, port):
             for concurrency in left:
                 same_engine.leave_cores(os.getpid(), options)
-                before = same_engine.cpu_seconds(server)
+                before = same_engine.cpu_times(server)
                 _load(options, endpoint, port, concurrency, folder)
-                after = same_engine.cpu_seconds(server)
-                spent = {name: round(s - before.get(name, 0.0), 2) for name, s in after.items()}
+                spent = same_engine.cpu_spent(before, same_engine.cpu_times(server))
+                spent = {name: round(seconds, 2) for name, seconds in spent.items()}
                 (folder / f"c{concurrency}.cpu.json").write_text(json.dumps(spent), encoding="utf-8")
                 (folder / f"c{concurrency}.json.part").rename(folder / f"c{concurrency}.json")
     return {str(c): _figures(folder / f"c{c}.json") for c in options.concurrency}
