@@ -12,6 +12,7 @@ cost is `cost.py`.
 import io
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,8 @@ from peagle.files import append_line
 from peagle.storage import Place, write_atomic, write_once
 
 T = TypeVar("T")
+# Of each file, where a request is looked for that another process has just had.
+_TAIL_BYTES, _TAIL_S = 1024 * 1024, 86_400
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +110,23 @@ def append_request(folder: Path, request: RequestUsage) -> None:
         OSError: it could not be written.
     """
     append_line(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
+
+
+def is_billed(folder: Path, request_id: str) -> bool:
+    """Whether a record of this request, of the last day and among the last of its process, costs something."""
+    return any(
+        record.usd > 0
+        for path in folder.glob("requests-*.jsonl")
+        if path.stat().st_mtime > time.time() - _TAIL_S
+        for record in _readable(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
+        if record.request_id == request_id
+    )
+
+
+def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, io.SEEK_END) - _TAIL_BYTES))
+        return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
 def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.economics.ledger import append_beat, append_request, write_session
+from peagle.economics.ledger import append_beat, append_request, is_billed, write_session
 from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from pipelines.batch.meter import EngineMeter, new_session_id
@@ -89,12 +89,18 @@ class EngineAccount:
         self._meter.ready(compile_s)
         self.heartbeat()
 
-    def begin(self, request_id: str, key: str, choices_per_prompt: int | None = None) -> "RequestAccount":
-        """A request enters the engine; of a completion, each of its prompts gets so many choices."""
+    def begin(
+        self, request_id: str, key: str, choices_per_prompt: int | None = None, *, is_asked_again: bool = False
+    ) -> "RequestAccount":
+        """A request enters the engine; of a completion, each of its prompts gets so many choices.
+
+        Args:
+            is_asked_again: another engine had it and died. Where that one has billed it, this one does not.
+        """
         number = next(self._numbers)
         self._meter.start(number)
         tally = Tally(choices_per_prompt=choices_per_prompt)
-        return RequestAccount(self, number, request_id, key, self._monotonic(), tally)
+        return RequestAccount(self, number, request_id, key, self._monotonic(), tally, is_asked_again=is_asked_again)
 
     def end(self) -> None:
         """The engine stops, for good."""
@@ -124,7 +130,9 @@ class EngineAccount:
             with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
                 self.heartbeat()
 
-    def _keep(self, record: RequestUsage) -> None:
+    def _keep(self, record: RequestUsage, *, is_asked_again: bool) -> None:
+        if is_asked_again and is_billed(self._folder, record.request_id):
+            return
         append_request(self._folder, record)
         if self._listener:
             self._listener.request(record)
@@ -166,7 +174,15 @@ class RequestAccount:
     """
 
     def __init__(
-        self, account: EngineAccount, number: int, request_id: str, key: str, began: float, tally: Tally
+        self,
+        account: EngineAccount,
+        number: int,
+        request_id: str,
+        key: str,
+        began: float,
+        tally: Tally,
+        *,
+        is_asked_again: bool,
     ) -> None:
         self.number = number
         self.request_id = request_id
@@ -177,6 +193,7 @@ class RequestAccount:
         self.sequences = Sequences()
         self._account = account
         self._began = began
+        self._is_asked_again = is_asked_again
         self._record: RequestUsage | None = None
 
     def first_token(self) -> None:
@@ -201,7 +218,7 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        self._account._keep(record)
+        self._account._keep(record, is_asked_again=self._is_asked_again)
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

@@ -33,6 +33,7 @@ KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
 CAP_HEADER = "x-peagle-cap-tokens"
+AGAIN_HEADER = "x-peagle-again"  # of a request that an engine had which died
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
 _JSON_PATHS = (CHAT, COMPLETIONS, BATCHES)

@@ -24,7 +24,7 @@ from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError, from_exception, is_engine_death
-from pipelines.online.gate import CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gate import AGAIN_HEADER, CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.handles import Cancelling
 from pipelines.online.keys import KeyRing
 from pipelines.online.live import MAX_WINDOW_S, LiveView
@@ -141,9 +141,15 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
             if not is_engine_death(error):
                 raise
             await asyncio.sleep(_AGAIN_S)
-            return await handler(body, request)
+            return await handler(body, _again(request))
     except Exception as error:
         raise from_exception(error) from error
+
+
+def _again(request: Request) -> Request:
+    """The request as the second engine is to see it: what the first has billed is not billed again."""
+    headers = [*request.scope["headers"], (AGAIN_HEADER.encode(), b"1")]
+    return Request({**request.scope, "headers": headers}, request.receive)
 
 
 def make_ingress(settings: GateSettings) -> Any:

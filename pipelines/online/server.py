@@ -24,7 +24,7 @@ from pipelines.batch.node import claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.coalesce import Pace
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
-from pipelines.online.gate import EACH_USAGE_HEADER, KEY_HEADER
+from pipelines.online.gate import AGAIN_HEADER, EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
@@ -125,7 +125,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         key = headers.get(KEY_HEADER, LOCAL_NAME)
-        begin = functools.partial(self._account.begin, request_id, key, choices_per_prompt)
+        begin = functools.partial(
+            self._account.begin, request_id, key, choices_per_prompt, is_asked_again=AGAIN_HEADER in headers
+        )
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal)
         answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
         return in_pieces(answer, self._pace)

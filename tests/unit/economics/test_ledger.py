@@ -1,14 +1,17 @@
 import logging
+import os
 import resource
 import signal
 from dataclasses import replace
 
 import pytest
 
+from peagle.economics import ledger
 from peagle.economics.ledger import (
     RequestReader,
     append_beat,
     append_request,
+    is_billed,
     read_sessions_since,
     write_session,
 )
@@ -96,3 +99,22 @@ def test_what_could_not_be_read_is_read_again(tmp_path):
     (tmp_path / "requests-b.jsonl").rmdir()
     (tmp_path / "b").rename(tmp_path / "requests-b.jsonl")
     assert [one.request_id for one in reader.new()] == ["1", "2"]
+
+
+def test_a_request_is_billed_by_a_record_that_costs_something(tmp_path):
+    free = replace(request("free", "one"), usd=0.0, outcome="failed")
+    for one in (request("r", "one"), free, request("other", "two")):
+        append_request(tmp_path, one)
+    assert [is_billed(tmp_path, name) for name in ("r", "other", "free", "", "k", "torn")] == [True, True] + [False] * 4
+    with (tmp_path / "requests-one.jsonl").open("ab") as file:
+        file.write(request("torn", "one").to_json())
+    assert not is_billed(tmp_path, "torn")
+
+
+def test_a_request_is_looked_for_at_the_end_of_files_of_the_last_day(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "_TAIL_BYTES", 3 * len(request("r-0").to_json()))
+    for number in range(9):
+        append_request(tmp_path, request(f"r-{number}"))
+    assert [is_billed(tmp_path, f"r-{number}") for number in (0, 7, 8)] == [False, True, True]
+    os.utime(tmp_path / "requests-s.jsonl", (0, 0))
+    assert not is_billed(tmp_path, "r-8")

@@ -5,6 +5,8 @@ import pytest
 from peagle.economics.ledger import RequestReader, append_request, read_sessions
 from pipelines.online.account import Engine, EngineAccount
 
+ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+
 
 def session(tmp_path):
     (found,) = read_sessions(tmp_path / "ledger")
@@ -50,6 +52,26 @@ def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
     assert reader.new() == []
 
 
+@pytest.mark.parametrize(("first", "num_lines"), [("ok", 1), ("failed", 2)])
+def test_what_an_engine_that_died_has_billed_is_not_billed_by_the_next(
+    engine_account, clock, tmp_path, first, num_lines
+):
+    died = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
+    for account in (died, engine_account):
+        account.ready()
+    request = died.begin("r", "alice")
+    clock.now += 3
+    request.write(first)  # a failure before anything of an answer is there costs nothing
+    for request_id, is_asked_again in (("r", True), ("another", True), ("not again", False)):
+        request = engine_account.begin(request_id, "alice", is_asked_again=is_asked_again)
+        clock.now += 1
+        request.write("ok")
+    died.end()
+    records = RequestReader(tmp_path / "ledger").new()
+    assert sum(record.request_id == "r" for record in records) == num_lines
+    assert sum(record.usd > 0 for record in records) == 3
+
+
 def test_a_heartbeat_that_cannot_be_written_is_followed_by_others(tmp_path, monkeypatch):
     written = []
 
@@ -59,8 +81,7 @@ def test_a_heartbeat_that_cannot_be_written_is_followed_by_others(tmp_path, monk
             raise OSError("no space left on device")
 
     monkeypatch.setattr("pipelines.online.account.write_session", write)
-    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
-    account = EngineAccount(tmp_path, engine, heartbeat_s=0.01)
+    account = EngineAccount(tmp_path, ENGINE, heartbeat_s=0.01)
     deadline = time.monotonic() + 10
     while len(written) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -22,16 +22,18 @@ from pipelines.online.keys import new_key
 def asked(monkeypatch, *ends):
     """The answer of an ingress whose engines end so, one after another, and how many were asked."""
     monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
-    left = list(ends)
+    left, one = list(ends), Request({"type": "http", "headers": [(b"x-request-id", b"r")]})
 
     async def handler(body, request):
+        assert request.headers["x-request-id"] == "r"
+        assert ("x-peagle-again" in request.headers) == (len(left) < len(ends))
         end = left.pop(0)
         if isinstance(end, Exception):
             raise end
         return end
 
     try:
-        return asyncio.run(ingress._ask(handler, None, None)), len(ends) - len(left)
+        return asyncio.run(ingress._ask(handler, None, one)), len(ends) - len(left)
     except ApiError as error:
         return error.status, len(ends) - len(left)
 
