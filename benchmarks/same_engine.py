@@ -99,8 +99,13 @@ def take_cores() -> None:
 
 
 @contextlib.contextmanager
-def system(script: Path, name: str, job: Mapping[str, Any], folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def system(
+    script: Path, name: str, job: Mapping[str, Any], folder: Path, *, from_first_request: bool = False
+) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that does a job, `SCRIPT NAME job.json`, with the token clock in the folder; its end is waited for.
+
+    Args:
+        from_first_request: the clock begins with the first request, not with the first tokens.
 
     Raises:
         SystemExit: it failed.
@@ -110,6 +115,7 @@ def system(script: Path, name: str, job: Mapping[str, Any], folder: Path) -> Ite
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     path = os.pathsep.join([str(_TOKEN_CLOCK), str(_ROOT), os.environ.get("PYTHONPATH", "")])
     variables = os.environ | {"TOKEN_CLOCK": str(clock_file(folder)), "PYTHONPATH": path}
+    variables |= {"TOKEN_CLOCK_FROM": "request"} if from_first_request else {}
     command = [sys.executable, str(script), name, str(folder / "job.json")]
     with (
         (folder / "log.txt").open("w", encoding="utf-8") as log,
@@ -137,7 +143,7 @@ def read_clock(path: Path) -> list[tuple[float, float]]:
 
 
 def whole_rate(steps: Sequence[tuple[float, float]]) -> float:
-    """Tokens/s from the first step to the last; those of the first came before the clock began."""
+    """Tokens/s from the first line to the last; tokens of the first came before the clock began."""
     return (sum(tokens for _, tokens in steps) - steps[0][1]) / (steps[-1][0] - steps[0][0])
 
 

@@ -13,8 +13,7 @@ systems in turns, `--repeats` times:
     transformers-lookup   the same with prompt lookup, its assisted generation without a second model; one at once only
     llama.cpp             `llama-server` on the GGUF file that the target was made from; its weights have 4 bits
 
-Tokens count from the first to the last (from the first request on where the system is not vLLM), so loading is in
-`command_s` alone. Memory is the most that the command and all below it held; pages that two processes share count
+Tokens count from the moment of the first request, so loading is in `command_s` alone. Memory is the most that the command and all below it held; pages that two processes share count
 twice. llama-server is what `--llama-server` names, built from llama.cpp's own sources for this machine; without it that
 row is left out.
 """
@@ -23,21 +22,25 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks import same_engine
 from peagle import hardware
 from peagle.bench.memory import PeakMemory, tree_rss_gib
+from peagle.catalog.embedded import gguf_path
 from peagle.engine import engine_args, environment
+from pipelines.batch.node import beside_ray
 
 HERE = Path(__file__).parent
 _VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch", "peagle": "peagle"}
 _ONE_AT_ONCE = ("transformers-lookup",)
 _LLAMA_CPP = "llama.cpp"
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 
 
 def main() -> None:
@@ -57,6 +60,7 @@ def main() -> None:
                 measured[str(concurrency)].setdefault(system, []).append(figures)
                 print(f"repeat {repeat}, {concurrency} at once, {system}: {figures}", flush=True)  # noqa: T201
     record = same_engine.record(options, measured) | {"rows_at_once": options.rows_at_once}
+    record["versions"] |= _versions(options)
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(_table(measured))  # noqa: T201
 
@@ -70,6 +74,17 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _versions(options: argparse.Namespace) -> dict[str, str]:
+    """Of the systems that are not vLLM, llama.cpp's with the file that it runs."""
+    found = {"transformers": version("transformers")}
+    if options.llama_server:
+        told = subprocess.run([options.llama_server, "--version"], capture_output=True, text=True, check=True)
+        lines = (told.stdout + told.stderr).splitlines()
+        found[_LLAMA_CPP] = next(line for line in lines if line.startswith("version:")).removeprefix("version:").strip()
+        found["gguf"] = gguf_path(options.model).name
+    return found
+
+
 def _program(name: str) -> str:
     """Where a program is. One that is not there is an error: without it its row would be left out in silence."""
     if (found := shutil.which(name)) is None:
@@ -79,12 +94,14 @@ def _program(name: str) -> str:
 
 def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat: int) -> Figures:
     folder = options.folder / f"{system}-{concurrency}-{repeat}"
-    if not (folder / "done.json").exists():
+    job = _job(options, system, concurrency, folder)
+    if (folder / "done.json").exists():
+        require_same(folder, job)
+    else:
         script = HERE.parent / "bulk" / "overhead_systems.py" if system in _VLLM else HERE / "peers.py"
-        job = _job(options, system, concurrency, folder)
         started = time.monotonic()
         with (
-            same_engine.system(script, _VLLM.get(system, system), job, folder) as process,
+            same_engine.system(script, _VLLM.get(system, system), job, folder, from_first_request=True) as process,
             PeakMemory(lambda: tree_rss_gib(process.pid)) as memory,
         ):
             process.wait()
@@ -93,7 +110,30 @@ def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat:
     steps = same_engine.read_clock(same_engine.clock_file(folder))
     figures: Figures = json.loads((folder / "done.json").read_text(encoding="utf-8"))
     rate = round(same_engine.whole_rate(steps), 2)
-    return {"output_tokens_per_s": rate, "output_tokens": sum(tokens for _, tokens in steps), **figures}
+    figures |= {"output_tokens_per_s": rate, "output_tokens": sum(tokens for _, tokens in steps)}
+    return figures | (drafting(folder / "run") if system == "peagle" else {})
+
+
+def require_same(folder: Path, job: dict[str, Any]) -> None:
+    """Make sure that what was measured there was this work.
+
+    Raises:
+        SystemExit: it was other prompts, another engine or other sampling.
+    """
+    kept = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    if changed := sorted(name for name in kept.keys() | job.keys() if kept.get(name) != job.get(name)):
+        raise SystemExit(f"{folder} was measured with another {', '.join(changed)}; name another --folder")
+
+
+def drafting(run: Path) -> dict[str, Any]:
+    """What the run of `peagle generate` drafted with: "auto" may be no drafter."""
+    drafter = json.loads((run / "run.json").read_bytes())["engine"]["drafter"]
+    speculation = json.loads((run / "report.json").read_bytes())["account"]["speculation"]
+    return {
+        "method": drafter["method"] if drafter else "none",
+        "num_speculative_tokens": drafter["num_speculative_tokens"] if drafter else None,
+        "acceptance_length": speculation["acceptance_length"],
+    }
 
 
 def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Path) -> dict[str, Any]:
@@ -108,7 +148,7 @@ def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Pat
         "concurrency": concurrency,
         "model": options.model,
         "engine": engine_args(engine.spec, here) | {"model": engine.model.path},
-        "environment": environment(engine.spec, here, inherited=os.environ),
+        "environment": environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec),
         "rows": same_engine.prompts(options.rows_at_once * concurrency, engine.model.path),
         "sampling": {"temperature": 0, "max_tokens": options.max_tokens},
         "peagle": [*flags, "--max-tokens", str(options.max_tokens), "--temperature", "0"],

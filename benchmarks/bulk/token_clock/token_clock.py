@@ -3,6 +3,7 @@
 It wraps `OutputProcessor.process_outputs`, through which every engine passes, whoever drives it: so four systems are
 measured at the same place by the same clock. vLLM finds it by its entry point when this folder is on PYTHONPATH, and
 loads it into each of its processes; the file is the one that TOKEN_CLOCK names. Nothing happens without that variable.
+With TOKEN_CLOCK_FROM=request the first line, of no tokens, is the moment at which the first request is made.
 """
 
 import os
@@ -30,3 +31,13 @@ def register() -> None:
         return process_outputs(self, outputs, *args, **kwargs)
 
     OutputProcessor.process_outputs = timed
+    if os.environ.get("TOKEN_CLOCK_FROM") != "request":
+        return
+    add_request = OutputProcessor.add_request
+
+    def beginning(self: Any, *args: Any, **kwargs: Any) -> Any:
+        OutputProcessor.add_request = add_request  # the first request alone is of interest
+        steps.write(f"{time.monotonic():.6f} 0 0\n")
+        return add_request(self, *args, **kwargs)
+
+    OutputProcessor.add_request = beginning

@@ -1,11 +1,12 @@
-"""What the comparison with peers takes from its command line."""
+"""What the comparison with peers takes from its command line, and what it says of a run."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.compare import _options
+from benchmarks.peers.compare import _options, drafting, require_same
 
 NEEDED = ["compare.py", "--folder", "runs", "--output", "result.json"]
 
@@ -25,3 +26,24 @@ def test_a_llama_server_is_a_path_and_may_be_left_out(monkeypatch: pytest.Monkey
     assert _options().llama_server == sys.executable
     monkeypatch.setattr(sys, "argv", NEEDED)
     assert _options().llama_server is None
+
+
+def test_what_was_measured_otherwise_is_not_taken_for_this(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"system": "vllm", "sampling": {"max_tokens": 128}}))
+    require_same(tmp_path, {"system": "vllm", "sampling": {"max_tokens": 128}})
+    with pytest.raises(SystemExit, match="another sampling; name another --folder"):
+        require_same(tmp_path, {"system": "vllm", "sampling": {"max_tokens": 64}})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "length", "found"),
+    [
+        ({"method": "peagle", "num_speculative_tokens": 3, "model": "m"}, 2.5, ("peagle", 3, 2.5)),
+        (None, None, ("none", None, None)),
+    ],
+)
+def test_a_run_says_what_it_drafted_with(tmp_path: Path, drafter, length, found) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"engine": {"drafter": drafter}}))
+    account = {"speculation": {"acceptance_length": length}}
+    (tmp_path / "report.json").write_text(json.dumps({"account": account}))
+    assert tuple(drafting(tmp_path).values()) == found
