@@ -91,9 +91,8 @@ def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home
     assert after.model_dump(exclude={"heads", "speculation"}) == before.model_dump(exclude={"heads", "speculation"})
     cpu = [row for row in after.speculation if row.platform == "cpu"]
     measured = [row for row in before.speculation if row.platform == "cpu"]
-    assert [(r.max_concurrency, r.method, r.num_speculative_tokens) for r in cpu] == [
-        (r.max_concurrency, r.method, r.num_speculative_tokens) for r in measured
-    ]
+    assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
+    assert {row.method for row in cpu if row.max_concurrency} == {"peagle"}
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
     assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
 
