@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     write_atomic(folder / "report.html", render_html(reports).encode())
     print(text_comparison(reports))
     print(
-        "A drafter saves less the more requests there are at once: verifying drafts is then bound by arithmetic, not by "
-        f"reading weights. `peagle models {MODEL}` says which drafter was fastest at how many."
+        "A drafter saves less the more requests there are at once: verifying drafts is then bound by arithmetic, not "
+        f"by reading weights. `peagle models {MODEL}` says which drafter was fastest at how many."
     )
     print(f"report: {folder / 'report.html'}")
     return 0, {"reports": reports, "comparison": compare(reports)}

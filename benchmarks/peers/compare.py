@@ -13,9 +13,9 @@ systems in turns, `--repeats` times:
     transformers-lookup   the same with prompt lookup, its assisted generation without a second model; one at once only
     llama.cpp             `llama-server` on the GGUF file that the target was made from; its weights have 4 bits
 
-Tokens count from the moment of the first request, so loading is in `command_s` alone. Memory is the most that the command and all below it held; pages that two processes share count
-twice. llama-server is what `--llama-server` names, built from llama.cpp's own sources for this machine; without it that
-row is left out.
+Tokens count from the moment of the first request, so loading is in `command_s` alone. Memory is the most that the
+command and all below it held; pages that two processes share count twice. llama-server is what `--llama-server` names,
+built from llama.cpp's own sources for this machine; without it that row is left out.
 """
 
 import argparse
