@@ -99,7 +99,10 @@ class TrainConfig(BaseModel):
     epochs: float = Field(1.6, gt=0, description="passes over the documents")
     batch_tokens: int = Field(1024, ge=1, description="tokens of documents in a step")
     micro_batch_tokens: int | None = Field(
-        None, ge=1, description="most tokens to compute at once, longer documents in parts; default: a step at once"
+        None,
+        ge=1,
+        description="most tokens of documents to compute at once; a document of N times as many in N parts, each with its"
+        " chains and all known tokens before them; default: a step at once",
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
