@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from peagle.drafter.evaluation_sets import DEFAULT
 from peagle.drafter.prompts import is_code_source
+from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
 
 WAYS = ("greedy", "sampled")
@@ -136,6 +137,8 @@ class TrainConfig(BaseModel):
     num_speculative_tokens: int = Field(
         5, ge=1, le=32, description="K of the estimate, and of whoever serves the head without naming one"
     )
+
+    _on_disk = field_validator("output", "features", mode="before")(on_disk)
 
     @field_validator("prompts", mode="before")
     @classmethod

@@ -32,12 +32,14 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
         (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither local nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
+        (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: has to be a folder on a disk"),
+        (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: has to be a folder on a disk"),
     ],
 )
 def test_what_cannot_be_is_bad_usage(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert _train(*arguments, "--output", "out") == 2
+    assert _train("--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
