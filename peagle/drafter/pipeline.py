@@ -35,7 +35,7 @@ from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
-from peagle.drafter.target import Target
+from peagle.drafter.target import Target, end_tokens
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.unroll import unroll
@@ -266,10 +266,9 @@ def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVoc
     token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
         return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)
-    end = text.get("eos_token_id")
     return frequent_vocabulary(
         token_ids,
         size=config.draft_vocab_size,
         target_size=target.vocab_size,
-        always=end if isinstance(end, list) else [end] if end is not None else [],
+        always=end_tokens(text),
     )
