@@ -19,8 +19,8 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     """Make sure that there can be such a head for the target, and be trained here.
 
     Args:
-        say: told what comes out otherwise than one may think: a head that vLLM is not known to serve, other first
-            weights than were asked for.
+        say: told what comes out otherwise than one may think: a head that vLLM is not known to serve, or whose target
+            it does not find, other first weights than were asked for.
 
     Returns:
         The configuration with the first weights that there can be, the target, and the device to train on.
@@ -36,6 +36,11 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
         say(
             f"vLLM 0.29 is not known to serve heads for {architecture.model_type!r} targets; it does for"
             f" {', '.join(SERVED)}"
+        )
+    if config.verifier is None and target.model.upstream_id is None:
+        say(
+            f"the head will call its target {target.model.name!r}; for `vllm serve HEAD`, which loads the target by that"
+            " name, give its hub id as --verifier"
         )
     init = init_for(target.folder, architecture, spec, say)
     return config.model_copy(update={"init": init}), target, device

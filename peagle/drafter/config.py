@@ -35,7 +35,9 @@ class TrainConfig(BaseModel):
         False, description="store no states: run the target again in each pass, where the disk cannot hold them"
     )
     verifier: str | None = Field(
-        None, description="public name of the target to write into the head; default: --target"
+        None,
+        description="public name of the target to write into the head: `vllm serve HEAD` loads it by that; default: its"
+        " hub id, of a folder its name",
     )
 
     responses: Literal["regenerate", "given"] = Field(
@@ -102,8 +104,8 @@ class TrainConfig(BaseModel):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens of documents to compute at once; a document of N times as many in N parts, each with its"
-        " chains and all known tokens before them; default: a step at once",
+        description="most tokens of documents to compute at once; a document of N times as many in N parts, each with"
+        " its chains and all known tokens before them; default: a step at once",
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")

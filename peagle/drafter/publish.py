@@ -35,7 +35,7 @@ def publish(
     Args:
         num_passes: over the documents, as far as the training went.
     """
-    verifier = config.verifier or (model.card.name if model.card else model.name)
+    verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
     save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)
     facts = CardFacts(

@@ -70,6 +70,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
     assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
+    assert any("call its target 'tiny'; for `vllm serve HEAD`" in sentence for sentence in heard.said)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -79,6 +80,21 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
     assert str(tmp_path) not in card + (head / "config.json").read_text()
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
+
+
+def test_vllm_takes_a_head_and_the_target_that_it_names(
+    speaking_target: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.transformers_utils.config import maybe_override_with_speculators
+
+    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: speaking_target)
+    heard, upstream = Heard(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
+    head = str(tmp_path / "out" / "head")
+    model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
+    assert (model, tokenizer) == (upstream, upstream)
+    assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
+    assert not any("--verifier" in sentence for sentence in heard.said)
 
 
 def test_a_stopped_training_goes_on_without_extracting_again(
