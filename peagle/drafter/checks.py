@@ -28,12 +28,12 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
             it does not find, other first weights than were asked for.
 
     Returns:
-        The configuration with the first weights that there can be, the target, and the device to train on.
+        The configuration with the first weights that there can be, the target, and the device of this process.
 
     Raises:
         ConfigError: it cannot be; says what.
     """
-    device = _device(config.device)
+    device = _device(config)
     target = load_target(config.target, config.aux_layers, say)
     spec = head_spec(config, target)
     architecture = require_buildable(target.folder, spec)
@@ -97,7 +97,9 @@ def _require_fit(init: Path, target: Target) -> None:
         )
 
 
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
+def _device(config: TrainConfig) -> torch.device:
+    """Of this process; where several workers train, the cluster decides whether these can have what was asked for."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:
         raise ConfigError("--device cuda: torch sees no GPU here", hint="use --device cpu")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")

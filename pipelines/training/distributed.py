@@ -2,7 +2,7 @@
 
 Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
 checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
-node has to see.
+node has to see. The driver trains nothing: it may have no GPU where the workers have.
 """
 
 import functools
@@ -26,7 +26,7 @@ from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
 from peagle.errors import PeagleError
 from peagle.storage import place
-from pipelines.batch.cluster import abandon, ray_cluster, require_workers
+from pipelines.batch.cluster import abandon, has_gpus, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
 
 _POLL_S = 2.0
@@ -41,10 +41,16 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         PeagleError: the workers died more often than `config.worker_failures` allows, or the loss is not finite; the
             last checkpoint stays.
     """
-    on_actors = functools.partial(extract_on_actors, reference=_target_for_workers(config), workers=config.workers)
     with ray_cluster():
+        config = config.model_copy(update={"device": _device_of_workers(config.device)})
+        require_workers(config.workers, on_gpu=config.device == "cuda")
+        on_actors = functools.partial(
+            extract_on_actors,
+            reference=_target_for_workers(config),
+            workers=config.workers,
+            device=config.device,
+        )
         prepared = prepare(config, listener, extract=on_actors)
-        require_workers(config.workers, on_gpu=prepared.device.type == "cuda")
         with _Follower(Metrics(prepared.folder), listener):
             _run(prepared)
     head = prepared.new_head()
@@ -65,11 +71,12 @@ def _run(prepared: Prepared) -> None:
     from ray.train.torch import TorchTrainer
 
     config = prepared.config
-    on_gpu = prepared.device.type == "cuda"
     trainer = TorchTrainer(
         _work,
         train_loop_config={"settings": _for_workers(config).model_dump(mode="json"), "identity": prepared.identity},
-        scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker={"CPU": 1}
+        ),
         run_config=RunConfig(
             name="workers",
             storage_path=str((config.output / "ray").resolve()),
@@ -112,8 +119,13 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
             abandon()
 
 
+def _device_of_workers(asked: str) -> str:
+    """Where the workers compute. The cluster says whether there are GPUs: this process may be on a node without."""
+    return ("cuda" if has_gpus() else "cpu") if asked == "auto" else asked
+
+
 def _for_workers(config: TrainConfig) -> TrainConfig:
-    """The same with absolute paths: actors and workers have working directories of their own."""
+    """The same for a process of its own, with absolute paths: workers have working directories of their own."""
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
@@ -122,6 +134,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
             "features": config.features and config.features.resolve(),
             "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],
             "init": config.init if config.init in INITS else str(Path(config.init).resolve()),
+            "workers": 1,
         }
     )
 
