@@ -215,6 +215,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         return publish(
             config=config,
             model=prepared.target.model,
+            device=prepared.device,
             head=head,
             corpus=prepared.corpus,
             store=prepared.store,

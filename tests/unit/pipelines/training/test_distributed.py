@@ -144,6 +144,7 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
     ended = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
     assert (begun["finished"], ended["finished"]) == (False, True)
     assert not list((tmp_path / "elsewhere").iterdir())
+    assert "2 workers with a CPU each" in Path("second/head/README.md").read_text()
 
 
 @pytest.mark.parametrize(
