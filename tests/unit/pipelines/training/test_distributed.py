@@ -6,16 +6,20 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.features import extract
+from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.workers import Alone
-from peagle.errors import CapacityError, PeagleError
+from peagle.errors import CapacityError, DivergedError, PeagleError
 from pipelines.training import distributed
 from pipelines.training.distributed import (
     _Follower,
@@ -101,7 +105,7 @@ def test_a_trainers_error_is_the_callers(monkeypatch):
 
 def training(write_jsonl, **values):
     """A small one, of prompts.jsonl."""
-    rows = [{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
+    rows = [{"id": f"row-{i}", "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
     small = {
         "prompts": write_jsonl(rows), "responses": "given", "num_layers": 1, "num_depths": 3, "draft_vocab_size": 40,
         "batch_tokens": 64, "precision": "fp32", "num_speculative_tokens": 3,
@@ -122,7 +126,7 @@ def worker_elsewhere(monkeypatch, tmp_path):
             before = Path.cwd()
             os.chdir(tmp_path / "elsewhere")
             try:
-                self.work(self.told)
+                return SimpleNamespace(return_value=self.work(self.told))
             finally:
                 os.chdir(before)
 
@@ -181,6 +185,19 @@ def test_gpus_that_a_cluster_does_not_have_are_refused(worker_elsewhere, write_j
     config = training(write_jsonl, output=tmp_path / "out", device="cuda", workers=2)
     with pytest.raises(CapacityError, match="2 workers need a GPU each; the cluster has 0\n  use --device cpu"):
         train_on_workers(config, Listener())
+
+
+def test_workers_whose_loss_is_not_finite_are_not_started_again(
+    worker_elsewhere, speaking_target, write_jsonl, tmp_path, monkeypatch
+):
+    config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", time_budget_s=1e-9)
+    train_head(config, Listener())
+    no_loss = BatchLoss.zeros(config.num_depths, "cpu")
+    no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: no_loss)
+    told = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
+    with pytest.raises(DivergedError, match=told):
+        train_on_workers(config.model_copy(update={"workers": 2}), Listener())
 
 
 def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
