@@ -8,6 +8,7 @@ PeagleError                 anything peagle reports by itself: exit code 1
 │   ├── PriceError          no price for that hardware
 │   └── InputError          the corpus cannot be read as asked
 ├── CapacityError           the cluster or the machine cannot hold what was asked for
+├── DivergedError           the loss of a training is not finite
 ├── EngineError             an engine did not start, or died
 ├── StorageError            an object store refuses, or does not answer
 ├── RunInUse                another driver is at work in the run directory
@@ -77,6 +78,10 @@ class InputError(ConfigError):
 
 class CapacityError(PeagleError):
     """The machine or the cluster cannot hold what was asked for."""
+
+
+class DivergedError(PeagleError):
+    """The loss of a training is not finite."""
 
 
 class EngineError(PeagleError):

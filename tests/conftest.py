@@ -117,6 +117,7 @@ def target(tmp_path_factory):
         head_dim=32,  # the smallest that vLLM's CPU attention takes
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        eos_token_id=95,  # as of its tokenizer, where it has one
         initializer_range=0.2,
     )
     folder = tmp_path_factory.mktemp("target")

@@ -10,9 +10,9 @@ from peagle.errors import ConfigError
 _SAMPLE_BYTES = 64 * 1024
 
 
-def read_config(folder: Path, error_type: type[ConfigError]) -> dict[str, Any]:
-    """`config.json` of a folder; faults are raised as `error_type`."""
-    path = folder / "config.json"
+def read_config(folder: Path, error_type: type[ConfigError], name: str = "config.json") -> dict[str, Any]:
+    """`config.json` of a folder, or another file like it; faults are raised as `error_type`."""
+    path = folder / name
     try:
         return dict(json.loads(path.read_text()))
     except OSError as error:

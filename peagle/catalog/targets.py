@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from peagle.catalog.cards import ModelCard
-from peagle.catalog.embedded import embedded_name, ensure_embedded
+from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.home import peagle_home
 from peagle.catalog.hub import hub_commit, hub_config, is_commit
@@ -42,6 +42,13 @@ class ResolvedModel:
     fingerprint: str
     config: Mapping[str, Any]
     revision: str | None = None
+
+    @property
+    def upstream_id(self) -> str | None:
+        """Its id on the hub, by which an engine elsewhere finds it; None of a folder of the user's."""
+        if self.card is not None and self.card.source.kind == "package":
+            return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
+        return None if Path(self.path).is_absolute() else self.path
 
     @property
     def native_quantization(self) -> str | None:

@@ -14,6 +14,7 @@ from peagle.catalog.fit import HeadFacts
 from peagle.errors import DrafterError
 
 Shapes = Mapping[str, tuple[int, ...]]
+_Table = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
 _LENGTH_BYTES = 8
 _LARGEST_TABLE_BYTES = 100_000_000  # the format's own limit
@@ -26,10 +27,16 @@ def read_shapes(folder: Path) -> Shapes:
     Raises:
         DrafterError: there are none, or one is damaged.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DrafterError(f"{folder} holds no *.safetensors", hint="save the head's weights as safetensors first")
-    return {name: shape for file in files for name, shape in _read_table(file).items()}
+    return {name: shape for name, (_, shape) in _read_tables(folder).items()}
+
+
+def read_dtypes(folder: Path) -> Mapping[str, str]:
+    """The dtype of each tensor in a folder's `*.safetensors`, by name, as they call it: `BF16`, `F8_E4M3`.
+
+    Raises:
+        DrafterError: there are none, or one is damaged.
+    """
+    return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
@@ -62,14 +69,23 @@ def _check_mask_state(shapes: Shapes) -> None:
         raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
 
 
-def _read_table(path: Path) -> Shapes:
+def _read_tables(folder: Path) -> _Table:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DrafterError(f"{folder} holds no *.safetensors", hint="save the head's weights as safetensors first")
+    return {name: entry for file in files for name, entry in _read_table(file).items()}
+
+
+def _read_table(path: Path) -> _Table:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= length <= _LARGEST_TABLE_BYTES:
                 raise ValueError("no table of tensors")
             table = json.loads(file.read(length))
-            return {name: tuple(entry["shape"]) for name, entry in table.items() if name != "__metadata__"}
+            return {
+                name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items() if name != "__metadata__"
+            }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DrafterError(f"{path} is not a readable safetensors file: {error}", hint="copy the head again") from error
 

@@ -1,15 +1,20 @@
 """What can be refused of a training before anything slow begins: before the target answers, and again before it trains.
 
-It reads configurations and the headers of weights; it loads no weights.
+It reads configurations and the headers of weights. It loads no weights, but has a head of the package made whole.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from peagle.catalog.fit import check_fit
+from peagle.catalog.folders import read_config
+from peagle.catalog.shipped_heads import whole_head
+from peagle.catalog.weights import read_dtypes
 from peagle.drafter.architecture import SERVED
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.head_spec import HeadSpec, require_buildable
+from peagle.drafter.head_spec import INITS, HeadSpec, require_buildable
 from peagle.drafter.target import Target, load_target
 from peagle.drafter.warm_start import init_for
 from peagle.errors import ConfigError
@@ -19,23 +24,31 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     """Make sure that there can be such a head for the target, and be trained here.
 
     Args:
-        say: told what comes out otherwise than one may think: a head that vLLM is not known to serve, other first
-            weights than were asked for.
+        say: told what comes out otherwise than one may think: a head that vLLM is not known to serve, or whose target
+            it does not find, other first weights than were asked for.
 
     Returns:
-        The configuration with the first weights that there can be, the target, and the device to train on.
+        The configuration with the first weights that there can be, the target, and the device of this process.
 
     Raises:
         ConfigError: it cannot be; says what.
     """
-    device = _device(config.device)
+    device = _device(config)
     target = load_target(config.target, config.aux_layers, say)
     spec = head_spec(config, target)
     architecture = require_buildable(target.folder, spec)
+    _require_tokens(config, target.vocab_size)
+    if config.init not in INITS:
+        _require_fit(Path(config.init), target)
     if architecture.model_type not in SERVED:
         say(
             f"vLLM 0.29 is not known to serve heads for {architecture.model_type!r} targets; it does for"
             f" {', '.join(SERVED)}"
+        )
+    if config.verifier is None and target.model.upstream_id is None:
+        say(
+            f"the head will call its target {target.model.name!r}; for `vllm serve HEAD`, which loads the target by"
+            " that name, give its hub id as --verifier"
         )
     init = init_for(target.folder, architecture, spec, say)
     return config.model_copy(update={"init": init}), target, device
@@ -62,7 +75,31 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
     )
 
 
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
+def _require_tokens(config: TrainConfig, vocab_size: int) -> None:
+    """Whether the target has the mask token, and as many tokens as a new head is to draft."""
+    if config.mask_token_id >= vocab_size:
+        raise ConfigError(f"--mask-token-id {config.mask_token_id}: the target has tokens 0 to {vocab_size - 1}")
+    if config.init in INITS and config.draft_vocab_size > vocab_size:
+        raise ConfigError(
+            f"--draft-vocab-size {config.draft_vocab_size}: the target has {vocab_size} tokens",
+            hint=f"give at most --draft-vocab-size {vocab_size}",
+        )
+
+
+def _require_fit(init: Path, target: Target) -> None:
+    """Whether the head to go on from is one of this target, in weights that can be trained."""
+    check_fit(read_config(init, ConfigError), target.model.config)
+    quantised = sorted(name for name, dtype in read_dtypes(whole_head(init)).items() if dtype.startswith("F8"))
+    if quantised:
+        raise ConfigError(
+            f"{init}: its {quantised[0]} is in FP8, which cannot be trained",
+            hint="`peagle quantize-drafter --dequantize` makes a bf16 head of it",
+        )
+
+
+def _device(config: TrainConfig) -> torch.device:
+    """Of this process; where several workers train, the cluster decides whether these can have what was asked for."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:
         raise ConfigError("--device cuda: torch sees no GPU here", hint="use --device cpu")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from peagle.drafter.evaluation_sets import DEFAULT
 from peagle.drafter.prompts import is_code_source
+from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
 
 WAYS = ("greedy", "sampled")
@@ -34,7 +35,9 @@ class TrainConfig(BaseModel):
         False, description="store no states: run the target again in each pass, where the disk cannot hold them"
     )
     verifier: str | None = Field(
-        None, description="public name of the target to write into the head; default: --target"
+        None,
+        description="public name of the target to write into the head: `vllm serve HEAD` loads it by that; default: its"
+        " hub id, of a folder its name",
     )
 
     responses: Literal["regenerate", "given"] = Field(
@@ -99,7 +102,10 @@ class TrainConfig(BaseModel):
     epochs: float = Field(1.6, gt=0, description="passes over the documents")
     batch_tokens: int = Field(1024, ge=1, description="tokens of documents in a step")
     micro_batch_tokens: int | None = Field(
-        None, ge=1, description="most tokens to compute at once, longer documents in parts; default: a step at once"
+        None,
+        ge=1,
+        description="most tokens of documents to compute at once; a document of N times as many in N parts, each with"
+        " its chains and all known tokens before them; default: a step at once",
     )
     cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that go on from one depth to the next")
     depth_decay: float = Field(1.0, gt=0, le=1, description="weight of depth d in the loss is this to the power of d")
@@ -133,6 +139,8 @@ class TrainConfig(BaseModel):
     num_speculative_tokens: int = Field(
         5, ge=1, le=32, description="K of the estimate, and of whoever serves the head without naming one"
     )
+
+    _on_disk = field_validator("output", "features", mode="before")(on_disk)
 
     @field_validator("prompts", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from peagle.drafter.attention import AttentionPlan, sequential_plan
 from peagle.drafter.batch import Batch
+from peagle.drafter.loss import CHUNK_ROWS
 
 
 def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tensor:
@@ -35,7 +36,9 @@ def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tenso
             parent = _parents(batch, rows_of_depth[depth - 1], rows)
             state = outputs[-1][parent]
             token_ids = (
-                drafted_ids(head, state) if free_run else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
+                drafted_ids(head, head.norm(state))
+                if free_run
+                else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
             )
         plan = sequential_plan(batch.documents, depth).to(state.device)
         outputs.append(_one_depth(head, batch.place_S[rows], state, token_ids, cache, plan))
@@ -67,9 +70,12 @@ def _parents(batch: Batch, previous: torch.Tensor, rows: torch.Tensor) -> torch.
     return place[batch.anchor_S[rows]]
 
 
-def drafted_ids(head: Any, state: torch.Tensor) -> torch.Tensor:
-    """The target's id of the likeliest token of each state (before the norm), [S]."""
-    draft_ids: torch.Tensor = head.lm_head(head.norm(state)).argmax(-1)
+def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
+    """The target's id of the likeliest token of each state behind the norm, [S].
+
+    The logits of a long document are gigabytes, so no more than `CHUNK_ROWS` rows of them are held.
+    """
+    draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
 
 

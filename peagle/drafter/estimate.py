@@ -12,6 +12,7 @@ import torch
 
 from peagle.drafter.batch import make_batch
 from peagle.drafter.cod import sample_rows
+from peagle.drafter.eagle3 import drafted_ids
 from peagle.drafter.forward import head_states
 from peagle.drafter.store import Document, Features
 from peagle.speculation import SpeculationStats
@@ -27,6 +28,27 @@ def draft_logits(
         anchor_R and depth_R: the row scores token anchor + depth + 2 of the document; [R, V] logits of the draft
         vocabulary.
     """
+    anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
+    return anchor, depth, states.float() @ head.lm_head.weight.float().T
+
+
+@torch.no_grad()
+def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
+    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
+
+    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
+    """
+    anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
+    num_tokens = len(document.token_ids_T)
+    drafted = torch.full((num_tokens - 1 + num_speculative_tokens, num_speculative_tokens), -1)
+    drafted[anchor, depth] = drafted_ids(head, states).cpu()
+    return drafted[: num_tokens - 1]
+
+
+def _draft_states(
+    head: Any, document: Document, num_speculative_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """anchor_R and depth_R as of `draft_logits`, and the head's states that the logits are made of, [R, H]."""
     k = num_speculative_tokens
     # A chain ends with the document: repeat the last token so that the last rows draft all K as well.
     padded = Document(
@@ -39,22 +61,7 @@ def draft_logits(
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
     rows = batch.row_R[: batch.num_loss_rows]
-    logits = states.float() @ head.lm_head.weight.float().T
-    return batch.anchor_S[rows], batch.depth_S[rows], logits
-
-
-def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
-
-    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
-    """
-    anchor, depth, logits = draft_logits(head, document, num_speculative_tokens)
-    draft_ids = logits.argmax(-1).cpu()
-    token_ids = draft_ids + head.d2t.cpu()[draft_ids] if head.d2t is not None else draft_ids
-    num_tokens = len(document.token_ids_T)
-    drafted = torch.full((num_tokens - 1 + num_speculative_tokens, num_speculative_tokens), -1)
-    drafted[anchor, depth] = token_ids
-    return drafted[: num_tokens - 1]
+    return batch.anchor_S[rows], batch.depth_S[rows], states
 
 
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
 from peagle.errors import ConfigError, DrafterError, did_you_mean
+from peagle.files import writing
 from peagle.fp8 import (
     FP8,
     OPTIONAL,
@@ -77,6 +78,7 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     Raises:
         DrafterError: not a head, quantised already, or of an architecture that vLLM has no FP8 drafter for.
         ConfigError: the output exists, or `keep` names something else.
+        CapacityError: the output cannot be written, such as for a full disk.
     """
     for module in keep:
         if module not in OPTIONAL:
@@ -108,6 +110,7 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
     Raises:
         DrafterError: not an FP8 head in the format that `quantize_head` writes.
         ConfigError: the output exists.
+        CapacityError: it cannot be written.
     """
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
@@ -162,23 +165,25 @@ def _write(
     kept: dict[str, str],
 ) -> Conversion:
     """Write beside `output` and rename, so that a reader never sees half a head."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        for file in source.iterdir():
-            if file.is_file() and not file.name.startswith(".") and not any(map(file.match, _WEIGHTS)):
-                shutil.copyfile(file, staging / file.name)
-        ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
-        save_file(ordered, staging / "model.safetensors", metadata={"format": "pt"})
-        (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _note(staging / "README.md", line)
-        for path in (staging, *staging.iterdir()):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        staging.rename(output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with writing(output, SafetensorError, hint="free some space, or name another --output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        try:
+            for file in source.iterdir():
+                if file.is_file() and not file.name.startswith(".") and not any(map(file.match, _WEIGHTS)):
+                    shutil.copyfile(file, staging / file.name)
+            ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
+            save_file(ordered, staging / "model.safetensors", metadata={"format": "pt"})
+            (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            _note(staging / "README.md", line)
+            for path in (staging, *staging.iterdir()):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            staging.rename(output)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return Conversion(
         output=output,
         num_bytes_before=sum(file.stat().st_size for file in source.glob("*.safetensors")),

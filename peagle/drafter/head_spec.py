@@ -147,7 +147,7 @@ def _require_unrollable(shape: Architecture, spec: HeadSpec) -> None:
 
 
 def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
-    """Whether a saved head reads the layers, knows the mask token and has the layers that the one to train needs."""
+    """Whether a saved head can become the one to train: what it reads, how it drafts, and its number of layers."""
     saved = read_head(read_config(folder, ConfigError))
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(
@@ -159,6 +159,13 @@ def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
             f"{folder}: its mask token is {saved.mask_token_id}, that of the head to train {spec.mask_token_id}",
             hint="give its --mask-token-id, or another init",
         )
+    if saved.num_layers > spec.num_layers:
+        raise ConfigError(
+            f"{folder}: has {saved.num_layers} layers, the head to train {spec.num_layers}",
+            hint=f"give --num-layers {saved.num_layers} or more",
+        )
+    if saved.method == "peagle" != spec.algorithm:
+        raise ConfigError(f"{folder}: is a P-EAGLE head, the head to train is not", hint="give --algorithm peagle")
     if saved.num_layers < spec.num_frozen_layers:
         raise ConfigError(
             f"{folder}: has {saved.num_layers} layers, {spec.num_frozen_layers} are to stay as they are",

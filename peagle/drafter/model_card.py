@@ -1,6 +1,7 @@
 """The README of a head: what it is for, how it was made, and how far it can be trusted. Text only."""
 # ruff: noqa: E501 - a Markdown table has its rows on one line
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ speculative_config = {{
 | Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
-| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens; overlap with {_excluded(config)} removed |
+| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
@@ -100,9 +101,9 @@ def _responses(config: TrainConfig) -> str:
     )
 
 
-def _excluded(config: TrainConfig) -> str:
-    """Files by name alone."""
-    return ", ".join(Path(name).name for name in config.exclude)
+def _by_name(sources: Sequence[str]) -> str:
+    """Files and folders by name alone."""
+    return ", ".join(Path(source).absolute().name for source in sources)
 
 
 def _start(config: TrainConfig) -> str:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from peagle.drafter.batch import Batch
-from peagle.drafter.checkpoint import has_checkpoint
+from peagle.drafter.checkpoint import has_checkpoint, load_checkpoint
 from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.corpus import Corpus, read_corpus
@@ -35,12 +35,13 @@ from peagle.drafter.order import plan_batches
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
-from peagle.drafter.target import Target
+from peagle.drafter.target import Target, end_tokens
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
+from peagle.errors import DivergedError
 from peagle.files import sha256, write_atomic, writing
 
 _RECIPE = (
@@ -141,11 +142,16 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
     Raises:
         ConfigError: something asked for cannot be; says what.
-        PeagleError: the loss is not finite, or the disk is full.
+        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
+        CapacityError: the disk is full.
     """
     prepared = prepare(config, listener)
     head = prepared.new_head()
-    return finish(prepared, head, train_prepared(prepared, head, progress=listener.step))
+    try:
+        outcome = train_prepared(prepared, head, progress=listener.step)
+    except DivergedError as error:
+        return finish_from_checkpoint(prepared, error)
+    return finish(prepared, head, outcome)
 
 
 def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
@@ -190,6 +196,7 @@ def train_prepared(
         device=prepared.device,
         workers=workers,
         time_budget_s=prepared.config.time_budget_s,
+        name_of=lambda index: prepared.corpus.samples[index].id,
         progress=progress,
     )
 
@@ -215,6 +222,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         return publish(
             config=config,
             model=prepared.target.model,
+            device=prepared.device,
             head=head,
             corpus=prepared.corpus,
             store=prepared.store,
@@ -223,6 +231,34 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             num_passes=config.epochs * outcome.step / prepared.recipe.num_steps,
             estimate=estimate,
         )
+
+
+def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
+    """`finish` with the head of the last checkpoint, which other processes trained, or this one before it diverged.
+
+    Raises:
+        DivergedError: `diverged`, once the head is saved, with how to go on from it: the same training would come to
+            the same step again, and its checkpoint is refused to another recipe.
+    """
+    checkpoint = load_checkpoint(prepared.folder)
+    if checkpoint is None:
+        assert diverged is not None
+        raise DivergedError(
+            diverged.message, hint="there was no checkpoint yet: give lower learning rates"
+        ) from diverged
+    head = prepared.new_head()
+    checkpoint.copy_to(head)
+    outcome = TrainingOutcome(
+        step=checkpoint.step,
+        finished=checkpoint.step >= prepared.recipe.num_steps,
+        num_tokens=checkpoint.num_tokens,
+        train_s=checkpoint.train_s,
+    )
+    result = finish(prepared, head, outcome)
+    if diverged is not None:
+        hint = f"go on from the last checkpoint with --init {result['head']}, lower learning rates and another --output"
+        raise DivergedError(diverged.message, hint=hint) from diverged
+    return result
 
 
 def _features(
@@ -266,10 +302,9 @@ def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVoc
     token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
         return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)
-    end = text.get("eos_token_id")
     return frequent_vocabulary(
         token_ids,
         size=config.draft_vocab_size,
         target_size=target.vocab_size,
-        always=end if isinstance(end, list) else [end] if end is not None else [],
+        always=end_tokens(text),
     )

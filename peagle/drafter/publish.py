@@ -22,6 +22,7 @@ def publish(
     *,
     config: TrainConfig,
     model: ResolvedModel,
+    device: torch.device,
     head: Any,
     corpus: Corpus,
     store: Features,
@@ -33,9 +34,10 @@ def publish(
     """Save head, model card and run.json in `config.output`; what run.json says.
 
     Args:
+        device: that it was trained on, by a single process.
         num_passes: over the documents, as far as the training went.
     """
-    verifier = config.verifier or (model.card.name if model.card else model.name)
+    verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
     save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)
     facts = CardFacts(
@@ -52,7 +54,7 @@ def publish(
         vocabulary_size=vocabulary.size,
         vocabulary_coverage=vocabulary.coverage,
         train_s=outcome.train_s,
-        hardware=_hardware(),
+        hardware=_hardware(config, device),
         held_out=estimate,
     )
     write_atomic(folder / "README.md", render_card(facts).encode())
@@ -77,7 +79,10 @@ def publish(
     return result
 
 
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def _hardware(config: TrainConfig, device: torch.device) -> str:
+    """What a training ran on; of workers, which may be on unlike machines, their number and kind."""
+    if config.workers > 1:
+        return f"{config.workers} workers with a {'GPU' if config.device == 'cuda' else 'CPU'} each"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} CPU threads ({platform.machine()})"

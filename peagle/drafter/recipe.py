@@ -19,8 +19,8 @@ class TrainingConfig:
     Attributes:
         num_steps: optimizer steps, over which the learning rate rises and falls.
         batch_tokens: documents are added to a step until it holds that many tokens.
-        micro_batch_tokens: most tokens whose gradients are computed at once; longer documents are computed in parts. It
-            bounds memory and changes nothing else. None: a step at once.
+        micro_batch_tokens: most tokens of documents whose gradients are computed at once; a document of N times as many
+            is computed in N parts (micro.py). It saves memory and changes nothing else. None: a step at once.
         num_depths: K_train.
         cod_ratio: share of the chains that go on from one depth to the next.
         depth_decay: weight of a row at depth d is depth_decay ** d.

@@ -3,16 +3,19 @@
 It reads configuration and tokenizer; it loads no weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.catalog.folders import read_config
 from peagle.catalog.targets import ResolvedModel, resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.drafter.architecture import read_architecture
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
+
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,12 @@ def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
         raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {num_layers - 1}")
 
 
+def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text by these configurations, each of which may state none, one or several; ascending."""
+    stated = [config.get("eos_token_id") for config in configs]
+    return sorted({token for ids in stated if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
+
+
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
     """The target that `name` stands for.
 
@@ -79,7 +88,7 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
 
     Raises:
         ConfigError: no local folder, none that there can be heads for, no such layers, no tokenizer, or none with a
-            chat template.
+            chat template and the target's end of a text.
     """
     model = resolve_model(name, announce=announce)
     folder = Path(model.path)
@@ -90,14 +99,14 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
     require_layers(layers, shape.num_hidden_layers)
     return Target(
         model=model,
-        tokenizer=_tokenizer(folder),
+        tokenizer=_tokenizer(folder, model.config),
         aux_layers=layers,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
     )
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
@@ -109,7 +118,24 @@ def _tokenizer(folder: Path) -> Any:
             f"{folder}: its tokenizer has no chat template, so prompts cannot be put to the target",
             hint="add chat_template to tokenizer_config.json: for plain text, the messages' contents side by side",
         )
+    _require_end(folder, tokenizer.eos_token_id, config)
     return tokenizer
+
+
+def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> None:
+    """Whether the tokenizer's end of a text is one of the target's, as far as that states any.
+
+    Responses are trained with it as their last token, and another model's tokenizer mostly has another.
+    """
+    configs = [config, config.get("text_config") or {}]
+    if (folder / _GENERATION).is_file():
+        configs.append(read_config(folder, ConfigError, _GENERATION))
+    stated = end_tokens(*configs)
+    if own is None or (stated and own not in stated):
+        raise ConfigError(
+            f"{folder}: a text ends with token {own} by its tokenizer, with {stated or 'one not stated'} by the target",
+            hint="put the target's own tokenizer there, with its eos_token",
+        )
 
 
 def _first_line(error: Exception) -> str:

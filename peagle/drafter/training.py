@@ -26,7 +26,7 @@ from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Features
 from peagle.drafter.weighting import fixed_weight
 from peagle.drafter.workers import Alone, Workers
-from peagle.errors import PeagleError
+from peagle.errors import DivergedError
 from peagle.files import writing
 
 _FULL = "free some space; the same command goes on from the last checkpoint"
@@ -57,6 +57,7 @@ def train(
     device: torch.device | str = "cpu",
     workers: Workers | None = None,
     time_budget_s: float | None = None,
+    name_of: Callable[[int], str] = str,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> TrainingOutcome:
     """Train `head` in place, from the checkpoint in `folder` when there is one.
@@ -71,16 +72,17 @@ def train(
         device: of the head.
         workers: this process among those that train together, each with the same arguments; None when it is alone.
         time_budget_s: stop after that many seconds of this attempt.
+        name_of: what to call a document, by its index in the store.
         progress: called after every step, by the first worker.
 
     Raises:
         ConfigError: the folder holds another training.
-        PeagleError: the loss is not finite; the last checkpoint is from before.
+        DivergedError: the loss is not finite; the last checkpoint is from before.
         CapacityError: the disk is full; the last checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or Alone()
-    trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers)
+    trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers, name_of)
     started = saved = time.monotonic()
     while trainer.step < config.num_steps:
         with _flushing_denormals():
@@ -130,9 +132,10 @@ class _Trainer:
         fingerprint: dict[str, Any],
         device: torch.device,
         workers: Workers,
+        name_of: Callable[[int], str],
     ) -> None:
         self.head, self.store, self.config, self.folder, self.device = head, store, config, folder, device
-        self.workers = workers
+        self.workers, self.name_of = workers, name_of
         self.documents = list(documents)
         recipe = {name: value for name, value in asdict(config).items() if name not in _HOW_ONLY}
         if config.loss == DEFAULT_LOSS:
@@ -224,9 +227,9 @@ class _Trainer:
 
     def _check_finite(self, value: torch.Tensor, documents: list[int]) -> None:
         if not torch.isfinite(value):
-            raise PeagleError(
-                f"step {self.step}: the loss is not finite; documents {documents}",
-                hint=f"the last good checkpoint stays in {self.folder}; try a lower learning rate",
+            raise DivergedError(
+                f"step {self.step}: the loss is not finite; documents {', '.join(map(self.name_of, documents))}",
+                hint=f"a checkpoint in {self.folder} is from before",
             )
 
     def _record(

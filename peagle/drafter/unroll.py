@@ -136,7 +136,7 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     head_dim, hidden = config.head_dim, config.hidden_size
     states_SH = _normed(rows.states_SH)
     held_SH = states_SH[rows.depth_S <= known_depth + 1]
-    drafted_SH = first.input_layernorm(head.embed_tokens(drafted_ids(head, held_SH))).float()
+    drafted_SH = first.input_layernorm(head.embed_tokens(drafted_ids(head, head.norm(held_SH)))).float()
     embedded_HH = _fit(held_SH, drafted_SH, ridge=1e-2).T
 
     def reads_state(projection: Any) -> torch.Tensor:

@@ -6,9 +6,10 @@ A command's own configuration adds what it varies (drafters, K, concurrency). It
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from peagle.prompting import PromptKeys
+from peagle.storage import on_disk
 
 HUMANEVAL = "humaneval"
 
@@ -34,6 +35,8 @@ class MeasurementKeys(PromptKeys):
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+
+    _on_disk = field_validator("output", mode="before")(on_disk)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters, by the names that engines know."""

@@ -84,6 +84,17 @@ def place(location: "str | Place") -> Place:
     return Path(str(location)).expanduser().absolute()
 
 
+def on_disk(location: Any) -> Any:
+    """What a user names where only a folder of a file system will do, as it is: a validator for pydantic.
+
+    Raises:
+        ValueError: a URL; as a path it would be a folder of that name here.
+    """
+    if "://" in str(location):
+        raise ValueError("has to be a folder on a disk (that every node sees)")
+    return location
+
+
 def require_usable(folder: Place) -> None:
     """Make sure that what lies in `folder` can be created once only. A file system is taken at its word.
 

@@ -212,6 +212,13 @@ def keep_blocks() -> None:
     context.execution_options = ExecutionOptions(preserve_order=False)
 
 
+def has_gpus() -> bool:
+    """Whether a node of the cluster has a GPU, busy or not."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU"))
+
+
 def require_workers(count: int, *, on_gpu: bool) -> None:
     """Make sure that `count` workers of a CPU each, and of a GPU each where there are any, can run at once.
 
@@ -225,7 +232,7 @@ def require_workers(count: int, *, on_gpu: bool) -> None:
     if available < count:
         raise CapacityError(
             f"{count} workers need a {kind} each; the cluster has {available}",
-            hint=f"use at most --workers {available}",
+            hint=f"use at most --workers {available}" if available else "use --device cpu",
         )
 
 

@@ -2,7 +2,7 @@
 
 Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
 checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
-node has to see.
+node has to see. The driver trains nothing: it may have no GPU where the workers have.
 """
 
 import functools
@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.loader import load_catalog
-from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.evaluation_sets import NAMED
 from peagle.drafter.features import FeatureJob
 from peagle.drafter.head_spec import INITS
 from peagle.drafter.metrics import Metrics
-from peagle.drafter.pipeline import Listener, Prepared, finish, prepare, train_prepared
+from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_code_source
-from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.workers import Distributed
-from peagle.errors import PeagleError
+from peagle.errors import DivergedError, PeagleError
 from peagle.storage import place
-from pipelines.batch.cluster import abandon, ray_cluster, require_workers
+from pipelines.batch.cluster import abandon, has_gpus, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
 
 _POLL_S = 2.0
@@ -38,38 +36,36 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     Raises:
         ConfigError: something asked for cannot be; says what.
         CapacityError: the cluster has no room for the workers, or the disk none for the features.
-        PeagleError: the workers died more often than `config.worker_failures` allows, or the loss is not finite; the
-            last checkpoint stays.
+        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
+        PeagleError: the workers died more often than `config.worker_failures` allows; the last checkpoint stays.
     """
-    on_actors = functools.partial(extract_on_actors, reference=_target_for_workers(config), workers=config.workers)
     with ray_cluster():
+        config = config.model_copy(update={"device": _device_of_workers(config.device)})
+        require_workers(config.workers, on_gpu=config.device == "cuda")
+        on_actors = functools.partial(
+            extract_on_actors,
+            reference=_target_for_workers(config),
+            workers=config.workers,
+            device=config.device,
+        )
         prepared = prepare(config, listener, extract=on_actors)
-        require_workers(config.workers, on_gpu=prepared.device.type == "cuda")
         with _Follower(Metrics(prepared.folder), listener):
-            _run(prepared)
-    head = prepared.new_head()
-    checkpoint = load_checkpoint(prepared.folder)
-    assert checkpoint is not None
-    checkpoint.copy_to(head)
-    outcome = TrainingOutcome(
-        step=checkpoint.step,
-        finished=checkpoint.step >= prepared.recipe.num_steps,
-        num_tokens=checkpoint.num_tokens,
-        train_s=checkpoint.train_s,
-    )
-    return finish(prepared, head, outcome)
+            diverged = _run(prepared)
+    return finish_from_checkpoint(prepared, diverged)
 
 
-def _run(prepared: Prepared) -> None:
+def _run(prepared: Prepared) -> DivergedError | None:
+    """Have the workers train; what stopped all of them, if they were not done."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     config = prepared.config
-    on_gpu = prepared.device.type == "cuda"
     trainer = TorchTrainer(
         _work,
         train_loop_config={"settings": _for_workers(config).model_dump(mode="json"), "identity": prepared.identity},
-        scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker={"CPU": 1}
+        ),
         run_config=RunConfig(
             name="workers",
             storage_path=str((config.output / "ray").resolve()),
@@ -77,16 +73,18 @@ def _run(prepared: Prepared) -> None:
         ),
     )
     try:
-        _outside_the_main_thread(trainer.fit)
+        ended = _outside_the_main_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
             f"the workers stopped: {_reason(error)}",
             hint=f"the last checkpoint stays in {prepared.folder}; the same command goes on from it",
         ) from error
+    diverged: DivergedError | None = ended.return_value
+    return diverged
 
 
-def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
-    """Call it in a thread, and wait.
+def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
+    """Call it in a thread, wait, and return what it does.
 
     In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) takes SIGINT and never gives it
     back: Ctrl-C ends the process with 0 during the training, and is lost after it. Here it ends this process, and with
@@ -106,14 +104,19 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> None:
         # when it runs.
         while not wait([outcome], timeout=_POLL_S).done:
             pass
-        outcome.result()
+        return outcome.result()
     finally:
         if not outcome.done():
             abandon()
 
 
+def _device_of_workers(asked: str) -> str:
+    """Where the workers compute. The cluster says whether there are GPUs: this process may be on a node without."""
+    return ("cuda" if has_gpus() else "cpu") if asked == "auto" else asked
+
+
 def _for_workers(config: TrainConfig) -> TrainConfig:
-    """The same with absolute paths: actors and workers have working directories of their own."""
+    """The same for a process of its own, with absolute paths: workers have working directories of their own."""
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
@@ -122,6 +125,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
             "features": config.features and config.features.resolve(),
             "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],
             "init": config.init if config.init in INITS else str(Path(config.init).resolve()),
+            "workers": 1,
         }
     )
 
@@ -133,16 +137,21 @@ def _target_for_workers(config: TrainConfig) -> str:
     return str(folder.resolve()) if is_folder else config.target
 
 
-def _work(told: dict[str, Any]) -> None:
+def _work(told: dict[str, Any]) -> DivergedError | None:
     """What each worker runs; it reads what the driver has prepared.
 
     The identity is the driver's, with paths as they were typed, so that one worker and several go on with each other's
-    trainings.
+    trainings. A loss is not finite for all workers at once, and would be again: so the error is returned, for Ray would
+    start them again for one that is raised.
     """
     prepared = prepare(TrainConfig(**told["settings"]), Listener(), extract=_leave, verify=False)
     workers = Distributed(prepared.device)
     head = prepared.new_head(is_told=workers.rank > 0)
-    train_prepared(prepared, head, workers=workers, identity=told["identity"], progress=lambda _: None)
+    try:
+        train_prepared(prepared, head, workers=workers, identity=told["identity"], progress=lambda _: None)
+    except DivergedError as error:
+        return error
+    return None
 
 
 def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:

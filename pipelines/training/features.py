@@ -5,7 +5,7 @@ shard that is done twice, or half, by an actor that dies is written again, and t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,23 @@ _SCHEMA = pa.schema(
 )
 
 
-def extract_on_actors(job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int) -> None:
-    """Do `job` with so many actors, each with the target, and a GPU where the job asks for one.
+def extract_on_actors(
+    job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
+) -> None:
+    """Do `job` with so many actors, each with the target.
 
     Args:
         progress: called with (shards done, shards in all) after each.
         reference: the target by a name that every node can resolve.
         workers: most actors at once.
+        device: of the actors, in place of the job's; on "cuda" each has a GPU.
 
     Raises:
         ConfigError: the store holds the features of something else.
         CapacityError: the disk or the cluster cannot hold what was asked for.
         PeagleError: an actor could not do its shard; those that are done stay.
     """
+    job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
         return

@@ -39,7 +39,7 @@ def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job,
     extract(job(tmp_path / "alone"), lambda done, total: None)
     seen = []
     together = job(tmp_path / "together")
-    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2)
+    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2, device="cpu")
     expected = contents(tmp_path / "alone")
     assert len(expected) > 5
     assert contents(tmp_path / "together") == expected
@@ -51,7 +51,7 @@ def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job,
     (tmp_path / "together" / "index.json").write_text(json.dumps(index))
     (tmp_path / "together" / "shard-00002.0123.partial").write_bytes(b"cut off")
     kept = (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns
-    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2)
+    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2, device="cpu")
     assert contents(tmp_path / "together") == expected
     assert len(seen) == len(expected)
     assert (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns == kept
@@ -59,4 +59,4 @@ def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job,
 
 def test_more_actors_than_the_cluster_holds_are_refused(job, target, tmp_path):
     with pytest.raises(CapacityError, match="5 workers need a CPU each; the cluster has 4"):
-        extract_on_actors(job(tmp_path), lambda done, total: None, reference=str(target), workers=5)
+        extract_on_actors(job(tmp_path), lambda done, total: None, reference=str(target), workers=5, device="cpu")

@@ -9,10 +9,12 @@ import time
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.pipeline import Listener, train_head
+from peagle.errors import DivergedError
 from pipelines.training.distributed import train_on_workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,6 +57,18 @@ def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
     assert together["finished"]
     assert together["tokens_seen"] == alone["tokens_seen"]
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_not_finite_stops_the_workers_once_and_leaves_a_head(ray_cluster, config, tmp_path):
+    train_head(config(tmp_path, time_budget_s=1e-9), Listener())
+    file = tmp_path / "training" / "checkpoint.pt"
+    checkpoint = torch.load(file, weights_only=True)
+    checkpoint["weights"]["norm.weight"].fill_(float("nan"))
+    torch.save(checkpoint, file)
+    written = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(DivergedError, match="step 1: the loss is not finite"):
+        train_on_workers(config(tmp_path, workers=2), Listener())
+    assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns > written
 
 
 def train_workers(of=None):

@@ -40,6 +40,7 @@ def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, mon
     monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: folder)
     model = resolve_model("smollm2-135m")
     assert (model.name, model.path) == ("smollm2-135m", str(folder))
+    assert model.upstream_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert model.card is not None
     assert context_tokens(model) == 8192
     assert local_path("smollm2-135m") == str(folder)
@@ -54,6 +55,7 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> 
         "openai/gpt-oss-20b@abc123",
     )
     assert model.native_quantization == "mxfp4"
+    assert model.upstream_id == "openai/gpt-oss-20b"
     assert local_path(name) == "openai/gpt-oss-20b"
 
 
@@ -104,6 +106,7 @@ def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         model = resolve_model(name)
         assert (model.name, model.path, model.card) == ("mine", str(folder), None)
         assert model.native_quantization == "compressed-tensors"
+        assert model.upstream_id is None
         assert local_path(name) == str(folder)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.drafter import eagle3
 from peagle.drafter.estimate import drafted_tokens, estimate_acceptance, walk
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
@@ -73,6 +74,24 @@ def test_an_eagle3_head_goes_on_from_its_own_drafts(
     start = int(document.loss_mask_T.int().argmax())
     for known in range(start, len(document.token_ids_T)):
         assert drafted[known - 1].tolist() == _draft_one_after_the_other(head, document, known, 4), known
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_logits_are_held_a_chunk_at_a_time(
+    target: Path,
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    store: FeatureStore,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+) -> None:
+    shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    head = build_head(target, shape, vocabulary).eval()
+    at_once = drafted_tokens(head, store[1], 4)
+    monkeypatch.setattr(eagle3, "CHUNK_ROWS", 7)
+    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: held.append(len(logits)))
+    assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
+    assert max(held) == 7
 
 
 def test_the_example_of_the_docstring() -> None:

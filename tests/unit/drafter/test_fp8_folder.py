@@ -1,4 +1,6 @@
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from peagle.drafter.head_folder import load_head, save_head
 from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.store import FeatureSpec
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.errors import ConfigError, DrafterError
+from peagle.errors import CapacityError, ConfigError, DrafterError
 from peagle.fp8 import FP8
 
 
@@ -166,6 +168,14 @@ def test_an_output_that_exists_is_left_alone(tmp_path: Path, head: Path) -> None
     with pytest.raises(ConfigError, match="exists"):
         quantize_head(head, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    tmp_path: Path, head: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with full_disk(), pytest.raises(CapacityError, match=r"fp8: cannot be written: .*\n  free some space"):
+        quantize_head(head, tmp_path / "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
 def test_what_is_no_head_is_refused_and_leaves_nothing(tmp_path: Path, head: Path, target: Path) -> None:

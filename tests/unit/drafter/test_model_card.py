@@ -41,6 +41,11 @@ def test_evaluation_files_are_named_without_their_folder(tmp_path: Path) -> None
     assert "overlap with humaneval, held.jsonl removed" in _card(exclude=["humaneval", str(tmp_path / "held.jsonl")])
 
 
+def test_data_are_named_without_their_folder(tmp_path: Path) -> None:
+    sources = ["package:json", str(tmp_path / "runs" / "mine"), "s3://bucket/more/held.parquet"]
+    assert "1,044,960 tokens, from package:json, mine, held.parquet; overlap" in _card(prompts=sources)
+
+
 def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
     card = _card(
         init=str(tmp_path),

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from peagle.catalog.folders import read_config
 from peagle.catalog.weights import check_weights, read_shapes
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
+from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.head_folder import load_head
 from peagle.drafter.metrics import Progress
 from peagle.drafter.pipeline import Listener, train_head
-from peagle.errors import ConfigError, InputError
+from peagle.errors import ConfigError, DivergedError, InputError
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
     assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
+    assert any("call its target 'tiny'; for `vllm serve HEAD`" in sentence for sentence in heard.said)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -79,6 +81,21 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
     assert str(tmp_path) not in card + (head / "config.json").read_text()
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
+
+
+def test_vllm_takes_a_head_and_the_target_that_it_names(
+    speaking_target: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.transformers_utils.config import maybe_override_with_speculators
+
+    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: speaking_target)
+    heard, upstream = Heard(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
+    head = str(tmp_path / "out" / "head")
+    model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
+    assert (model, tokenizer) == (upstream, upstream)
+    assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
+    assert not any("--verifier" in sentence for sentence in heard.said)
 
 
 def test_a_stopped_training_goes_on_without_extracting_again(
@@ -98,6 +115,32 @@ def test_a_stopped_training_goes_on_without_extracting_again(
     assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
     assert shard.stat().st_mtime_ns == written_at
     assert f"Training, {result['steps']} of" in plot.read_text()
+
+
+def _not_finite(*arguments: Any, **named: Any) -> BatchLoss:
+    outcome = batch_loss(*arguments, **named)
+    return replace(outcome, loss=outcome.loss * float("nan"))
+
+
+def test_a_training_that_diverges_saves_the_head_of_its_last_checkpoint_and_another_goes_on_from_it(
+    speaking_target: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, head = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
+        with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there was no checkpoint yet"):
+            train_head(config, Listener())
+        assert not head.exists()
+    train_head(config, Listener())
+    good = (head / "model.safetensors").read_bytes()
+    shutil.rmtree(head)
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
+        with pytest.raises(DivergedError, match=rf"step 1: the loss is not finite; .*\n  .* --init {head}, lower"):
+            train_head(config, Listener())
+    assert (head / "model.safetensors").read_bytes() == good
+    lower = {"init": str(head), "learning_rate": 1e-4, "output": tmp_path / "other", "time_budget_s": None}
+    assert train_head(config.model_copy(update=lower), Listener())["finished"]
 
 
 def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_features(

@@ -1,3 +1,4 @@
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,12 +63,31 @@ def _unknown_architecture(folder: Path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}')
 
 
+def _state_ends(folder: Path, **ends: object) -> None:
+    for name, tokens in ends.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}))
+
+
+def _end_elsewhere(folder: Path) -> None:
+    _state_ends(folder, config=2, generation_config=[1, 2])
+
+
+def _without_end(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["eos_token"]
+    file.write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (_without_tokenizer, "no tokenizer there"),
         (_without_template, "no chat template"),
         (_unknown_architecture, "transformers cannot read its config.json"),
+        (_end_elsewhere, r"ends with token 95 by its tokenizer, with \[1, 2\] by the target"),
+        (_without_end, r"ends with token None by its tokenizer, with \[95\] by the target"),
     ],
 )
 def test_what_a_target_lacks_is_named(
@@ -78,3 +98,13 @@ def test_what_a_target_lacks_is_named(
     spoil(folder)
     with pytest.raises(ConfigError, match=message):
         load_target(str(folder), None, _silent)
+
+
+@pytest.mark.parametrize("stated", [[7, 95], None])
+def test_one_of_several_ends_is_enough_and_a_target_may_state_none(
+    speaking_target: Path, tmp_path: Path, stated: list[int] | None
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(speaking_target, folder)
+    _state_ends(folder, config=None, generation_config=stated)
+    assert load_target(str(folder), None, _silent).tokenizer.eos_token_id == 95

@@ -15,7 +15,7 @@ from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import TrainingOutcome, train
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.drafter.workers import Alone
-from peagle.errors import CapacityError, ConfigError, PeagleError
+from peagle.errors import CapacityError, ConfigError, DivergedError
 
 CONFIG = TrainingConfig(
     num_steps=9, batch_tokens=40, num_depths=3, learning_rate=3e-3, warmup_steps=2, precision="fp32", seed=5
@@ -160,8 +160,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     poisoned = (tmp_path / "checkpoint.pt").read_bytes()
-    with pytest.raises(PeagleError, match=r"step 1: the loss is not finite; documents \[\d"):
-        _train(head, store, tmp_path)
+    with pytest.raises(DivergedError, match=r"step 1: the loss is not finite; documents row \d, row \d"):
+        _train(head, store, tmp_path, name_of="row {}".format)
     assert (tmp_path / "checkpoint.pt").read_bytes() == poisoned != good
 
 

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from config_only import write_head
+from safetensors.torch import save_file
 
 from jobs.cli import run
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.pipeline import Listener
 from peagle.errors import StoppedEarly
 from peagle.speculation import SpeculationStats
+
+SMALL = ("--draft-vocab-size", 40)  # as small as the tiny target
 
 
 def _train(*arguments: object) -> int:
@@ -32,12 +37,14 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
         (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither local nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
+        (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: has to be a folder on a disk"),
+        (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: has to be a folder on a disk"),
     ],
 )
 def test_what_cannot_be_is_bad_usage(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert _train(*arguments, "--output", "out") == 2
+    assert _train("--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -53,11 +60,23 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
 ) -> None:
     output = tmp_path / "out"
     source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
-    assert _train(*source, "--output", output) == 2
+    assert _train(*source, *SMALL, "--output", output) == 2
     assert "no prompts or responses there" in capsys.readouterr().err
     assert not output.exists()
 
 
+@pytest.fixture
+def heads(tmp_path: Path) -> None:
+    """Heads to go on from, none of which the tiny target's can."""
+    layers = {"hidden_size": 32, "vocab_size": 96}
+    reading: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
+    write_head(tmp_path / "stranger", **reading)
+    write_head(tmp_path / "deep", transformer_layer_config=layers | {"num_hidden_layers": 3}, **reading)
+    fp8 = write_head(tmp_path / "fp8", transformer_layer_config=layers, **reading)
+    save_file({"fc.weight": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)}, fp8 / "model.safetensors")
+
+
+@pytest.mark.usefixtures("heads")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -66,6 +85,11 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
         (("--device", "cuda"), "torch sees no GPU here"),
         (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 heads"),
         (("--num-layers", "5"), "5 layers cannot start as the last ones of a target that has 4"),
+        (("--mask-token-id", "96"), "--mask-token-id 96: the target has tokens 0 to 95"),
+        ((), "--draft-vocab-size 8192: the target has 96 tokens"),
+        (("--init", "stranger"), "its hidden size is 8, the target's is 32"),
+        (("--init", "deep"), "deep: has 3 layers, the head to train 2"),
+        (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_the_target_answers(
@@ -73,7 +97,7 @@ def test_what_cannot_be_trained_is_refused_before_the_target_answers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, str],
+    arguments: tuple[str, ...],
     message: str,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -94,7 +118,8 @@ def test_what_a_target_will_not_have_is_said_before_it_answers(
         raise StoppedEarly("here it would answer")
 
     monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)
-    assert _train("--target", foreign_target("gemma3_text"), "--prompts", "stdlib", "--output", "out") == 3
+    source = ["--target", foreign_target("gemma3_text"), "--prompts", "stdlib"]
+    assert _train(*source, *SMALL, "--output", "out") == 3
     assert "here it would answer" in capsys.readouterr().err
 
 

@@ -6,14 +6,20 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.features import extract
+from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.workers import Alone
+from peagle.errors import CapacityError, DivergedError, PeagleError
 from pipelines.training import distributed
 from pipelines.training.distributed import (
     _Follower,
@@ -97,6 +103,16 @@ def test_a_trainers_error_is_the_callers(monkeypatch):
         _outside_the_main_thread(fit)
 
 
+def training(write_jsonl, **values):
+    """A small one, of prompts.jsonl."""
+    rows = [{"id": f"row-{i}", "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
+    small = {
+        "prompts": write_jsonl(rows), "responses": "given", "num_layers": 1, "num_depths": 3, "draft_vocab_size": 40,
+        "batch_tokens": 64, "precision": "fp32", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    return TrainConfig(**small | values)
+
+
 @pytest.fixture
 def worker_elsewhere(monkeypatch, tmp_path):
     """In Ray Train's place one worker in this process, whose working directory is another, as there."""
@@ -110,13 +126,13 @@ def worker_elsewhere(monkeypatch, tmp_path):
             before = Path.cwd()
             os.chdir(tmp_path / "elsewhere")
             try:
-                self.work(self.told)
+                return SimpleNamespace(return_value=self.work(self.told))
             finally:
                 os.chdir(before)
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
-    monkeypatch.setattr(distributed, "require_workers", lambda *_, **__: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(distributed, "Distributed", lambda _: Alone())
 
 
@@ -125,17 +141,63 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(speaking_target, "tiny")
-    write_jsonl([{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)])
-    config = TrainConfig(
-        target="tiny", prompts="prompts.jsonl", responses="given", output="first", num_layers=1, num_depths=3,
-        draft_vocab_size=40, batch_tokens=64, precision="fp32", num_speculative_tokens=3, time_budget_s=1e-9,
-    )  # fmt: skip
+    config = training(write_jsonl, target="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
     begun = train_head(second, Listener())
     ended = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
     assert (begun["finished"], ended["finished"]) == (False, True)
     assert not list((tmp_path / "elsewhere").iterdir())
+    assert "2 workers with a CPU each" in Path("second/head/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
+)
+def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
+    speaking_target, write_jsonl, tmp_path, monkeypatch, asked, gpus, device
+):
+    seen = []
+
+    class Trainer:
+        def __init__(self, _work, *, train_loop_config, scaling_config, run_config):
+            seen.append((train_loop_config["settings"]["device"], scaling_config.use_gpu))
+
+        def fit(self):
+            raise RuntimeError("not here")
+
+    def extract_here(job, progress, *, device, **_):
+        seen.append(device)
+        extract(job, progress)
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
+    config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", device=asked, workers=2)
+    with pytest.raises(PeagleError, match="the workers stopped: not here"):
+        train_on_workers(config, Listener())
+    assert seen == [device, (device, device == "cuda")]
+
+
+def test_gpus_that_a_cluster_does_not_have_are_refused(worker_elsewhere, write_jsonl, tmp_path):
+    config = training(write_jsonl, output=tmp_path / "out", device="cuda", workers=2)
+    with pytest.raises(CapacityError, match="2 workers need a GPU each; the cluster has 0\n  use --device cpu"):
+        train_on_workers(config, Listener())
+
+
+def test_workers_whose_loss_is_not_finite_are_not_started_again(
+    worker_elsewhere, speaking_target, write_jsonl, tmp_path, monkeypatch
+):
+    config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", time_budget_s=1e-9)
+    train_head(config, Listener())
+    no_loss = BatchLoss.zeros(config.num_depths, "cpu")
+    no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: no_loss)
+    told = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
+    with pytest.raises(DivergedError, match=told):
+        train_on_workers(config.model_copy(update={"workers": 2}), Listener())
 
 
 def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
