@@ -12,7 +12,6 @@ cost is `cost.py`.
 import io
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +30,8 @@ from peagle.files import append_line
 from peagle.storage import Place, write_atomic, write_once
 
 T = TypeVar("T")
-# Of each file, where a request is looked for that another process has just had.
-_TAIL_BYTES, _TAIL_S = 1024 * 1024, 86_400
+_TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
+_CLOCKS_S = 60.0  # so far apart two machines' clocks may be
 _log = logging.getLogger(__name__)
 
 
@@ -112,12 +111,18 @@ def append_request(folder: Path, request: RequestUsage) -> None:
     append_line(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
 
 
-def is_billed(folder: Path, request_id: str) -> bool:
-    """Whether a record of this request, of the last day and among the last of its process, costs something."""
+def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
+    """Whether another process's record of this request, among its last, costs something.
+
+    Args:
+        since: Unix time, by any machine's clock, before which the request was nowhere; older files are not read.
+        session_id: of whoever asks.
+    """
+    own = folder / f"requests-{session_id}.jsonl"
     return any(
         record.usd > 0
         for path in folder.glob("requests-*.jsonl")
-        if path.stat().st_mtime > time.time() - _TAIL_S
+        if path != own and path.stat().st_mtime >= since - _CLOCKS_S
         for record in _readable(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
         if record.request_id == request_id
     )

@@ -90,17 +90,18 @@ class EngineAccount:
         self.heartbeat()
 
     def begin(
-        self, request_id: str, key: str, choices_per_prompt: int | None = None, *, is_asked_again: bool = False
+        self, request_id: str, key: str, choices_per_prompt: int | None = None, *, first_asked_at: float | None = None
     ) -> "RequestAccount":
         """A request enters the engine; of a completion, each of its prompts gets so many choices.
 
         Args:
-            is_asked_again: another engine had it and died. Where that one has billed it, this one does not.
+            first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
+                billed it, this one does not.
         """
         number = next(self._numbers)
         self._meter.start(number)
         tally = Tally(choices_per_prompt=choices_per_prompt)
-        return RequestAccount(self, number, request_id, key, self._monotonic(), tally, is_asked_again=is_asked_again)
+        return RequestAccount(self, number, request_id, key, self._monotonic(), tally, first_asked_at=first_asked_at)
 
     def end(self) -> None:
         """The engine stops, for good."""
@@ -130,8 +131,10 @@ class EngineAccount:
             with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
                 self.heartbeat()
 
-    def _keep(self, record: RequestUsage, *, is_asked_again: bool) -> None:
-        if is_asked_again and is_billed(self._folder, record.request_id):
+    def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> None:
+        if first_asked_at is not None and is_billed(
+            self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
+        ):
             return
         append_request(self._folder, record)
         if self._listener:
@@ -182,7 +185,7 @@ class RequestAccount:
         began: float,
         tally: Tally,
         *,
-        is_asked_again: bool,
+        first_asked_at: float | None,
     ) -> None:
         self.number = number
         self.request_id = request_id
@@ -193,7 +196,7 @@ class RequestAccount:
         self.sequences = Sequences()
         self._account = account
         self._began = began
-        self._is_asked_again = is_asked_again
+        self._first_asked_at = first_asked_at
         self._record: RequestUsage | None = None
 
     def first_token(self) -> None:
@@ -218,7 +221,7 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        self._account._keep(record, is_asked_again=self._is_asked_again)
+        self._account._keep(record, first_asked_at=self._first_asked_at)
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_OF_A_BODY_UNDER_WAY = (408, 413)
+_OF_A_REQUEST_UNDER_WAY = (408, 413, 431)
 _OVERLOADED_RETRY_S = 5
 # Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
 # vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
@@ -54,10 +54,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, where waiting helps; the end of the connection, where more of a body that is
+        """Retry-After in whole seconds, where waiting helps; the end of the connection, where more of a request that is
         refused would come."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
-        return headers | ({"connection": "close"} if self.status in _OF_A_BODY_UNDER_WAY else {})
+        return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
 
 
 def overloaded(message: str) -> ApiError:

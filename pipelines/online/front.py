@@ -3,11 +3,14 @@
 Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
 or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
 error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
-which no client asks again: that is a 503 too. Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray
-must be started. It knows ASGI, and of Ray that one text.
+which no client asks again: that is a 503 too. The proxy also takes orders from anybody's headers, before the gate has
+seen a key, and fails where it cannot read them; so they are left out. What other applications of the cluster say, and
+are told, passes. Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows
+ASGI, and of Ray that one text and those headers.
 """
 
 import json
+import logging
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -30,6 +33,9 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 _OURS = b"x-peagle-request-id"  # the gate sets it on each answer
+# What the proxy does as a client's header says, and what it only notes.
+_ORDERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"})
+_NOTES = frozenset({b"x-request-id", b"x-session-id"})
 _LEAST_OF_A_FAULT = 500
 _NOT_FOUND = 404
 # The proxy's own words where no application has the path; the status alone may be another application's.
@@ -37,6 +43,7 @@ _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
 _DIED = "the endpoint is being restarted; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
+_log = logging.getLogger("ray.serve")
 
 
 def middlewares() -> list[Any]:
@@ -54,11 +61,15 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
+        scope = _for_proxy(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, is_for_api=_API in scope["path"])
-        await self._app(scope, receive, answer.send)
+        answer = _Answer(send, is_for_api=_is_for_api(scope))
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:  # the HTTP server would answer in plain text
+            _log.exception("Serve's proxy failed on a request")
         await answer.close()
 
 
@@ -67,7 +78,7 @@ class _Answer:
 
     Args:
         is_for_api: whether the path is the endpoint's, under whatever prefix. Where other applications share the
-            cluster, any other path may rightly not be there.
+            cluster, any other path may not be there, and its answer is theirs unless the gate has signed it.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
@@ -104,11 +115,12 @@ class _Answer:
     async def _read_head(self, head: Message) -> None:
         headers = dict(head.get("headers", []))
         is_ours = _OURS in headers
-        if head["status"] >= _LEAST_OF_A_FAULT and not is_ours:
+        if head["status"] >= _LEAST_OF_A_FAULT and self._is_for_api and not is_ours:
             await self._refuse(_DIED)
             return
         self._held = head
-        self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._is_stream = is_stream and (is_ours or self._is_for_api)
         if is_ours or head["status"] != _NOT_FOUND or not self._is_for_api:
             await self._begin()
 
@@ -127,3 +139,22 @@ class _Answer:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_for_api(scope: Scope) -> bool:
+    return _API in scope.get("path", "")
+
+
+def _for_proxy(scope: Scope) -> Scope:
+    """The request without the headers that the proxy cannot read, and at the API without those that it would obey."""
+    refused = _ORDERS if _is_for_api(scope) else frozenset()
+    kept = []
+    for name, value in scope.get("headers", []):
+        as_read = name.replace(b"_", b"-")
+        if as_read not in refused and (as_read not in _ORDERS | _NOTES or _is_text(value)):
+            kept.append((name, value))
+    return {**scope, "headers": kept}
+
+
+def _is_text(value: bytes) -> bool:
+    return value.decode(errors="ignore").encode() == value

@@ -7,6 +7,7 @@ transcriptions are left out: no model here has them.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -134,6 +135,7 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
     Raises:
         ApiError: for whatever went wrong; Ray's application would answer some of its errors in plain text.
     """
+    asked_at = time.time()
     try:
         try:
             return await handler(body, request)
@@ -141,14 +143,14 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
             if not is_engine_death(error):
                 raise
             await asyncio.sleep(_AGAIN_S)
-            return await handler(body, _again(request))
+            return await handler(body, _again(request, asked_at))
     except Exception as error:
         raise from_exception(error) from error
 
 
-def _again(request: Request) -> Request:
+def _again(request: Request, asked_at: float) -> Request:
     """The request as the second engine is to see it: what the first has billed is not billed again."""
-    headers = [*request.scope["headers"], (AGAIN_HEADER.encode(), b"1")]
+    headers = [*request.scope["headers"], (AGAIN_HEADER.encode(), str(asked_at).encode())]
     return Request({**request.scope, "headers": headers}, request.receive)
 
 

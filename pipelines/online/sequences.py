@@ -6,7 +6,7 @@ that its front end keeps, one for each choice of each prompt. Whoever is about t
 the states of the sequences that this starts are theirs. It knows vLLM's `OutputProcessor`; it imports nothing of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,24 +19,30 @@ class Sequences:
     """Those of one request, as far as they are; none where another engine than vLLM answers."""
 
     _states: list[Any] = field(default_factory=list)
+    _drafts: SpeculationStats | None = None  # of those that were let go
+    _began_at: float | None = None  # likewise
 
     def listen(self) -> None:
         """Take those that are started from here on, by this task or what it starts."""
         _LISTENER.set(self)
 
-    def add(self, state: Any) -> None:
-        """One more: vLLM's `RequestState`."""
-        self._states.append(state)
+    def add(self, state: Any, live: Mapping[str, Any]) -> None:
+        """One more: vLLM's `RequestState`. Of those that are no longer among the live ones only the figures are kept: a
+        beam search starts new ones at each token, each of which holds all tokens before it."""
+        self._drafts, self._began_at = self.speculation, self.first_token_at  # of live ones vLLM tells no drafts
+        self._states = [*(one for one in self._states if live.get(one.request_id) is one), state]
 
     @property
     def speculation(self) -> SpeculationStats | None:
         """Drafts of the sequences that have ended, but for those that a string of the request's `stop` ended: of these,
         as of one that is cut, vLLM tells none. None where there are no others."""
-        told = [drafts for state in self._states if (drafts := state.spec_decode_metrics) is not None]
-        if not told:
-            return None
-        stats = (SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens) for drafts in told)
-        return sum(stats, start=SpeculationStats.empty())
+        told = [
+            SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens)
+            for state in self._states
+            if (drafts := state.spec_decode_metrics) is not None
+        ]
+        told += [self._drafts] if self._drafts is not None else []
+        return sum(told, start=SpeculationStats.empty()) if told else None
 
     @property
     def first_token_at(self) -> float | None:
@@ -44,6 +50,8 @@ class Sequences:
         return min(self._first_tokens_at(), default=None)
 
     def _first_tokens_at(self) -> Iterator[float]:
+        if self._began_at is not None:
+            yield self._began_at
         for state in self._states:
             if state.stats is not None and state.stats.first_token_ts:
                 yield state.stats.arrival_time + state.stats.first_token_latency
@@ -59,6 +67,7 @@ def tell_sequences(processor: Any) -> None:
     def add_and_tell(request: Any, *arguments: Any, **options: Any) -> None:
         add_request(request, *arguments, **options)
         if (listener := _LISTENER.get()) is not None:
-            listener.add(processor.request_states[request.request_id])
+            states = processor.request_states
+            listener.add(states[request.request_id], states)
 
     processor.add_request = add_and_tell

@@ -125,8 +125,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         headers = info.headers if info is not None else {}
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         key = headers.get(KEY_HEADER, LOCAL_NAME)
+        first_asked_at = float(headers[AGAIN_HEADER]) if AGAIN_HEADER in headers else None
         begin = functools.partial(
-            self._account.begin, request_id, key, choices_per_prompt, is_asked_again=AGAIN_HEADER in headers
+            self._account.begin, request_id, key, choices_per_prompt, first_asked_at=first_asked_at
         )
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal)
         answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)

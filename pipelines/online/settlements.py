@@ -34,7 +34,7 @@ class Settlements:
         self._waiting: dict[str, tuple[float, Permit]] = {}
         self._unclaimed: dict[str, tuple[float, RequestUsage]] = {}  # in the order in which they were read
         self._looked_at = -math.inf
-        self._is_looking = False
+        self._look_task: asyncio.Task[None] | None = None
         self._budgets = budgets_of(folder)
         before = self._reader.new()
         self.limiter = Limiter(self._spent(before), budgets=self._budgets, monotonic=monotonic)
@@ -53,15 +53,16 @@ class Settlements:
     async def catch_up(self) -> None:
         """Settle what the ledger has by now; looks at it once a second at most, and seldom when nothing waits."""
         now = self._monotonic()
-        if now < self._looked_at + (_LOOK_S if self._waiting else _LOOK_ANYWAY_S) or self._is_looking:
+        is_looking = self._look_task is not None and not self._look_task.done()
+        if is_looking or now < self._looked_at + (_LOOK_S if self._waiting else _LOOK_ANYWAY_S):
             return
-        self._is_looking = True
-        try:
-            found = await asyncio.to_thread(self._reader.new)
-        finally:
-            self._is_looking = False
-            self._looked_at = now
-        for request in found:
+        self._looked_at = now
+        # It goes on where the client leaves for whom it was: what has been read is not read again.
+        self._look_task = asyncio.create_task(self._look(now))
+        await asyncio.shield(self._look_task)
+
+    async def _look(self, now: float) -> None:
+        for request in await asyncio.to_thread(self._reader.new):
             if waiting := self._waiting.pop(request.request_id, None):
                 self._settle(waiting[1], request)
             elif request.is_batch:

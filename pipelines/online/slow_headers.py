@@ -2,21 +2,24 @@
 
 uvicorn 0.54 has a timer between requests only (`timeout_keep_alive`), which the next request's first byte stops: a
 client that sends nothing after connecting, or half a header, keeps its connection, and many such clients all that the
-process may have. Ray's proxies have uvicorn choose its protocol class and take no other, so it is replaced where
-uvicorn looks for it. It knows uvicorn's protocols (httptools' and h11's), no Ray.
+process may have. Nor does it limit their size with httptools, which copies a header anew for each piece of it: a single
+client keeps the process busy, or fills its memory. Ray's proxies have uvicorn choose its protocol class and take no
+other, so it is replaced where uvicorn looks for it. It knows uvicorn's protocols (httptools' and h11's), no Ray.
 """
 
 import asyncio
 import json
+from http import HTTPStatus
 from typing import Any
 
 from pipelines.online.errors import ApiError
 
 LIMIT_S = 10.0  # as `body_timeout_s`
+LIMIT_BYTES = 64 * 1024  # as h11's own
 
 
 def limit() -> None:
-    """Have servers of this process that start from now on wait `LIMIT_S` for headers.
+    """Have servers of this process that start from now on wait `LIMIT_S` for headers, of `LIMIT_BYTES`.
 
     It changes the class that uvicorn takes where it is not told which.
     """
@@ -27,8 +30,9 @@ def limit() -> None:
 
 
 def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """One of uvicorn's HTTP protocols, with the limit."""
-    return type(f"Limited{protocol.__name__}", (SlowHeaders, protocol), {})
+    """One of uvicorn's HTTP protocols, with the limits."""
+    has_parser = hasattr(protocol, "on_body")
+    return type(f"Limited{protocol.__name__}", (LongHeaders if has_parser else SlowHeaders, protocol), {})
 
 
 class SlowHeaders(asyncio.Protocol):
@@ -80,13 +84,41 @@ class SlowHeaders(asyncio.Protocol):
     def _give_up(self) -> None:
         self._timer = None
         if self._has_begun:  # who has sent nothing expects no answer
-            self.transport.write(_answer())
+            message = "the request's headers did not arrive in time"
+            self.transport.write(_answer(ApiError(408, message, code="request_timeout")))
         self.transport.close()
 
 
-def _answer() -> bytes:
-    error = ApiError(408, "the request's headers did not arrive in time", code="request_timeout")
+class LongHeaders(SlowHeaders):
+    """The same before uvicorn's protocol on httptools, with a count of what has come since the last headers or the last
+    of a body: also trailers, and what is said of chunks, come without end."""
+
+    _num_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Take a piece, which is not counted where headers end in it, or some of a body is."""
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self._num_bytes > LIMIT_BYTES and not self.transport.is_closing():
+            if not self._is_answering():
+                message = f"the request's headers are larger than {LIMIT_BYTES // 1024} KiB"
+                self.transport.write(_answer(ApiError(431, message, code="headers_too_large")))
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """The parser has read the last header."""
+        self._num_bytes = 0
+        super().on_headers_complete()  # type: ignore[misc]  # uvicorn's
+
+    def on_body(self, body: bytes) -> None:
+        """The parser has read some of a body."""
+        self._num_bytes = 0
+        super().on_body(body)  # type: ignore[misc]  # uvicorn's
+
+
+def _answer(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    lines = ["HTTP/1.1 408 Request Timeout", *(f"{name}: {value}" for name, value in headers.items())]
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    lines = [status, *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body

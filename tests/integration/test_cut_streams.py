@@ -3,6 +3,7 @@ dies, and of a request that vLLM refuses."""
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from pipelines.online.answers import events
 from pipelines.online.coalesce import Pace
 
 PROMPTS = (5, 7)  # tokens
+ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
 
 
 async def answers(num_choices):
@@ -28,8 +30,7 @@ async def answers(num_choices):
 def replica(tmp_path, monkeypatch):
     from pipelines.online import server
 
-    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
-    account = EngineAccount(tmp_path / "ledger", engine)
+    account = EngineAccount(tmp_path / "ledger", ENGINE)
 
     class Replica(server.PeagleServer):
         def __init__(self):
@@ -90,6 +91,27 @@ def test_a_client_that_leaves_a_completion_of_several_prompts_pays_for_each_once
     (request,) = RequestReader(tmp_path / "ledger").new()
     assert (request.outcome, request.usage.num_output_tokens) == ("cut", num_choices)
     assert request.usage.num_prompt_tokens == sum(PROMPTS)
+
+
+@pytest.mark.parametrize(("is_asked_again", "num_records"), [(True, 1), (False, 2)])
+def test_what_another_engine_has_billed_is_not_billed_where_it_is_asked_again(
+    replica, tmp_path, is_asked_again, num_records
+):
+    headers = {"x-request-id": "r"} | ({"x-peagle-again": str(time.time())} if is_asked_again else {})
+    died = EngineAccount(tmp_path / "ledger", ENGINE)
+    died.ready()
+    request = died.begin("r", "alice")
+    time.sleep(0.01)
+    request.write("ok")
+    died.end()
+
+    async def leave():
+        stream = await replica.completions(SimpleNamespace(n=1), SimpleNamespace(headers=headers))
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert [record.request_id for record in RequestReader(tmp_path / "ledger").new()] == ["r"] * num_records
 
 
 def answered(replica, monkeypatch, *events, error):

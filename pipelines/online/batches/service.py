@@ -71,7 +71,7 @@ class Batches:
             self._ended.wait(_AGAIN_S)
 
     def _go_on(self, lease: Holding) -> None:
-        self.store.is_scheduling = True
+        self.store.begin_to_schedule()
         try:
             while not (self._ended.is_set() or lease.lost.is_set()):
                 self._wake.clear()

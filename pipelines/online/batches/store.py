@@ -197,6 +197,11 @@ class BatchStore:
         write_once(self.root / "cancels" / f"{batch.id}.json", json.dumps(at).encode())
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
 
+    def begin_to_schedule(self) -> None:
+        """From now on only this process says how far batches are; what others have said meanwhile is read once more."""
+        self._progress = {name: one for name, one in list(self._progress.items()) if one.status in FINAL}
+        self.is_scheduling = True
+
     def save(self, batch_id: str, progress: Progress) -> None:
         """Keep how far a batch is. Only the scheduler says so."""
         write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
@@ -230,7 +235,11 @@ class BatchStore:
         progress = self._progress.get(order.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
             values = _read(self.root / "progress" / f"{order.id}.json")
-            progress = self._progress[order.id] = Progress() if values is None else Progress.from_dict(values)
+            said = Progress() if values is None else Progress.from_dict(values)
+            if self.is_scheduling:  # what the scheduler has said since is newer
+                progress = self._progress.setdefault(order.id, said)
+            else:
+                progress = self._progress[order.id] = said
         may_be_cancelled = progress.status not in FINAL or progress.status == "cancelled"
         cancelling_at = self._cancelling_at(order.id) if may_be_cancelled else None
         return Batch(order=order, progress=progress, cancelling_at=cancelling_at)

@@ -2,6 +2,7 @@ import logging
 import os
 import resource
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -101,20 +102,29 @@ def test_what_could_not_be_read_is_read_again(tmp_path):
     assert [one.request_id for one in reader.new()] == ["1", "2"]
 
 
-def test_a_request_is_billed_by_a_record_that_costs_something(tmp_path):
+def test_a_request_is_billed_by_another_process_record_that_costs_something(tmp_path):
+    def is_there(request_id):
+        return is_billed(tmp_path, request_id, since=time.time(), session_id="own")
+
     free = replace(request("free", "one"), usd=0.0, outcome="failed")
-    for one in (request("r", "one"), free, request("other", "two")):
+    for one in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
         append_request(tmp_path, one)
-    assert [is_billed(tmp_path, name) for name in ("r", "other", "free", "", "k", "torn")] == [True, True] + [False] * 4
+    assert [is_there(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [False] * 5
     with (tmp_path / "requests-one.jsonl").open("ab") as file:
         file.write(request("torn", "one").to_json())
-    assert not is_billed(tmp_path, "torn")
+    assert not is_there("torn")
 
 
-def test_a_request_is_looked_for_at_the_end_of_files_of_the_last_day(tmp_path, monkeypatch):
+def test_a_request_is_looked_for_at_the_end_of_files_that_were_written_since_by_clocks_that_may_differ(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(ledger, "_TAIL_BYTES", 3 * len(request("r-0").to_json()))
     for number in range(9):
         append_request(tmp_path, request(f"r-{number}"))
-    assert [is_billed(tmp_path, f"r-{number}") for number in (0, 7, 8)] == [False, True, True]
-    os.utime(tmp_path / "requests-s.jsonl", (0, 0))
-    assert not is_billed(tmp_path, "r-8")
+
+    def is_there(number, since):
+        return is_billed(tmp_path, f"r-{number}", since=since, session_id="own")
+
+    assert [is_there(number, time.time()) for number in (0, 7, 8)] == [False, True, True]
+    os.utime(tmp_path / "requests-s.jsonl", (1000, 1000))
+    assert [is_there(8, since) for since in (900, 1059, 1061)] == [True, True, False]

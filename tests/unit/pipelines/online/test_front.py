@@ -22,19 +22,38 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def passed_on(*messages, kind="http", path="/v1/models"):
-    """What a client gets when the proxy sends these messages."""
+def asked(proxy, *, kind="http", path="/v1/models", headers=()):
+    """What a client gets through this proxy."""
     sent = []
-
-    async def proxy(scope, receive, send):
-        for message in messages:
-            await send(message)
 
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Front(proxy)({"type": kind, "path": path}, None, send))
+    asyncio.run(Front(proxy)({"type": kind, "path": path, "headers": list(headers)}, None, send))
     return sent
+
+
+def passed_on(*messages, error=None, **request):
+    """What a client gets when the proxy sends these messages, and then maybe fails."""
+
+    async def proxy(scope, receive, send):
+        for message in messages:
+            await send(message)
+        if error:
+            raise error
+
+    return asked(proxy, **request)
+
+
+def got_through(*headers, **request):
+    """Those of a client's headers that the proxy gets."""
+    seen = []
+
+    async def proxy(scope, receive, send):
+        seen.extend(scope["headers"])
+
+    asked(proxy, headers=headers, **request)
+    return seen
 
 
 def no_route(path):
@@ -95,6 +114,67 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event():
     assert first == begun
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/another/application"])
+def test_a_proxy_that_fails_is_a_503(path):
+    head, text = passed_on(error=KeyError("Secret"), path=path)
+    assert head["status"] == 503
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+def test_a_stream_in_which_the_proxy_fails_ends_with_an_error_event():
+    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = passed_on(*begun, error=KeyError("Secret"))
+    assert first == begun
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (start(500), body(b"its own page")),
+        (start(503, EVENTS), body(b"in ", True), body(b"pieces")),
+        (start(200, EVENTS), body(b"data: 1\n\n", True)),
+    ],
+)
+def test_what_another_application_says_is_its_own(messages):
+    assert passed_on(*messages, path="/another/application") == list(messages)
+
+
+def test_what_the_gate_has_signed_is_the_endpoints_wherever_it_is():
+    *_, last = passed_on(start(200, OURS, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
+    assert b"overloaded_error" in last["body"]
+
+
+@pytest.fixture
+def control():
+    """The headers that Ray's proxy reads: those that it obeys, and those that it notes."""
+    from ray.serve._private import constants as ray
+
+    obeyed = [
+        ray.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        ray.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        ray.SERVE_MULTIPLEXED_MODEL_ID,
+        ray.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
+    ]
+    noted = [ray.SERVE_HTTP_REQUEST_ID_HEADER, ray.SERVE_SESSION_ID, ray.SERVE_SESSION_ID.replace("-", "_")]
+    return [name.encode() for name in obeyed], [name.encode() for name in noted]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_nobody_but_another_applications_client_gives_the_proxy_orders(control, kind):
+    obeyed, noted = ([(name, "é".encode()) for name in names] for names in control)
+    assert got_through(*obeyed, *noted, kind=kind) == noted
+    assert got_through(*obeyed, *noted, kind=kind, path="/another/application") == [*obeyed, *noted]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+def test_the_proxy_gets_nothing_to_read_that_is_no_text(control, kind, path):
+    other = (b"x-other", b"\xff")
+    unreadable = [(name, b"\xff") for names in control for name in names]
+    assert got_through(*unreadable, other, kind=kind, path=path) == [other]
 
 
 def test_what_is_no_request_is_left_alone():

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,10 +24,14 @@ def asked(monkeypatch, *ends):
     """The answer of an ingress whose engines end so, one after another, and how many were asked."""
     monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
     left, one = list(ends), Request({"type": "http", "headers": [(b"x-request-id", b"r")]})
+    began_at, asked_at = time.time(), []
 
     async def handler(body, request):
         assert request.headers["x-request-id"] == "r"
-        assert ("x-peagle-again" in request.headers) == (len(left) < len(ends))
+        again = request.headers.get("x-peagle-again")
+        assert (again is not None) == bool(asked_at)
+        assert again is None or began_at <= float(again) <= asked_at[0]
+        asked_at.append(time.time())
         end = left.pop(0)
         if isinstance(end, Exception):
             raise end

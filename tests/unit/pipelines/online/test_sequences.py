@@ -1,7 +1,9 @@
 """Real output processors of vLLM, to which a test tells what an engine core would."""
 
 import asyncio
+import gc
 import time
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -173,6 +175,21 @@ def test_of_a_choice_that_a_string_of_stop_ends_vllm_tells_no_drafts(engine):
     engine.say(names[1])
     assert [output.finish_reason for output in queue.get_nowait().outputs] == ["stop", "length"]
     assert sequences.speculation.num_drafts == 3
+
+
+def test_of_a_search_that_starts_new_sequences_at_each_token_only_the_figures_are_kept(engine):
+    sequences = Sequences()
+    sequences.listen()
+    states = []
+    for step in range(5):
+        names, _ = engine.add(f"beam-{step}", n=2)
+        states += [weakref.ref(engine.processor.request_states[name]) for name in names]
+        began_at = sequences.first_token_at
+        engine.say(*names)
+        assert began_at in (None, sequences.first_token_at), "the first one's is told"
+    assert sequences.speculation.num_drafts == 3 * len(states)
+    gc.collect()
+    assert [state() is None for state in states] == [True] * 8 + [False] * 2
 
 
 def test_where_nobody_listens_and_where_nothing_is_told_there_is_nothing(engine):

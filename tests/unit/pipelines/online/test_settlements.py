@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,37 @@ def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(en
     settlements.defer("r2", permits["r2"])
     with pytest.raises(ApiError):
         settlements.limiter.admit(ALICE, 41)  # 50 and 10 are reserved still
+
+
+def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(engine_account, clock, tmp_path, monkeypatch):
+    engine_account.ready()
+    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+    settlements.defer("r1", settlements.limiter.admit(ALICE, 100))
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    read, has_begun, may_end = settlements._reader.new, threading.Event(), threading.Event()
+
+    def slow():
+        has_begun.set()
+        may_end.wait(10)
+        return read()
+
+    async def hang_up():
+        asked = asyncio.create_task(settlements.catch_up())
+        await asyncio.to_thread(has_begun.wait, 10)
+        asked.cancel()
+        await asyncio.wait([asked])
+        clock.now += 2
+        await settlements.catch_up()  # another's, which does not look beside it
+        may_end.set()
+        async with asyncio.timeout(10):
+            while settlements._waiting:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(settlements._reader, "new", slow)
+    asyncio.run(hang_up())
+    settlements.limiter.admit(ALICE, 60)
+    with pytest.raises(ApiError):
+        settlements.limiter.admit(ALICE, 1)
 
 
 def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(tmp_path, clock):

@@ -18,6 +18,7 @@ from pipelines.online import front, slow_headers
 LIMIT_S = 0.5
 KEEP_ALIVE_S = 60
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
+READ_BYTES = 256 * 1024  # as much as a server takes at once
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 UPGRADE = (
     b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
@@ -149,6 +150,37 @@ def test_a_body_that_was_answered_before_its_end_has_it_too(client):
     client.sendall(b"b")
     _, took_s = rest(client)
     assert took_s < 8 * LIMIT_S
+
+
+@pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
+@pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
+def test_headers_without_end_are_refused(protocol, status, begun):
+    with connected_to(slow_headers.limited(protocol)) as client:
+        client.sendall(REQUEST)
+        answer(client)
+        client.sendall(begun + b"x" * (slow_headers.LIMIT_BYTES - len(begun)))
+        client.sendall(b"x")
+        said, _ = rest(client)
+    assert said.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in said
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
+def test_nor_does_what_else_is_no_body_come_without_end(begun):
+    head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
+    with connected_to(slow_headers.limited(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
+        client.sendall(head + begun + b"x" * READ_BYTES)
+        client.sendall(b"x" * 2 * slow_headers.LIMIT_BYTES)
+        assert rest(client)[0] == b""
+
+
+@pytest.mark.parametrize("path", [b"/", b"/early"])
+def test_a_body_may_be_longer(client, path):
+    body = b"x" * 2 * READ_BYTES
+    client.sendall(HEAD.replace(b"/", path, 1).replace(b": 4", f": {len(body)}".encode()) + b"\r\n" + body)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    client.sendall(REQUEST)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_may_take_longer_and_so_may_what_comes_between_requests(client):

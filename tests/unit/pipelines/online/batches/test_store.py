@@ -52,6 +52,18 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     assert [one.id for one in other.batches("alice")] == [order.id]
 
 
+def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(store, make_order, monkeypatch):
+    batch_id = store.add_batch(make_order()).id
+
+    def read(path):
+        if path.parent.name == "progress":
+            store.save(batch_id, Progress(status="completed"))
+
+    monkeypatch.setattr("pipelines.online.batches.store._read", read)
+    for _ in range(2):
+        assert store.batch(batch_id, "alice").progress.status == "completed"
+
+
 @pytest.mark.parametrize("name", ["../orders/x", "..", "", "file-1", "batch_" + "0" * 28 + "/../x"])
 def test_what_is_no_id_is_not_looked_for(store, name):
     assert store.file(name, "alice") is None
