@@ -22,6 +22,7 @@ _GROUPS = {
     "what is known": ["measured", "start_s", "lost_s"],
     "money": ["instance_types", "market", "provider", "region", "prices"],
     "what is assumed": [
+        "target_utilisation",
         "spot_interruptions_per_h",
         "failures_per_h",
         "provision_s",

@@ -120,7 +120,7 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
 def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
     machine = machine_of(config, sweep, cell, price)
     if config.tokens_per_s is not None:
-        sustained = machine.sustained_tokens_per_s
+        sustained = machine.sustained_tokens_per_s * config.target_utilisation
         if sustained <= 0:
             return None
         num = max(1, -int(-config.tokens_per_s // sustained))

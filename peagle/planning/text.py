@@ -114,8 +114,12 @@ def _simulated(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _assumed(wanted: Mapping[str, Any]) -> str:
-    return (
-        f"Assumed, not measured: {wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine, "
-        f"{wanted['failures_per_h']:g} failures, {wanted['provision_s']:g} s until machines are there, "
-        f"{wanted['replace_s']:g} s to replace one."
-    )
+    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of what they sustain"]
+    parts = [
+        *(of_service if wanted["tokens_per_s"] is not None else []),
+        f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
+        f"{wanted['failures_per_h']:g} failures",
+        f"{wanted['provision_s']:g} s until machines are there",
+        f"{wanted['replace_s']:g} s to replace one",
+    ]
+    return f"Assumed, not measured: {', '.join(parts)}."

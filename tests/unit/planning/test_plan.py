@@ -92,16 +92,24 @@ def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan: A
 
 
 def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> None:
-    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
+    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
     assert found["simulated"]["tokens_per_s"]["p50"] == pytest.approx(1200), "nothing fails"
     assert found["simulated"]["sustained"] == 1
+    assert "machines used to 100% of what they sustain" in text_plan(found)
+
+
+def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> None:
+    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
+    assert found["chosen"]["num_machines"] == 4  # 320 of the 400 of a machine
+    assert "Assumed, not measured: machines used to 80% of what they sustain, 0.05 interruptions" in text_plan(found)
+    assert "what they sustain" not in text_plan(plan()), "a job has no such room"
 
 
 def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
-    keys = {"tokens": None, "within": None, "market": "on_demand", "seeds": 20, "failures_per_h": 0.2}
+    keys = {"tokens": None, "within": None, "market": "on_demand", "seeds": 20, "failures_per_h": 0.2, "target_utilisation": 1}
     found = plan(tokens_per_s=1150, **keys)
     run = found["simulated"]
     assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 60)
@@ -154,7 +162,7 @@ def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
     fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
     assert fewer["simulated"]["seeds"] == 2
     assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)
-    service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20)  # 450 units of a minute
+    service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20, target_utilisation=1)  # 450 units of a minute
     assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
 
 
@@ -362,6 +370,8 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
         ({}, "either tokens"),
         ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
+        ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation goes with tokens_per_s"),
+        ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
         ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
         ({"tokens": 5, "measured": []}, "at least one file"),
         ({"tokens_per_s": "1e400"}, "should be a finite number"),
