@@ -26,6 +26,7 @@ _GROUPS = {
         "spot_interruptions_per_h",
         "failures_per_h",
         "provision_s",
+        "machines_per_min",
         "replace_s",
         "notice_s",
         "seeds",

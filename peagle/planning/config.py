@@ -42,6 +42,9 @@ class PlanConfig(BaseModel):
     )
     failures_per_h: float = Field(0.0, ge=0, description="assumed: how often an hour any machine fails")
     provision_s: float = Field(180, ge=0, description="assumed: from asking for machines to having them")
+    machines_per_min: float | None = Field(
+        None, gt=0, description="assumed: how many more come a minute once the first is there; default: all at once"
+    )
     replace_s: float = Field(300, ge=0, description="assumed: from losing a machine to having another")
     notice_s: float = Field(120, ge=0, description="assumed: warning before a spot machine is taken away")
     start_s: float | None = Field(None, ge=0, description="time for an engine to start; default: as measured")
@@ -79,6 +82,8 @@ class PlanConfig(BaseModel):
             raise ValueError("give either tokens (a job) or tokens_per_s (a service)")
         if self.within is not None and self.tokens is None:
             raise ValueError("within goes with tokens: a service has no end")
+        if self.machines_per_min is not None and self.tokens is None:
+            raise ValueError("machines_per_min goes with tokens: a service is planned with all its machines there")
         if self.tokens is not None and "target_utilisation" in self.model_fields_set:
             raise ValueError("target_utilisation goes with tokens_per_s: a job's requests all wait from the beginning")
         return self

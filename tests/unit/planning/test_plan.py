@@ -109,10 +109,10 @@ def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> 
 
 
 def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
-    keys = {"tokens": None, "within": None, "market": "on_demand", "seeds": 20, "failures_per_h": 0.2, "target_utilisation": 1}
-    found = plan(tokens_per_s=1150, **keys)
+    keys = {"tokens": None, "within": None, "market": "on_demand", "failures_per_h": 0.2, "target_utilisation": 1}
+    found = plan(tokens_per_s=1150, seeds=20, **keys)
     run = found["simulated"]
-    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 60)
+    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 120)  # a failure loses 60 s
     assert run["machines_gone"] == pytest.approx(0.6, abs=0.4), "three machines for an hour"
     assert run["tokens_per_s"]["p5"] < 1150 < run["tokens_per_s"]["p50"] <= 1200.001
     assert 0.3 < run["sustained"] < 1
@@ -132,6 +132,24 @@ def test_what_is_simulated_and_what_is_of_others_says_so(plan: Any) -> None:
     assert found["simulated"]["label"] == "SIMULATED, not measured"
     assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.05)
     assert found["labels"] == ["sweep.json: measured by others (a blog)"]
+
+
+def test_what_an_interruption_loses_is_lost_in_the_simulated_fleet_too(plan: Any) -> None:
+    keys = {"within": "24h", "market": "spot", "spot_interruptions_per_h": 1, "notice_s": 0, "seeds": 20}
+    little, much = (plan(lost_s=lost_s, **keys)["simulated"] for lost_s in (30, 600))
+    assert (little["fleet"]["unit_s"], much["fleet"]["unit_s"]) == pytest.approx((60, 1200), rel=0.01)
+    assert little["useful_share"] - much["useful_share"] == pytest.approx(570 / 3600, abs=0.04)
+    assert not much["is_coarse"]
+    safe = plan(lost_s=600, within="24h", market="on_demand")["simulated"]
+    assert safe["fleet"]["unit_s"] == pytest.approx(60, rel=0.01), "nothing is ever lost of it"
+
+
+def test_machines_that_come_one_by_one_are_simulated_so_and_it_is_said(plan: Any) -> None:
+    keys = {"tokens": "72M", "within": "3h", "market": "on_demand", "max_machines": 18}
+    at_once, late = plan(**keys), plan(machines_per_min=1, **keys)
+    hours = [one["simulated"]["hours"]["p50"] for one in (at_once, late)]
+    assert hours[1] - hours[0] == pytest.approx(17 / 2 / 60, rel=0.1), "on average half of what the last one waits"
+    assert "180 s until machines are there (the first; then 1 more a minute), 300 s to replace" in text_plan(late)
 
 
 def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
@@ -162,7 +180,8 @@ def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
     fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
     assert fewer["simulated"]["seeds"] == 2
     assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)
-    service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20, target_utilisation=1)  # 450 units of a minute
+    keys = {"tokens": None, "within": None, "market": "on_demand", "target_utilisation": 1}
+    service = plan(tokens_per_s=1000, seeds=20, **keys)  # 456 units of a minute
     assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
 
 
@@ -370,6 +389,7 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
         ({}, "either tokens"),
         ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
+        ({"tokens_per_s": 5, "machines_per_min": 5}, "machines_per_min goes with tokens"),
         ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation goes with tokens_per_s"),
         ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
         ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
