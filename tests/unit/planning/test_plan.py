@@ -43,6 +43,31 @@ def test_on_demand_stands_beside_it_and_loses_nothing(plan: Any) -> None:
     assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
 
 
+def test_a_fleet_that_is_in_time_on_average_alone_gets_a_machine_more(plan: Any) -> None:
+    keys = {"tokens": "22.8M", "within": "8h", "market": "on_demand", "seeds": 20}  # two machines make 22.816M
+    found = plan(**keys)
+    assert (found["chosen"]["num_machines"], found["simulated"]["in_time"]) == (3, 1)
+    assert found["simulated"]["fleet"]["num_machines"] == 3
+    assert found["options"][0] == found["chosen"]
+    assert re.search(r"closed form has 2 of these machines, with which only \d\d% of simulated runs are in time\.", text_plan(found))
+    by_factor = {row["factor"]: row for row in plan(max_tpot_ms=22, **keys)["sensitivity"]}
+    assert by_factor[1.0]["num_machines"] == 9, "eight would be in time on average: other lengths have as much room"
+
+
+def test_where_there_is_no_other_machine_it_says_how_often_it_is_late(plan: Any) -> None:
+    found = plan(tokens="22.8M", within="8h", market="on_demand", seeds=20, max_machines=2)
+    assert found["chosen"]["num_machines"] == 2
+    assert found["simulated"]["in_time"] < 0.9
+    assert f"Only {found['simulated']['in_time']:.0%} of simulated runs are in time." in found["notes"]
+
+
+def test_machines_that_do_not_help_are_not_added(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = {"label": "SIMULATED", "in_time": 0.5}
+    monkeypatch.setattr("peagle.planning.plan.simulated", lambda option, config: (late, []))
+    found = plan(tokens="22.8M", within="8h", market="on_demand")
+    assert (found["chosen"]["num_machines"], found["notes"]) == (2, ["Only 50% of simulated runs are in time."])
+
+
 def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> None:
     found = plan(max_tpot_ms=22)
     assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
@@ -110,12 +135,14 @@ def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> 
 
 def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
     keys = {"tokens": None, "within": None, "market": "on_demand", "failures_per_h": 0.2, "target_utilisation": 1}
-    found = plan(tokens_per_s=1150, seeds=20, **keys)
+    found = plan(tokens_per_s=1150, seeds=20, max_machines=3, **keys)
     run = found["simulated"]
     assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 120)  # a failure loses 60 s
     assert run["machines_gone"] == pytest.approx(0.6, abs=0.4), "three machines for an hour"
     assert run["tokens_per_s"]["p5"] < 1150 < run["tokens_per_s"]["p50"] <= 1200.001
-    assert 0.3 < run["sustained"] < 1
+    assert 0.3 < run["sustained"] < 0.9
+    assert f"Only {run['sustained']:.0%} of simulated runs are at the tokens/s that are wanted." in found["notes"]
+    assert plan(tokens_per_s=1150, seeds=20, **keys)["chosen"]["num_machines"] == 4
     assert re.search(
         r"SIMULATED, not measured, 20 seeds: an hour at 1,\d+\.\d output tokens/s \(p5 [\d,.]+\), 0\.\d machines lost "
         r"on average; \d\d% of them at the 1,150 that are wanted\.",
