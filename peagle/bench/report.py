@@ -83,23 +83,45 @@ def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> M
 
 
 def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation."""
+    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation.
+
+    `range_by_concurrency` has the least and the most of it in a repeat, with each method's best K held.
+    """
     found = []
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     for over in ("eagle3", NONE):
         for method in methods:
             if method in (NONE, over) or over not in methods or (over == "eagle3" and method != "peagle"):
                 continue
-            by_concurrency = {str(c): _ratio(cells, method, over, c) for c in _concurrencies(cells)}
-            found.append({"method": method, "over": over, "by_concurrency": by_concurrency})
+            bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in _concurrencies(cells)}
+            found.append(
+                {
+                    "method": method,
+                    "over": over,
+                    "by_concurrency": {c: _ratio(*both) for c, both in bests.items()},
+                    "range_by_concurrency": {c: _ratio_range(*both) for c, both in bests.items()},
+                }
+            )
     return found
 
 
-def _ratio(cells: Sequence[Mapping[str, Any]], method: str, over: str, concurrency: int) -> float | None:
-    ours, theirs = best(cells, method, concurrency), best(cells, over, concurrency)
+def _ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float | None:
     if ours is None or theirs is None or not theirs["output_tokens_per_s"]:
         return None
     return float(ours["output_tokens_per_s"] / theirs["output_tokens_per_s"])
+
+
+def _ratio_range(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> list[float] | None:
+    """The least and the most of a repeat that both have; None where they have no two."""
+    if ours is None or theirs is None:
+        return None
+    our_speeds, their_speeds = _by_repeat(ours), _by_repeat(theirs)
+    found = [our_speeds[r] / their_speeds[r] for r in our_speeds.keys() & their_speeds.keys() if their_speeds[r]]
+    return [min(found), max(found)] if len(found) > 1 else None
+
+
+def _by_repeat(cell: Mapping[str, Any]) -> dict[int, float]:
+    return dict(zip(cell["repeat_numbers"], cell["output_tokens_per_s_by_repeat"], strict=True))
 
 
 def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:
