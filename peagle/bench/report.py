@@ -32,6 +32,11 @@ def make_report(
     """
     cells = _cells(plan, records)
     num_left = len(plan.passes) - len(records)
+    of_figures = [
+        *caveats(plan, dataset, records),
+        *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
+        *([f"Not finished: {num_left} passes are left."] if num_left else []),
+    ]
     return {
         "schema": SCHEMA,
         "labels": labels(plan),
@@ -52,11 +57,8 @@ def make_report(
         "ratios": ratios(cells),
         "num_passes_left": num_left,
         "failed": dict(failed),
-        "notes": [
-            *notes(plan, dataset, records),
-            *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
-            *([f"Not finished: {num_left} passes are left."] if num_left else []),
-        ],
+        "caveats": of_figures,
+        "notes": [*plan.notes, *of_figures],
     }
 
 
@@ -66,11 +68,10 @@ def labels(plan: Plan) -> list[str]:
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
 
 
-def notes(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    """What the user should know of the heads and of the figures, as far as they are there."""
+def caveats(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
+    """What makes figures worth less than they look, as far as they are there."""
     config, platform = plan.config, plan.hardware.platform
     return [
-        *plan.notes,
         *few_prompts(config, len(dataset.prompts)),
         *model_runners(config, platform, chosen_model_runner(), records),
     ]

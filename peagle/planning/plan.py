@@ -15,7 +15,7 @@ from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Option, options, scaled, why_beyond, with_cell, with_more
 from peagle.planning.simulated import simulated
-from peagle.planning.sweeps import read_sweeps
+from peagle.planning.sweeps import Sweep, read_sweeps
 from peagle.speculation import break_even_acceptance_length
 
 SCHEMA = 1
@@ -56,7 +56,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
         "simulated": runs,
-        "notes": [*reasons, *_doubts(chosen), *of_runs],
+        "notes": [*_caveats(sweeps), *reasons, *_doubts(chosen), *of_runs],
     }
 
 
@@ -174,6 +174,10 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
 
 def _is_possible(option: Option | None, config: PlanConfig) -> bool:
     return option is not None and why_beyond(option, config) is None
+
+
+def _caveats(sweeps: Sequence[Sweep]) -> list[str]:
+    return [f"{sweep.name}: {caveat}" for sweep in sweeps for caveat in sweep.caveats]
 
 
 def _doubts(chosen: Option) -> list[str]:

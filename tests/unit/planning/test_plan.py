@@ -49,7 +49,8 @@ def test_a_fleet_that_is_in_time_on_average_alone_gets_a_machine_more(plan: Any)
     assert (found["chosen"]["num_machines"], found["simulated"]["in_time"]) == (3, 1)
     assert found["simulated"]["fleet"]["num_machines"] == 3
     assert found["options"][0] == found["chosen"]
-    assert re.search(r"closed form has 2 of these machines, with which only \d\d% of simulated runs are in time\.", text_plan(found))
+    few = r"closed form has 2 of these machines, with which only \d\d% of simulated runs are in time\."
+    assert re.search(few, text_plan(found))
     by_factor = {row["factor"]: row for row in plan(max_tpot_ms=22, **keys)["sensitivity"]}
     assert by_factor[1.0]["num_machines"] == 9, "eight would be in time on average: other lengths have as much room"
 
@@ -241,6 +242,25 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     assert "--instance-types" in refused.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, and box-2 has BIG: its speed is not known"):
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, instance_types="box-2")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
+        {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
+    ],
+)
+def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said: Any, plan: Any, tmp_path: Path) -> None:
+    report = said | {
+        "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
+        "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
+        "cells": [{"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 900.0, "start_s": 60.0}],
+    }  # fmt: skip
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    text = text_plan(plan(measured=[tmp_path / "report.json"], instance_types="box-2", within=None))
+    assert "report.json: Not finished: 3 passes are left." in text.splitlines()
+    assert "a head" not in text
 
 
 def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan: Any, sweep: Any, tmp_path: Path) -> None:
