@@ -22,9 +22,11 @@ _GROUPS = {
     "what is known": ["measured", "start_s", "lost_s"],
     "money": ["instance_types", "market", "provider", "region", "prices"],
     "what is assumed": [
+        "target_utilisation",
         "spot_interruptions_per_h",
         "failures_per_h",
         "provision_s",
+        "machines_per_min",
         "replace_s",
         "notice_s",
         "seeds",

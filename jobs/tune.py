@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import Throttle
+from jobs.throttle import listener, say
 from peagle.economics.price_keys import PRICE_KEYS
 from peagle.prompting import PromptKeys
 from peagle.tuning.config import TuneConfig
@@ -21,6 +21,7 @@ not needed.
 
 The answer is a profile that `peagle generate` and `peagle serve` take; it may be no speculation. A finished pass is
 kept in OUTPUT: the same command goes on where it was stopped, also with a larger budget, other limits or more methods.
+Ctrl-C and SIGTERM shut the engine down.
 """
 _GROUPS = {
     "what is wanted": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
@@ -44,18 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Tune, and print what was measured and what was chosen."""
     config = flags.load(TuneConfig, args)
-    from peagle.measurement.engine_up import Listener
+    from peagle.engine.interrupts import interrupted_by_sigterm
     from peagle.tuning.answer import text_table
     from peagle.tuning.run import tune
 
-    profile, path = tune(config, Listener(say=_say, progress=Throttle(_progress)))
-    _say(f"\n{text_table(profile)}\n\nprofile: {path}")
+    with interrupted_by_sigterm():
+        profile, path = tune(config, listener())
+    say(f"\n{text_table(profile)}\n\nprofile: {path}")
     return 0, profile.model_dump(mode="json")
-
-
-def _progress(done: int, total: int) -> None:
-    _say(f"  {done} of {total} responses")
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)

@@ -32,9 +32,11 @@ class TunedWatch:
         profile = engine.profile
         if profile is None:
             return None
+        head = profile.chosen.head_fingerprint if engine.follows_profile else None
         before = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, engine.model.fingerprint),
+            **({"head": (head, engine.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
         differs = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
         return cls(profile, follows=engine.follows_profile, differs=differs)

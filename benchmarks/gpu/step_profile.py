@@ -10,13 +10,15 @@ The floor is `step_floor`'s, over the bytes a second that a copy on the device m
 
 OUTPUT holds report.json, report.md and drafter-by-k.svg: the drafter's part of a step by K, at the smallest
 concurrency. An engine that is done is kept in cells/, and the same command goes on. With --time-budget-s the command
-ends early with exit code 3. vLLM's model runner V1 is asked for, whose scopes are timed.
+ends early with exit code 3. An engine that fails is left out and named, with exit code 1. vLLM's model runner V1 is
+asked for, whose scopes are timed.
 """
 
 import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # vLLM's worker import
 from step_floor import median_step, step_bytes
 
 from jobs import flags
-from jobs.throttle import say
+from jobs.throttle import listener, say
 from peagle import hardware
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import Plan, make_plan
@@ -40,14 +42,17 @@ from peagle.catalog.targets import resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from peagle.engine.interrupts import interruptible
+from peagle.engine.interrupts import interrupted_by_sigterm, interruptible
 from peagle.engine.spec import DRAFT_METHODS
-from peagle.errors import DrafterError, PeagleError
+from peagle.engine.vllm_engine import root_cause
+from peagle.errors import DrafterError, EngineError, PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
+from peagle.measurement.engine_up import read_from
 from peagle.measurement.folder import MeasurementFolder
 from peagle.measurement.lines import Axes, line_chart
+from peagle.measurement.reported import reported
 from peagle.quiet import QuietStderr
 from peagle.svg import standalone
 from peagle.tables import aligned, markdown
@@ -75,8 +80,11 @@ def main() -> int:
 
 
 def profile(config: BenchConfig) -> int:
-    """Profile every engine that is not done yet, as far as the time budget reaches; the exit code."""
-    began_s, longest_s = time.monotonic(), 0.0
+    """Profile every engine that is not done yet, as far as the time budget reaches; the exit code.
+
+    Raises:
+        ConfigError: bad usage; no engine was started.
+    """
     rows, model = read_dataset(config), resolve_model(config.model, announce=say)
     plan = make_plan(config, hardware.detect(), model)
     for setup in plan.setups:
@@ -85,19 +93,45 @@ def profile(config: BenchConfig) -> int:
     dataset = build_dataset(config, rows, load_tokenizer(model.path, model.revision), plan.spec.max_model_len)
     root = config.output or Path("runs/steps")
     folder = MeasurementFolder(root, name="steps", schema=1, fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
-    done = {setup.label: folder.find(setup_name(setup), dict) for setup in plan.setups}
-    for setup in (setup for setup in plan.setups if done[setup.label] is None):
-        started_s = time.monotonic()
-        if config.time_budget_s and longest_s and started_s - began_s + longest_s > config.time_budget_s:
-            break
-        say(f"{setup.label}: starting the engine")
-        done[setup.label] = found = profile_engine(plan, setup, dataset, folder.log(setup_name(setup)))
-        folder.keep(setup_name(setup), found)
-        longest_s = max(longest_s, time.monotonic() - started_s)
-    finished = [found for found in done.values() if found is not None]
-    _write(root, plan, dataset, finished)
-    say(f"\nreport: {root / 'report.md'}; {len(plan.setups) - len(finished)} engines are left")
-    return 0 if len(finished) == len(plan.setups) else 3
+    run = _Run(plan, dataset, folder)
+    with interrupted_by_sigterm():
+        reported(run, folder.root, listener(), parts="engines")
+    num_left = len(plan.setups) - len(run.done)
+    say(f"\nreport: {folder.root / 'report.md'}; {num_left} engines are left")
+    return 1 if run.failed else 3 if num_left else 0
+
+
+class _Run:
+    """The engines of one command: those that are done, those that failed, and how the others are profiled."""
+
+    def __init__(self, plan: Plan, dataset: Dataset, folder: MeasurementFolder) -> None:
+        self._plan, self._dataset, self._folder = plan, dataset, folder
+        found = {setup: folder.find(setup_name(setup), dict) for setup in plan.setups}
+        self.done = {setup: engine for setup, engine in found.items() if engine is not None}
+        self.failed: dict[str, str] = {}
+
+    def measure(self) -> None:
+        """Every engine that there is time for; one that fails is left out."""
+        began_s, longest_s, budget_s = time.monotonic(), 0.0, self._plan.config.time_budget_s
+        for setup in [setup for setup in self._plan.setups if setup not in self.done]:
+            started_s = time.monotonic()
+            if budget_s and longest_s and started_s - began_s + longest_s > budget_s:
+                return
+            say(f"{setup.label}: starting the engine")
+            try:
+                found = profile_engine(self._plan, setup, self._dataset, self._folder.log(setup_name(setup)))
+            except EngineError as error:
+                say(f"  {setup.label} is left out: {error.message}")
+                self.failed[setup.label] = error.message
+            else:
+                self._folder.keep(setup_name(setup), found)
+                self.done[setup] = found
+                longest_s = max(longest_s, time.monotonic() - started_s)
+
+    def write_report(self) -> dict[str, Any]:
+        """What was profiled so far, by this command and earlier ones; it lies in the folder, too."""
+        engines = [self.done[setup] for setup in self._plan.setups if setup in self.done]
+        return _write(self._folder.root, self._plan, self._dataset, engines, self.failed)
 
 
 def head_config(setup: Setup) -> dict[str, Any] | None:
@@ -120,22 +154,35 @@ def head_config(setup: Setup) -> dict[str, Any] | None:
 
 
 def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
-    """Start one engine, and profile it at every concurrency."""
+    """Start one engine, and profile it at every concurrency.
+
+    Raises:
+        EngineError: it did not start, or failed in between; the log has the whole of it.
+    """
     spec = plan.engine_spec(setup)
     os.environ |= environment(spec, plan.hardware)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     arguments = engine_args(spec, plan.hardware, request_metrics=False)
     with QuietStderr() as quiet:
         quiet.move_to(log)
-        from vllm import LLM
-
-        with interruptible():
-            llm = LLM(**arguments, worker_extension_cls="step_timer.StepTimer")
+        began_at = log.stat().st_size
         try:
-            (bytes_per_s, *_) = llm.collective_rpc("copy_bytes_per_s")
-            cells = [profile_cell(llm, plan, setup, dataset, c, bytes_per_s) for c in plan.config.concurrency]
-        finally:
-            llm.llm_engine.engine_core.shutdown()
+            return _profiled(arguments, plan, setup, dataset)
+        except Exception as error:  # vLLM raises whatever its parts raise
+            traceback.print_exc()
+            raise EngineError(root_cause(read_from(log, began_at)) or repr(error)) from error
+
+
+def _profiled(arguments: Mapping[str, Any], plan: Plan, setup: Setup, dataset: Dataset) -> dict[str, Any]:
+    from vllm import LLM
+
+    with interruptible():
+        llm = LLM(**arguments, worker_extension_cls="step_timer.StepTimer")
+    try:
+        (bytes_per_s, *_) = llm.collective_rpc("copy_bytes_per_s")
+        cells = [profile_cell(llm, plan, setup, dataset, c, bytes_per_s) for c in plan.config.concurrency]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
     return {"method": setup.method, "k": setup.k, "copy_bytes_per_s": bytes_per_s, "cells": cells}
 
 
@@ -220,7 +267,9 @@ def _generate(llm: Any, plan: Plan, dataset: Dataset, concurrency: int, max_toke
     return list(llm.generate(prompts, params, use_tqdm=False))
 
 
-def _write(root: Path, plan: Plan, dataset: Dataset, engines: list[dict[str, Any]]) -> None:
+def _write(
+    root: Path, plan: Plan, dataset: Dataset, engines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
+) -> dict[str, Any]:
     found = {
         "labels": labels(plan),
         "model": plan.model.name,
@@ -229,10 +278,11 @@ def _write(root: Path, plan: Plan, dataset: Dataset, engines: list[dict[str, Any
         "versions": versions() | {"git_revision": git_revision()},
         "configuration": plan.config.model_dump(mode="json"),
         "engines": engines,
+        "failed": dict(failed),
     }
     write_json(root / "report.json", found)
     rows = table([(engine, cell) for engine in engines for cell in engine["cells"]])
-    speeds = ", ".join(f"{engine['copy_bytes_per_s'] / 1e9:,.0f}" for engine in engines)
+    speeds = ", ".join(f"{engine['copy_bytes_per_s'] / 1e9:,.0f}" for engine in engines) or "-"
     about = (
         f"{plan.model.name}; {plan.precision.describe()}; {'not ' if plan.spec.enforce_eager else ''}compiled; "
         f"{dataset.name}, {plan.config.max_tokens} tokens; {plan.hardware.describe()}. A copy moves {speeds} GB/s "
@@ -240,11 +290,13 @@ def _write(root: Path, plan: Plan, dataset: Dataset, engines: list[dict[str, Any
         "step. Kernels: traced in other steps. Floor: bytes that must be read over that speed, and the step over it."
     )
     lines = [f"**{label}.**\n" for label in labels(plan)] + [about, "", *markdown(rows)]
+    lines += [f"\nNot complete: {label}, whose engine failed: {message}" for label, message in failed.items()]
     write_atomic(root / "report.md", ("\n".join(lines) + "\n").encode())
     label = f"{labels(plan)[0].split()[0]}, " if labels(plan) else ""
     if (plot := drafter_plot(f"{label}{plan.model.name}", engines)) is not None:
         write_atomic(root / "drafter-by-k.svg", plot.encode())
     say("\n" + "\n".join(aligned(rows)))
+    return found
 
 
 if __name__ == "__main__":

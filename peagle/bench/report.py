@@ -32,6 +32,11 @@ def make_report(
     """
     cells = _cells(plan, records)
     num_left = len(plan.passes) - len(records)
+    of_figures = [
+        *caveats(plan, dataset, records),
+        *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
+        *([f"Not finished: {num_left} passes are left."] if num_left else []),
+    ]
     return {
         "schema": SCHEMA,
         "labels": labels(plan),
@@ -52,11 +57,8 @@ def make_report(
         "ratios": ratios(cells),
         "num_passes_left": num_left,
         "failed": dict(failed),
-        "notes": [
-            *notes(plan, dataset, records),
-            *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
-            *([f"Not finished: {num_left} passes are left."] if num_left else []),
-        ],
+        "caveats": of_figures,
+        "notes": [*plan.notes, *of_figures],
     }
 
 
@@ -66,11 +68,10 @@ def labels(plan: Plan) -> list[str]:
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
 
 
-def notes(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    """What the user should know of the heads and of the figures, as far as they are there."""
+def caveats(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
+    """What makes figures worth less than they look, as far as they are there."""
     config, platform = plan.config, plan.hardware.platform
     return [
-        *plan.notes,
         *few_prompts(config, len(dataset.prompts)),
         *model_runners(config, platform, chosen_model_runner(), records),
     ]
@@ -83,23 +84,45 @@ def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> M
 
 
 def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation."""
+    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation.
+
+    `range_by_concurrency` has the least and the most of it in a repeat, with each method's best K held.
+    """
     found = []
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     for over in ("eagle3", NONE):
         for method in methods:
             if method in (NONE, over) or over not in methods or (over == "eagle3" and method != "peagle"):
                 continue
-            by_concurrency = {str(c): _ratio(cells, method, over, c) for c in _concurrencies(cells)}
-            found.append({"method": method, "over": over, "by_concurrency": by_concurrency})
+            bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in _concurrencies(cells)}
+            found.append(
+                {
+                    "method": method,
+                    "over": over,
+                    "by_concurrency": {c: _ratio(*both) for c, both in bests.items()},
+                    "range_by_concurrency": {c: _ratio_range(*both) for c, both in bests.items()},
+                }
+            )
     return found
 
 
-def _ratio(cells: Sequence[Mapping[str, Any]], method: str, over: str, concurrency: int) -> float | None:
-    ours, theirs = best(cells, method, concurrency), best(cells, over, concurrency)
+def _ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float | None:
     if ours is None or theirs is None or not theirs["output_tokens_per_s"]:
         return None
     return float(ours["output_tokens_per_s"] / theirs["output_tokens_per_s"])
+
+
+def _ratio_range(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> list[float] | None:
+    """The least and the most of a repeat that both have; None where they have no two."""
+    if ours is None or theirs is None:
+        return None
+    our_speeds, their_speeds = _by_repeat(ours), _by_repeat(theirs)
+    found = [our_speeds[r] / their_speeds[r] for r in our_speeds.keys() & their_speeds.keys() if their_speeds[r]]
+    return [min(found), max(found)] if len(found) > 1 else None
+
+
+def _by_repeat(cell: Mapping[str, Any]) -> dict[int, float]:
+    return dict(zip(cell["repeat_numbers"], cell["output_tokens_per_s_by_repeat"], strict=True))
 
 
 def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -24,7 +24,7 @@ from peagle.bench.plan import Plan, make_plan
 from peagle.bench.plots import cost_plot, speed_plot
 from peagle.bench.progress import next_s, time_left_s
 from peagle.bench.record import PassRecord, make_record
-from peagle.bench.report import SCHEMA, labels, make_report, notes
+from peagle.bench.report import SCHEMA, caveats, labels, make_report
 from peagle.bench.schedule import Pass, Visit, visits
 from peagle.bench.setups import Setup
 from peagle.bench.tables import markdown_tables
@@ -98,7 +98,7 @@ class _Run:
     def announce(self) -> None:
         """What will be measured, and what is there already."""
         plan, say = self._plan, self._listener.say
-        known = [*labels(plan), *notes(plan, self._dataset, list(self.done.values()))]
+        known = [*labels(plan), *plan.notes, *caveats(plan, self._dataset, list(self.done.values()))]
         announce(say, self._dataset, plan.model, plan.precision, plan.hardware, known)
         left = self.left()
         say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")

@@ -55,6 +55,7 @@ def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict
         "output_tokens_per_s": tokens_per_s,
         "spread": spread(speeds) if tokens_per_s and len(speeds) > 1 else None,
         "output_tokens_per_s_by_repeat": speeds,
+        "repeat_numbers": [record.repeat for record in records],
         "user_tokens_per_s": statistics.median(r.tokens_per_s for r in requests) if requests else None,
         "ttft_s": _percentiles([r.ttft_s for r in requests]),
         "tpot_s": _percentiles([r.tpot_s for r in requests]),

@@ -17,8 +17,11 @@ Rows = list[list[str]]
 Form = Callable[[Sequence[Sequence[str]]], list[str]]
 
 _LATENCIES = ("p50", "p95", "p99")
-_SPEED_NOTE = "Output tokens/s of the engine: the median of {repeats} passes, and their range over it."
-_BEST_NOTE = "Best: of all K at that concurrency, in output tokens/s."
+_SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range over it."
+_BEST_NOTE = (
+    "Best: of all K at that concurrency, in output tokens/s; the largest of several figures leans high. In brackets: "
+    "the range of the ratio over the repeats, each method with that K."
+)
 _COST_NOTE = (
     "Per user: tokens/s that the median request saw. TTFT: from asking to the first token. TPOT: time per token after "
     "it. Step: one decoding step of a request, drafting and verifying included. Memory: {memory}."
@@ -59,8 +62,7 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
     rows = [["concurrency", *map(_best_name, methods), *overs]]
     for concurrency in report["configuration"]["concurrency"]:
         bests = [_best(best(report["cells"], method, concurrency)) for method in methods]
-        values = [ratio["by_concurrency"].get(str(concurrency)) for ratio in report["ratios"]]
-        rows.append([str(concurrency), *bests, *(UNKNOWN if v is None else f"{v:.2f}x" for v in values)])
+        rows.append([str(concurrency), *bests, *(_ratio(ratio, str(concurrency)) for ratio in report["ratios"])])
     return rows
 
 
@@ -118,10 +120,9 @@ def conditions(report: Mapping[str, Any]) -> str:
 
 
 def _page(report: Mapping[str, Any], form: Form) -> list[str]:
-    repeats = max(cell["repeats"] for cell in report["cells"])
     memory = _MEMORY[report["hardware"]["platform"]]
     lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
-    lines += [f"{conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(repeats=repeats)]
+    lines += [f"{conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=_passes(report))]
     if compared := best_rows(report):
         lines += ["", *form(compared), "", _BEST_NOTE]
     if drafted := acceptance_rows(report):
@@ -136,6 +137,12 @@ def _names(found: Mapping[str, Any]) -> list[str]:
     return [METHOD_NAMES[found["method"]], str(found["k"] or "-")]
 
 
+def _passes(report: Mapping[str, Any]) -> str:
+    repeats = [cell["repeats"] for cell in report["cells"]]
+    fewest, most = min(repeats), max(repeats)
+    return f"{fewest} to {most} passes" if fewest < most else f"{most} {'pass' if most == 1 else 'passes'}"
+
+
 def _best_name(method: str) -> str:
     return METHOD_NAMES[method] if method == NONE else f"best {METHOD_NAMES[method]}"
 
@@ -144,6 +151,13 @@ def _best(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return UNKNOWN
     return f"{cell['output_tokens_per_s']:,.1f}" + (f" (K={cell['k']})" if cell["k"] else "")
+
+
+def _ratio(ratio: Mapping[str, Any], concurrency: str) -> str:
+    if (value := ratio["by_concurrency"].get(concurrency)) is None:
+        return UNKNOWN
+    between = ratio["range_by_concurrency"][concurrency]
+    return f"{value:.2f}x" + (f" ({between[0]:.2f} to {between[1]:.2f})" if between else "")
 
 
 def _speed(cell: Mapping[str, Any] | None) -> str:

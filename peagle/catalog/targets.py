@@ -88,6 +88,12 @@ def resolve_model(
     raise catalog.unknown(name)
 
 
+def lasting_name(name: str) -> str:
+    """The same model by a name that holds wherever a command runs: of a folder its whole path."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name
+
+
 def local_path(name: str) -> str:
     """Where this node has a model or a drafter: a folder, or a hub id that vLLM downloads here.
 

@@ -54,11 +54,12 @@ def with_engine(
         try:
             engine = start(spec, hardware)
         except EngineError as error:
-            raise with_root_cause(error, _read_from(log, began_at)) from error
+            raise with_root_cause(error, read_from(log, began_at)) from error
         return asyncio.run(_used(engine, use(engine, time.monotonic() - started)))
 
 
-def _read_from(log: Path, position: int) -> str:
+def read_from(log: Path, position: int) -> str:
+    """What was printed to a log since it ended at a position."""
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")

@@ -25,6 +25,9 @@ class PlanConfig(BaseModel):
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
     max_machines: int | None = Field(None, ge=1, description="machines that can be had at most")
+    target_utilisation: float = Field(
+        0.8, gt=0, le=1, description="of a service: the share of a machine's measured tokens/s that is planned on"
+    )
 
     instance_types: list[str] = Field(
         default_factory=list, description="price these instead of the ones measured on; they need the same accelerator"
@@ -39,6 +42,9 @@ class PlanConfig(BaseModel):
     )
     failures_per_h: float = Field(0.0, ge=0, description="assumed: how often an hour any machine fails")
     provision_s: float = Field(180, ge=0, description="assumed: from asking for machines to having them")
+    machines_per_min: float | None = Field(
+        None, gt=0, description="assumed: how many more come a minute once the first is there; default: all at once"
+    )
     replace_s: float = Field(300, ge=0, description="assumed: from losing a machine to having another")
     notice_s: float = Field(120, ge=0, description="assumed: warning before a spot machine is taken away")
     start_s: float | None = Field(None, ge=0, description="time for an engine to start; default: as measured")
@@ -76,6 +82,10 @@ class PlanConfig(BaseModel):
             raise ValueError("give either tokens (a job) or tokens_per_s (a service)")
         if self.within is not None and self.tokens is None:
             raise ValueError("within goes with tokens: a service has no end")
+        if self.machines_per_min is not None and self.tokens is None:
+            raise ValueError("machines_per_min goes with tokens: a service is planned with all its machines there")
+        if self.tokens is not None and "target_utilisation" in self.model_fields_set:
+            raise ValueError("target_utilisation goes with tokens_per_s: a job's requests all wait from the beginning")
         return self
 
 

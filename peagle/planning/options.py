@@ -24,6 +24,7 @@ class Option:
     """One fleet.
 
     Attributes:
+        num_more: machines beyond the fewest that do it by the closed form.
         estimate: of a job; None for a service.
     """
 
@@ -31,6 +32,7 @@ class Option:
     cell: Cell
     machine: Machine
     num_machines: int
+    num_more: int
     estimate: Estimate | None
 
     @property
@@ -85,7 +87,16 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
 
 def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
     """The same machine and market with another cell; None where no number of them does it."""
-    return _option(config, option.sweep, cell, option.machine.price)
+    return _option(config, option.sweep, cell, option.machine.price, option.num_more)
+
+
+def with_more(option: Option, config: PlanConfig) -> Option | None:
+    """The same with a twentieth more machines, one at least; None where no more can be had."""
+    num = option.num_machines + max(1, option.num_machines // 20)
+    num_added = min(num, config.max_machines or num) - option.num_machines
+    if not num_added:
+        return None
+    return _option(config, option.sweep, option.cell, option.machine.price, option.num_more + num_added)
 
 
 def why_beyond(option: Option, config: PlanConfig) -> str | None:
@@ -117,24 +128,28 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
             yield option
 
 
-def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
+def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price, num_more: int = 0) -> Option | None:
     machine = machine_of(config, sweep, cell, price)
-    if config.tokens_per_s is not None:
-        sustained = machine.sustained_tokens_per_s
-        if sustained <= 0:
-            return None
-        num = max(1, -int(-config.tokens_per_s // sustained))
-        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=None)
-    assert config.tokens is not None, "a plan is of a job or of a service"
-    wanted = (
-        1
-        if config.within is None
-        else machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
-    )
-    found = estimate(machine, wanted, config.tokens, provision_s=config.provision_s) if wanted else None
-    if wanted is None or found is None:
+    fewest = _fewest(config, machine)
+    if fewest is None:
         return None
-    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=wanted, estimate=found)
+    num, found = fewest + num_more, None
+    if config.tokens is not None:
+        found = estimate(machine, num, config.tokens, provision_s=config.provision_s)
+        if found is None:
+            return None
+    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, num_more=num_more, estimate=found)
+
+
+def _fewest(config: PlanConfig, machine: Machine) -> int | None:
+    """The fewest machines that do it by the closed form; None where no number of them does."""
+    if config.tokens_per_s is not None:
+        sustained = machine.sustained_tokens_per_s * config.target_utilisation
+        return max(1, -int(-config.tokens_per_s // sustained)) if sustained > 0 else None
+    assert config.tokens is not None, "a plan is of a job or of a service"
+    if config.within is None:
+        return 1
+    return machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
 
 
 def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:

@@ -13,6 +13,7 @@ from typing import Any
 
 from peagle.bench.summary import percentile
 from peagle.planning.config import PlanConfig
+from peagle.planning.estimate import Machine
 from peagle.planning.options import Option
 from peagle.planning.simulation import Fleet, simulate
 
@@ -21,7 +22,7 @@ _MOST_UNITS = 1_000_000  # of all simulated runs, some ten seconds: beyond, unit
 _MOST_EVENTS = 1.2  # times that: units that are done again and engines that start anew; beyond, seeds are fewer
 _UNIT_S = 60.0
 _SERVICE_S = 3600.0
-_MORE = 1.25  # units of a service beyond those of its hour, so that it never runs out of them
+_MORE = 1.25  # units of a service beyond those of its hour, and one for each engine: it never runs out of them
 
 
 def simulated(option: Option, config: PlanConfig) -> tuple[dict[str, Any] | None, list[str]]:
@@ -40,14 +41,16 @@ def simulated(option: Option, config: PlanConfig) -> tuple[dict[str, Any] | None
 def _fleet(option: Option, config: PlanConfig) -> Fleet:
     """The option as something to simulate.
 
-    Larger units would draw the end out, which waits for the last one, and be too long for a notice; so they are
-    larger only where `config.seeds` runs would take too long to simulate. A service has no end that could wait.
+    Larger units would draw the end out, which waits for the last one; so they are larger only where `config.seeds` runs
+    would take too long to simulate. A service has no end that could wait.
     """
-    machine = option.machine
-    work_s = config.tokens / machine.tokens_per_s if config.tokens else option.num_engines * _SERVICE_S * _MORE
-    num_units = math.ceil(work_s / _UNIT_S)
+    machine, unit_s = option.machine, _unit_s(option.machine)
     if config.tokens:
-        num_units = max(option.num_engines * 4, min(num_units, _MOST_UNITS // config.seeds))
+        work_s = config.tokens / machine.tokens_per_s
+        num_units = max(option.num_engines * 4, min(math.ceil(work_s / unit_s), _MOST_UNITS // config.seeds))
+    else:
+        work_s = option.num_engines * (_SERVICE_S * _MORE + unit_s)
+        num_units = math.ceil(work_s / unit_s)
     return Fleet(
         num_machines=option.num_machines,
         engines_per_machine=machine.num_engines,
@@ -55,11 +58,17 @@ def _fleet(option: Option, config: PlanConfig) -> Fleet:
         unit_s=work_s / num_units,
         start_s=machine.start_s,
         provision_s=config.provision_s,
+        machines_per_min=config.machines_per_min,
         replace_s=config.replace_s,
         failures_per_h=config.failures_per_h,
         interruptions_per_h=machine.interruptions_per_h - config.failures_per_h,
         notice_s=config.notice_s,
     )
+
+
+def _unit_s(machine: Machine) -> float:
+    """A minute; more where an interruption loses more than half of that, which is what one without notice takes."""
+    return max(_UNIT_S, 2 * machine.lost_s) if machine.interruptions_per_h else _UNIT_S
 
 
 def _num_events(fleet: Fleet, option: Option) -> float:
@@ -75,7 +84,7 @@ def _job(fleet: Fleet, option: Option, config: PlanConfig, seeds: int) -> dict[s
     hours = [run.wall_s / 3600 for run in runs]
     usd = [run.machine_s / 3600 * option.machine.price.usd_per_hour for run in runs]
     return {
-        "is_coarse": round(fleet.unit_s) > _UNIT_S,
+        "is_coarse": round(fleet.unit_s) > round(_unit_s(option.machine)),
         "hours": {"p50": statistics.median(hours), "p95": percentile(hours, 95)},
         "usd": {"p50": statistics.median(usd), "p95": percentile(usd, 95)},
         "useful_share": statistics.median(run.useful_share for run in runs),

@@ -30,6 +30,7 @@ class Sweep:
         precision: of the target, in words; None where the file does not say.
         stated: the price that was stated outright; None where the table has it.
         labels: what must be said with every figure of it.
+        caveats: what makes its figures worth less than they look.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Sweep:
     stated: Price | None = None
     accelerator: str | None = None
     labels: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
@@ -83,6 +85,7 @@ def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         accelerator = str(data["hardware"]["accelerator"]) if on_gpu else None
         devices = data["engine"]["tensor_parallel_size"] if on_gpu else data["hardware"]["num_cpus"]
         model, labels = str(data["model"]), tuple(map(str, data["labels"]))
+        caveats = tuple(map(str, data.get("caveats", data.get("notes", ()))))  # reports of before have notes alone
     except (KeyError, TypeError, PriceError) as error:
         raise ConfigError(f"measured {path}: not a whole report of a benchmark: {error}", hint=_HINT) from error
     is_stated = price is not None and price.market == "fixed"
@@ -96,6 +99,7 @@ def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         stated=price if is_stated else None,
         accelerator=accelerator,
         labels=labels,
+        caveats=caveats,
     )
 
 

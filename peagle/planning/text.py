@@ -102,7 +102,7 @@ def _simulated(plan: Mapping[str, Any]) -> list[str]:
     in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
     hours = f"{found['hours']['p50']:,.2f} hours (p95 {found['hours']['p95']:,.2f})"
     coarse = (
-        f"Units of a minute would be too many to simulate: these are of {found['fleet']['unit_s']:,.0f} s, which "
+        f"Shorter units would be too many to simulate: these are of {found['fleet']['unit_s']:,.0f} s, which "
         "overstates the wait for the last ones and what interruptions lose. Fewer --seeds allow shorter ones."
     )
     return [
@@ -114,8 +114,14 @@ def _simulated(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _assumed(wanted: Mapping[str, Any]) -> str:
-    return (
-        f"Assumed, not measured: {wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine, "
-        f"{wanted['failures_per_h']:g} failures, {wanted['provision_s']:g} s until machines are there, "
-        f"{wanted['replace_s']:g} s to replace one."
-    )
+    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of what they sustain"]
+    rate = wanted["machines_per_min"]
+    more = "" if rate is None else f" (the first; then {rate:g} more a minute)"
+    parts = [
+        *(of_service if wanted["tokens_per_s"] is not None else []),
+        f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
+        f"{wanted['failures_per_h']:g} failures",
+        f"{wanted['provision_s']:g} s until machines are there{more}",
+        f"{wanted['replace_s']:g} s to replace one",
+    ]
+    return f"Assumed, not measured: {', '.join(parts)}."

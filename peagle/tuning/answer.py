@@ -10,6 +10,7 @@ from typing import Any
 from peagle.bench.record import PassRecord
 from peagle.bench.summary import summarise
 from peagle.catalog.resolve import ResolvedModel
+from peagle.catalog.targets import lasting_name
 from peagle.economics.report.figures import in_words_count
 from peagle.errors import ConfigError
 from peagle.manifest import versions
@@ -91,7 +92,7 @@ def text_table(profile: Profile) -> str:
 
 def _engine_keys(config: TuneConfig, candidate: Candidate, cell: MeasuredCell) -> dict[str, Any]:
     keys = {
-        "model": config.model,
+        "model": lasting_name(config.model),
         "drafter": candidate.drafter,
         "num_speculative_tokens": candidate.setup.k or None,
         "precision": candidate.precision,
@@ -112,6 +113,7 @@ def _cell(candidate: Candidate, summary: Mapping[str, Any]) -> MeasuredCell:
         precision=candidate.precision,
         max_num_batched_tokens=candidate.spec.max_num_batched_tokens,
         drafter=candidate.drafter,
+        head_fingerprint=candidate.setup.fingerprint or None,
     )
 
 

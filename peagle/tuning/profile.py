@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from peagle.catalog.targets import lasting_name
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.measurement.cells import Cell
@@ -46,11 +47,13 @@ class MeasuredCell(Cell):
 
     Attributes:
         drafter: what --drafter takes for it.
+        head_fingerprint: changes when the head does; None without one, and in profiles from before it was kept.
     """
 
     precision: str = "auto"
     max_num_batched_tokens: int | None = None
     drafter: str = "none"
+    head_fingerprint: str | None = None
 
     @property
     def flags(self) -> str:
@@ -203,7 +206,7 @@ def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     profile = read_profile(Path(path))
     model = values.get("model", profile.engine["model"])
-    if model != profile.engine["model"]:
+    if lasting_name(str(model)) != lasting_name(profile.engine["model"]):
         raise ConfigError(
             f"profile {path} is of {profile.engine['model']}, and the model is {model}",
             hint=f"tune that one: peagle tune --model {model}; or leave --model out",

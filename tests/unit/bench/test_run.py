@@ -190,6 +190,9 @@ def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run: An
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
     assert unfinished["num_passes_left"] == 5
+    assert unfinished["caveats"][-1] == "Not finished: 5 passes are left."
+    assert unfinished["notes"][0].startswith("P-EAGLE: ")
+    assert unfinished["notes"][1:] == unfinished["caveats"], "what is said of heads is not of figures"
     assert "Not finished: 5 passes are left." in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -72,9 +72,37 @@ def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_co
     assert best_rows(report) == [
         ["concurrency", "no speculation", "best EAGLE-3", "best P-EAGLE",
          "best P-EAGLE / best EAGLE-3", "best EAGLE-3 / no speculation", "best P-EAGLE / no speculation"],
-        ["1", "10.0", "15.0 (K=3)", "21.0 (K=5)", "1.40x", "1.50x", "2.10x"],
-        ["4", "40.0", "30.0 (K=3)", "44.0 (K=3)", "1.47x", "0.75x", "1.10x"],
+        ["1", "10.0", "15.0 (K=3)", "21.0 (K=5)",
+         "1.40x (1.40 to 1.40)", "1.50x (1.50 to 1.50)", "2.10x (2.10 to 2.10)"],
+        ["4", "40.0", "30.0 (K=3)", "44.0 (K=3)",
+         "1.47x (1.47 to 1.47)", "0.75x (0.75 to 0.75)", "1.10x (1.10 to 1.10)"],
     ]  # fmt: skip
+
+
+def test_a_ratio_has_its_range_over_the_repeats_that_both_have() -> None:
+    speeds = {
+        ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
+        ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds turn, and repeats come in another order
+        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the best in a repeat, and not in the median
+        ("ngram", 3): {1: 12.0},
+    }
+    cells = [
+        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in found.items()], usd_per_s=None)
+        for (m, k), found in speeds.items()
+    ]
+    peagle, ngram = ratios(cells)
+    assert peagle["by_concurrency"]["1"] == pytest.approx(20 / 11)
+    assert peagle["range_by_concurrency"]["1"] == pytest.approx([1.5, 2.5])
+    assert ngram["range_by_concurrency"] == {"1": None}, "one repeat has no range"
+    report = {"ratios": [peagle, ngram], "cells": cells, "configuration": {"concurrency": [1]}}
+    report["setups"] = [{"method": method} for method, _ in speeds]
+    assert best_rows(report)[1][-2:] == ["1.82x (1.50 to 2.50)", "1.09x"]
+
+
+def test_cells_of_unequal_numbers_of_passes_are_said_to_be(report: dict[str, Any]) -> None:
+    assert "the median of 2 passes, and" in text_tables(report)
+    report["cells"][0] = report["cells"][0] | {"repeats": 1}
+    assert "the median of 1 to 2 passes, and" in text_tables(report)
 
 
 def test_the_best_k_is_chosen_at_each_concurrency(report: dict[str, Any]) -> None:
@@ -89,7 +117,7 @@ def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report: dict[str,
     assert {row[0]: row[2:] for row in speed_rows(report)}["no speculation"] == ["10.0 (0%)", "-"]
     columns = {column[0]: list(column[1:]) for column in zip(*best_rows(report), strict=True)}
     assert columns["no speculation"] == ["10.0", "-"]
-    assert columns["best P-EAGLE / no speculation"] == ["2.10x", "-"]
+    assert columns["best P-EAGLE / no speculation"] == ["2.10x (2.10 to 2.10)", "-"]
 
 
 def test_a_benchmark_of_one_method_has_no_ratios(report: dict[str, Any]) -> None:

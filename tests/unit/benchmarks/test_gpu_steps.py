@@ -1,7 +1,10 @@
-"""The floor of a decoding step, against a shape reckoned by hand, and what is made of timed steps."""
+"""The floor of a step, against a shape reckoned by hand; what is made of timed steps; and engines that fail."""
 
 import importlib.util
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from config_only import write_target
 
 from benchmarks.gpu import step_profile
 from benchmarks.gpu.shapes import head_config, head_shapes, target_config
@@ -16,9 +20,11 @@ from benchmarks.gpu.step_floor import experts_met, median_step, step_bytes
 from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_timer import _Marks
+from peagle.bench.config import BenchConfig
 from peagle.bench.setups import Setup
+from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.spec import DrafterSpec
-from peagle.errors import DrafterError
+from peagle.errors import DrafterError, EngineError
 
 DENSE: dict[str, Any] = {
     "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -160,3 +166,77 @@ def test_vllm_has_the_scopes_that_are_timed() -> None:
     source = (Path(found.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
     for part in ("preprocess", "forward", "postprocess", "sample", "draft"):
         assert f'record_function_or_nullcontext("gpu_model_runner: {part}")' in source
+
+
+PROFILE = {
+    "copy_bytes_per_s": 2e9,
+    "cells": [{"concurrency": 1, "ms": None, "kernels_ms": 5.0, "floor_ms": {"target": 1.5, "drafter": 0.5}}],
+}
+
+
+@pytest.fixture
+def profile(
+    tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, list[str]]]:
+    """Profile three engines: the exit code, and those that were started. The ones of methods that fail do so."""
+    target, data = write_target(tmp_path / "target"), write_jsonl([{"prompt": "p"}])
+    monkeypatch.setattr(step_profile, "load_tokenizer", lambda *_: ByteTokenizer())
+
+    def profile(*failing: str, of: BaseException | None = None) -> tuple[int, list[str]]:
+        started = []
+
+        def profile_engine(plan: Any, setup: Setup, dataset: Any, log: Path) -> dict[str, Any]:
+            started.append(setup.label)
+            if setup.method in failing:
+                raise of or EngineError("no room for the KV cache")
+            return PROFILE | {"method": setup.method, "k": setup.k}
+
+        monkeypatch.setattr(step_profile, "profile_engine", profile_engine)
+        keys = {"methods": "none,ngram", "num_speculative_tokens": "3,5", "concurrency": "1", "max_tokens": 8}
+        config = BenchConfig(model=str(target), dataset=str(data), output=tmp_path / "out", **keys)
+        return step_profile.profile(config), started
+
+    return profile
+
+
+def test_an_engine_that_fails_is_named_and_the_others_are_profiled(
+    profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile("none") == (1, ["no speculation", "n-gram K=3", "n-gram K=5"])
+    assert "no speculation is left out: no room for the KV cache" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [engine["k"] for engine in report["engines"]] == [3, 5]
+    assert report["failed"] == {"no speculation": "no room for the KV cache"}
+    note = "Not complete: no speculation, whose engine failed: no room for the KV cache"
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    assert profile() == (0, ["no speculation"]), "the same command tries it again, and no other"
+
+
+def test_there_is_a_report_where_no_engine_starts(profile: Any, tmp_path: Path) -> None:
+    assert profile("none", "ngram")[0] == 1
+    assert (tmp_path / "out" / "report.md").read_text().count("no room for the KV cache") == 3
+
+
+def test_an_interrupt_leaves_the_report_of_the_engines_that_are_done(profile: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        profile("ngram", of=KeyboardInterrupt())
+    report = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [engine["method"] for engine in report["engines"]] == ["none"]
+
+
+def test_an_engine_that_fails_is_told_by_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**arguments: Any) -> None:
+        os.write(2, b"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no room for the KV cache\n")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start))
+    monkeypatch.setattr(step_profile, "environment", lambda *_: {})
+    monkeypatch.setattr(step_profile, "engine_args", lambda *_, **__: {})
+    plan = SimpleNamespace(engine_spec=lambda setup: None, hardware=None)
+    log = tmp_path / "none.log"
+    log.write_text("(EngineCore pid=6) ERROR 11-20 10:00:00 [core.py:1374] ValueError: of an earlier start\n")
+    with pytest.raises(EngineError) as raised:
+        step_profile.profile_engine(plan, setup("none"), None, log)
+    assert raised.value.message == "ValueError: no room for the KV cache"
+    assert "no room for the KV cache" in log.read_text()

@@ -10,7 +10,7 @@ from moving_hub import FIRST, SECOND, MovingHub
 from peagle.catalog import shipped_heads, targets
 from peagle.catalog.folders import folder_fingerprint
 from peagle.catalog.loader import load_catalog
-from peagle.catalog.targets import context_tokens, is_hub_id, local_path, resolve_model
+from peagle.catalog.targets import context_tokens, is_hub_id, lasting_name, local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -108,6 +108,15 @@ def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert model.native_quantization == "compressed-tensors"
         assert model.upstream_id is None
         assert local_path(name) == str(folder)
+        assert lasting_name(name) == str(folder)
+
+
+def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "smollm2-135m")
+    monkeypatch.chdir(tmp_path)
+    assert [lasting_name(name) for name in ("smollm2-135m", "org/model")] == ["smollm2-135m", "org/model"]
 
 
 @pytest.mark.parametrize(

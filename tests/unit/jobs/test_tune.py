@@ -1,6 +1,8 @@
 """`peagle tune`: flags reach the runner, the table the terminal, and errors the user. Tuning: unit/tuning."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +61,16 @@ def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
     assert run(arguments) == 0
     assert taken.read_text() == "of another tuning"
     assert "max_num_seqs: 2" in (tmp_path / "out" / "profile.yaml").read_text()
+
+
+def test_sigterm_ends_a_tuning_as_an_interrupt_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)  # in the whole suite Ray's, else the system's own
+    monkeypatch.setattr(runner, "tune", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(["tune"]) == 3
+    assert "peagle tune: interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

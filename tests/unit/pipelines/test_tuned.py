@@ -91,6 +91,13 @@ def test_other_weights_or_hardware_are_told(resolved, file):
     assert any("weights other, now fake" in note for note in resolved().tuned.at_start(4))
 
 
+def test_another_head_of_the_same_method_is_told(resolved, file):
+    assert not any("head" in note for note in resolved().tuned.at_start(4)), "of this one it was not kept"
+    file.write_text(file.read_text().replace("head_fingerprint: null", "head_fingerprint: other", 1))
+    assert any("head other, now fake" in note for note in resolved().tuned.at_start(4))
+    assert not any("head" in note for note in resolved(num_speculative_tokens=7).tuned.at_start(4))
+
+
 def test_a_report_says_it_again(resolved):
     kept = resolved().tuned.to_dict(4)
     (note,) = tuned_notes(kept, stats(1000, 100))

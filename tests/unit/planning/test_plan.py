@@ -43,6 +43,32 @@ def test_on_demand_stands_beside_it_and_loses_nothing(plan: Any) -> None:
     assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
 
 
+def test_a_fleet_that_is_in_time_on_average_alone_gets_a_machine_more(plan: Any) -> None:
+    keys = {"tokens": "22.8M", "within": "8h", "market": "on_demand", "seeds": 20}  # two machines make 22.816M
+    found = plan(**keys)
+    assert (found["chosen"]["num_machines"], found["simulated"]["in_time"]) == (3, 1)
+    assert found["simulated"]["fleet"]["num_machines"] == 3
+    assert found["options"][0] == found["chosen"]
+    few = r"closed form has 2 of these machines, with which only \d\d% of simulated runs are in time\."
+    assert re.search(few, text_plan(found))
+    by_factor = {row["factor"]: row for row in plan(max_tpot_ms=22, **keys)["sensitivity"]}
+    assert by_factor[1.0]["num_machines"] == 9, "eight would be in time on average: other lengths have as much room"
+
+
+def test_where_there_is_no_other_machine_it_says_how_often_it_is_late(plan: Any) -> None:
+    found = plan(tokens="22.8M", within="8h", market="on_demand", seeds=20, max_machines=2)
+    assert found["chosen"]["num_machines"] == 2
+    assert found["simulated"]["in_time"] < 0.9
+    assert f"Only {found['simulated']['in_time']:.0%} of simulated runs are in time." in found["notes"]
+
+
+def test_machines_that_do_not_help_are_not_added(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = {"label": "SIMULATED", "in_time": 0.5}
+    monkeypatch.setattr("peagle.planning.plan.simulated", lambda option, config: (late, []))
+    found = plan(tokens="22.8M", within="8h", market="on_demand")
+    assert (found["chosen"]["num_machines"], found["notes"]) == (2, ["Only 50% of simulated runs are in time."])
+
+
 def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> None:
     found = plan(max_tpot_ms=22)
     assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
@@ -92,22 +118,32 @@ def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan: A
 
 
 def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> None:
-    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
+    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
     assert found["simulated"]["tokens_per_s"]["p50"] == pytest.approx(1200), "nothing fails"
     assert found["simulated"]["sustained"] == 1
+    assert "machines used to 100% of what they sustain" in text_plan(found)
+
+
+def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> None:
+    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
+    assert found["chosen"]["num_machines"] == 4  # 320 of the 400 of a machine
+    assert "Assumed, not measured: machines used to 80% of what they sustain, 0.05 interruptions" in text_plan(found)
+    assert "what they sustain" not in text_plan(plan()), "a job has no such room"
 
 
 def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
-    keys = {"tokens": None, "within": None, "market": "on_demand", "seeds": 20, "failures_per_h": 0.2}
-    found = plan(tokens_per_s=1150, **keys)
+    keys = {"tokens": None, "within": None, "market": "on_demand", "failures_per_h": 0.2, "target_utilisation": 1}
+    found = plan(tokens_per_s=1150, seeds=20, max_machines=3, **keys)
     run = found["simulated"]
-    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 60)
+    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 120)  # a failure loses 60 s
     assert run["machines_gone"] == pytest.approx(0.6, abs=0.4), "three machines for an hour"
     assert run["tokens_per_s"]["p5"] < 1150 < run["tokens_per_s"]["p50"] <= 1200.001
-    assert 0.3 < run["sustained"] < 1
+    assert 0.3 < run["sustained"] < 0.9
+    assert f"Only {run['sustained']:.0%} of simulated runs are at the tokens/s that are wanted." in found["notes"]
+    assert plan(tokens_per_s=1150, seeds=20, **keys)["chosen"]["num_machines"] == 4
     assert re.search(
         r"SIMULATED, not measured, 20 seeds: an hour at 1,\d+\.\d output tokens/s \(p5 [\d,.]+\), 0\.\d machines lost "
         r"on average; \d\d% of them at the 1,150 that are wanted\.",
@@ -124,6 +160,24 @@ def test_what_is_simulated_and_what_is_of_others_says_so(plan: Any) -> None:
     assert found["simulated"]["label"] == "SIMULATED, not measured"
     assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.05)
     assert found["labels"] == ["sweep.json: measured by others (a blog)"]
+
+
+def test_what_an_interruption_loses_is_lost_in_the_simulated_fleet_too(plan: Any) -> None:
+    keys = {"within": "24h", "market": "spot", "spot_interruptions_per_h": 1, "notice_s": 0, "seeds": 20}
+    little, much = (plan(lost_s=lost_s, **keys)["simulated"] for lost_s in (30, 600))
+    assert (little["fleet"]["unit_s"], much["fleet"]["unit_s"]) == pytest.approx((60, 1200), rel=0.01)
+    assert little["useful_share"] - much["useful_share"] == pytest.approx(570 / 3600, abs=0.04)
+    assert not much["is_coarse"]
+    safe = plan(lost_s=600, within="24h", market="on_demand")["simulated"]
+    assert safe["fleet"]["unit_s"] == pytest.approx(60, rel=0.01), "nothing is ever lost of it"
+
+
+def test_machines_that_come_one_by_one_are_simulated_so_and_it_is_said(plan: Any) -> None:
+    keys = {"tokens": "72M", "within": "3h", "market": "on_demand", "max_machines": 18}
+    at_once, late = plan(**keys), plan(machines_per_min=1, **keys)
+    hours = [one["simulated"]["hours"]["p50"] for one in (at_once, late)]
+    assert hours[1] - hours[0] == pytest.approx(17 / 2 / 60, rel=0.1), "on average half of what the last one waits"
+    assert "180 s until machines are there (the first; then 1 more a minute), 300 s to replace" in text_plan(late)
 
 
 def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
@@ -154,7 +208,8 @@ def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
     fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
     assert fewer["simulated"]["seeds"] == 2
     assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)
-    service = plan(tokens=None, within=None, tokens_per_s=1000, seeds=20)  # 450 units of a minute
+    keys = {"tokens": None, "within": None, "market": "on_demand", "target_utilisation": 1}
+    service = plan(tokens_per_s=1000, seeds=20, **keys)  # 456 units of a minute
     assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
 
 
@@ -187,6 +242,25 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     assert "--instance-types" in refused.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, and box-2 has BIG: its speed is not known"):
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, instance_types="box-2")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
+        {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
+    ],
+)
+def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said: Any, plan: Any, tmp_path: Path) -> None:
+    report = said | {
+        "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
+        "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
+        "cells": [{"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 900.0, "start_s": 60.0}],
+    }  # fmt: skip
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    text = text_plan(plan(measured=[tmp_path / "report.json"], instance_types="box-2", within=None))
+    assert "report.json: Not finished: 3 passes are left." in text.splitlines()
+    assert "a head" not in text
 
 
 def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan: Any, sweep: Any, tmp_path: Path) -> None:
@@ -362,6 +436,9 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
         ({}, "either tokens"),
         ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
+        ({"tokens_per_s": 5, "machines_per_min": 5}, "machines_per_min goes with tokens"),
+        ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation goes with tokens_per_s"),
+        ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
         ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
         ({"tokens": 5, "measured": []}, "at least one file"),
         ({"tokens_per_s": "1e400"}, "should be a finite number"),

@@ -37,6 +37,11 @@ def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file: Path, pr
     assert profile.chosen == profile.measurements[0]
 
 
+def test_a_profile_from_before_heads_were_kept_is_read(changed: Any, profile: Profile) -> None:
+    old = changed(lambda data: [cell.pop("head_fingerprint") for cell in data["measurements"]])
+    assert read_profile(old) == profile
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -107,6 +112,17 @@ def test_a_profile_of_another_target_is_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"p.yaml is of smollm2-135m, and the model is gpt-oss-20b") as refused:
         EngineKeys(profile=file, model="gpt-oss-20b")
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
+
+
+def test_a_folder_is_the_same_target_by_any_of_its_names(
+    changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
+    assert EngineKeys(profile=file, model="target").model == "target"
+    with pytest.raises(ConfigError, match="and the model is elsewhere"):
+        EngineKeys(profile=file, model="elsewhere")
 
 
 def test_keys_that_were_resolved_once_resolve_to_themselves(file: Path) -> None:

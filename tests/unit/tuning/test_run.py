@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
 from peagle.engine.generation import Generation
 from peagle.engine.spec import EngineSpec
@@ -86,10 +87,20 @@ def test_the_fastest_is_found_and_written_as_keys_of_a_run(run: Any, tmp_path: P
     assert profile.decision.startswith("P-EAGLE K=2: ")
     assert "times the best without speculation" in profile.decision
     assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
+    assert profile.chosen.head_fingerprint == folder_fingerprint(tmp_path / "head")
+    assert {cell.head_fingerprint for cell in profile.measurements if not cell.drafts} == {None}
     assert len(profile.measurements) == 6
     assert profile.tuned.concurrency_low == 1
     assert profile.target.name == str(tmp_path / "target") or profile.target.revision
     assert (tmp_path / "out" / "profile.yaml").exists()
+
+
+def test_a_profile_names_its_folders_wherever_it_is_taken(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = run(Starter({0: SLOW, 2: FAST}), model="target", drafter="peagle=head", num_speculative_tokens="2")
+    assert (profile.engine["model"], profile.engine["drafter"]) == (str(tmp_path / "target"), str(tmp_path / "head"))
 
 
 def test_no_speculation_is_said_when_that_is_the_answer(run: Any) -> None:

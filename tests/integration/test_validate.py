@@ -1,0 +1,49 @@
+"""What a plan would have said of a run, against the folder that a run really leaves."""
+
+import json
+
+import pytest
+
+from benchmarks.plan.validate import compare
+from jobs import cli
+from peagle.measurement.cells import Cell
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def run(write_jsonl, tmp_path):
+    corpus = write_jsonl([{"prompt": f"say {n}"} for n in range(20)])
+    flags = ["--engine", "fake", "--num-speculative-tokens", "3", "--max-num-seqs", "8"]
+    assert cli.run(["generate", "--input", str(corpus), "--output", str(tmp_path / "first"), *flags]) == 0
+    return tmp_path / "first"
+
+
+def cell(method, k, concurrency, speed):
+    return Cell(method=method, k=k, concurrency=concurrency, output_tokens_per_s=speed, start_s=2.0)
+
+
+def test_a_run_is_predicted_from_the_cell_of_its_method_and_nearest_concurrency(run):
+    report = json.loads((run / "report.json").read_bytes())
+    account, num_engines = report["account"], report["run"]["num_engines"]
+    tokens, wall_s, speed = (account[name] for name in ("num_output_tokens", "wall_s", "output_tokens_per_s"))
+    cells = [cell("none", 0, 8, 1.0), cell("peagle", 3, 1, 1.0), cell("peagle", 3, 6, speed), cell("peagle", 5, 8, 1.0)]
+    found = dict(zip(("run", "method", "at once", "tokens", "wall", "predicted"), compare(run, cells), strict=False))
+    predicted_s = 2 + tokens / speed / num_engines
+    assert found == {
+        "run": "first", "method": "peagle K=3", "at once": "8 (6)", "tokens": f"{tokens:,}", "wall": f"{wall_s:.1f}",
+        "predicted": f"{predicted_s:.1f} ({predicted_s / wall_s - 1:+.0%})",
+    }  # fmt: skip
+    simulated, usd, predicted_usd, busy_speed, start = compare(run, cells)[6:]
+    assert float(simulated.split()[0]) == pytest.approx(predicted_s, rel=0.2), "of the same machine, in a few units"
+    assert usd == f"{account['usd']['total']:.5f}"
+    devices = account["device_s"]["busy"] / account["busy_s"] * num_engines
+    predicted = predicted_s * devices * account["price"]["usd_per_device_s"]
+    assert float(predicted_usd.split()[0]) == pytest.approx(predicted, abs=1e-5)
+    assert busy_speed == f"{speed:.1f} (+0%)"
+    assert start.startswith("2.0 (+")
+
+
+def test_a_benchmark_without_the_runs_method_is_told(run):
+    with pytest.raises(SystemExit, match="the benchmark has no peagle K=3"):
+        compare(run, [cell("none", 0, 8, 100.0)])
