@@ -39,6 +39,7 @@ HERE = Path(__file__).parent
 _VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch", "peagle": "peagle"}
 _ONE_AT_ONCE = ("transformers-lookup",)
 _LLAMA_CPP = "llama.cpp"
+_KV_CACHE = "kv_cache_memory_bytes"
 
 Figures = dict[str, Any]
 
@@ -117,10 +118,13 @@ def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat:
 def require_same(folder: Path, job: dict[str, Any]) -> None:
     """Make sure that what was measured there was this work.
 
+    The size of the KV cache may differ: it follows the memory that is free at the moment, and is ample.
+
     Raises:
         SystemExit: it was other prompts, another engine or other sampling.
     """
     kept = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    kept, job = ({**work, "engine": {**work["engine"], _KV_CACHE: None}} for work in (kept, job))
     if changed := sorted(name for name in kept.keys() | job.keys() if kept.get(name) != job.get(name)):
         raise SystemExit(f"{folder} was measured with another {', '.join(changed)}; name another --folder")
 

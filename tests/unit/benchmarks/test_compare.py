@@ -29,10 +29,14 @@ def test_a_llama_server_is_a_path_and_may_be_left_out(monkeypatch: pytest.Monkey
 
 
 def test_what_was_measured_otherwise_is_not_taken_for_this(tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text(json.dumps({"system": "vllm", "sampling": {"max_tokens": 128}}))
-    require_same(tmp_path, {"system": "vllm", "sampling": {"max_tokens": 128}})
-    with pytest.raises(SystemExit, match="another sampling; name another --folder"):
-        require_same(tmp_path, {"system": "vllm", "sampling": {"max_tokens": 64}})
+    engine = {"max_num_seqs": 8, "kv_cache_memory_bytes": 6131065815}
+    job = {"system": "vllm", "engine": engine, "sampling": {"max_tokens": 128}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    require_same(tmp_path, job)
+    require_same(tmp_path, job | {"engine": engine | {"kv_cache_memory_bytes": 5998847591}})
+    for change in ({"sampling": {"max_tokens": 64}}, {"engine": engine | {"max_num_seqs": 1}}):
+        with pytest.raises(SystemExit, match=f"another {next(iter(change))}; name another --folder"):
+            require_same(tmp_path, job | change)
 
 
 @pytest.mark.parametrize(
