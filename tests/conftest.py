@@ -8,11 +8,14 @@ import signal
 
 import pytest
 
+from peagle.catalog.home import peagle_home
 from peagle.storage import place, s3_client
 
 # Tests say what they use; what the shell of whoever runs them has set must not change them.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
+# Nor must heads that they have added to their catalog. The home of the tests is kept: it has the converted target.
+os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # A shell without job control has what it starts in the background ignore Ctrl-C; the commands under test inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
