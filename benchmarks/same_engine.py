@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -181,14 +180,6 @@ def peagle_flags(options: argparse.Namespace, max_num_seqs: int) -> list[str]:
         flags.append("--enforce-eager")
     k = _k(options)
     return flags if k is None else [*flags, "--num-speculative-tokens", str(k)]
-
-
-def free_port() -> int:
-    """One that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def median_and_spread(runs: Iterable[Mapping[str, float]], figure: str) -> tuple[float, str]:

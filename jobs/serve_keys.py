@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from pipelines.online.keys import new_key, read_keys, write_keys
+    from pipelines.online.keys import changing_keys, new_key
 
     key, record = new_key(
         args.name,
@@ -60,22 +60,21 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         budget_usd=args.budget_usd,
         is_operator=args.operator,
     )
-    write_keys(path, [*read_keys(path), record])
+    with changing_keys(path) as records:
+        records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
 
 
 def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError, did_you_mean
-    from pipelines.online.keys import read_keys, write_keys
+    from pipelines.online.keys import changing_keys
 
-    records = read_keys(path)
-    kept = [record for record in records if record.name != args.name]
-    if len(kept) == len(records):
-        raise ConfigError(
-            f"keys {path}: there is no key called {args.name!r}",
-            hint=did_you_mean(args.name, [record.name for record in records]),
-        )
-    write_keys(path, kept)
+    with changing_keys(path) as records:
+        names = [record.name for record in records]
+        if args.name not in names:
+            hint = did_you_mean(args.name, names)
+            raise ConfigError(f"keys {path}: there is no key called {args.name!r}", hint=hint)
+        del records[names.index(args.name)]
     print(f"{args.name} is revoked")
     return 0, {"name": args.name}

@@ -26,6 +26,8 @@ from peagle import hardware
 from peagle.engine import engine_args, environment
 from peagle.engine.arguments import command_line
 from peagle.humaneval import read_humaneval
+from peagle.ports import free_port
+from pipelines.batch.node import beside_ray
 
 SYSTEMS = ("vllm serve", "peagle serve")
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,7 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
         "vllm serve": ["benchmarks.vllm_command", "serve", *command_line(arguments)],
         "peagle serve": ["jobs.cli", "serve", *ours],
     }
-    variables = environment(engine.spec, here, inherited=os.environ)
+    variables = environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec)
     return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
 
 
@@ -114,7 +116,7 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
 @contextlib.contextmanager
 def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[tuple[int, int]]:
     """Process id and port of a server, as long as it is needed."""
-    port = same_engine.free_port()
+    port = free_port()
     command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     if system == "peagle serve":

@@ -57,8 +57,8 @@ def _num_tokens(answer: list[int], end: int) -> int:
 
 
 def _llama_cpp(job: dict[str, Any], tick: Tick) -> None:
-    from benchmarks.same_engine import free_port
     from peagle.catalog.embedded import gguf_path
+    from peagle.ports import free_port
 
     port = free_port()
     context = job["engine"]["max_model_len"] * job["concurrency"]  # it is shared among the requests

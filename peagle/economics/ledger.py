@@ -31,6 +31,7 @@ from peagle.storage import Place, write_atomic, write_once
 
 T = TypeVar("T")
 _TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
+_PIECE_BYTES = 64 * 1024  # of a file that is read from its end
 _CLOCKS_S = 60.0  # so far apart two machines' clocks may be
 _log = logging.getLogger(__name__)
 
@@ -74,32 +75,70 @@ def append_beat(folder: Path, session: EngineSession) -> None:
     append_line(folder / f"beats-{session.session_id}.jsonl", json.dumps(asdict(session)).encode())
 
 
-def read_sessions_since(folder: Path, since: float) -> list[EngineSession]:
-    """What every engine process did after a Unix time; those that had ended are left out.
+class SessionReader:
+    """The engine processes of a ledger that is still being written; what has not changed is not read again."""
 
-    Raises:
-        PeagleError: a file is no such record.
-    """
-    alive = [session for session in read_sessions(folder) if session.last_seen_at > since]
-    return [
-        session if session.started_at >= since else session_since(session, _session_then(folder, session, since))
-        for session in alive
-    ]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
+
+    def all(self) -> list[EngineSession]:
+        """The last heartbeat of each.
+
+        Raises:
+            PeagleError: a file is no such record.
+        """
+        known = {}
+        for path in sorted(self._folder.glob("session-*.parquet")):
+            status = path.stat()
+            version = (status.st_ino, status.st_mtime_ns)  # each heartbeat is a new file
+            before = self._known.get(path)
+            known[path] = before if before and before[0] == version else (version, _sessions(path))
+        self._known = known
+        return [session for _, sessions in known.values() for session in sessions]
+
+    def since(self, moment: float) -> list[EngineSession]:
+        """What each did after a Unix time; those that had ended are left out.
+
+        Raises:
+            PeagleError: a file is no such record.
+        """
+        alive = [session for session in self.all() if session.last_seen_at > moment]
+        return [
+            session if session.started_at >= moment else session_since(session, self._then(session, moment))
+            for session in alive
+        ]
+
+    def _then(self, session: EngineSession, moment: float) -> EngineSession:
+        """A session as it was at a moment of its life: between the kept heartbeats before and after it."""
+        after = session
+        for beat in self._beats_backwards(session):
+            if beat.last_seen_at <= moment:
+                return session_at(moment, beat, after)
+            after = min(after, beat, key=lambda one: one.last_seen_at)
+        return session_at(moment, None, after)
+
+    def _beats_backwards(self, session: EngineSession) -> Iterator[EngineSession]:
+        path = self._folder / f"beats-{session.session_id}.jsonl"
+        if path.exists():
+            yield from _readable(path, _lines_backwards(path), lambda line: EngineSession(**json.loads(line)))
 
 
-def _session_then(folder: Path, session: EngineSession, moment: float) -> EngineSession:
-    """A session as it was at a moment of its life: between the kept heartbeats before and after it."""
-    beats = [beat for beat in _beats(folder, session) if beat.last_seen_at < session.last_seen_at] + [session]
-    earlier = [beat for beat in beats if beat.last_seen_at <= moment]
-    return session_at(moment, earlier[-1] if earlier else None, beats[len(earlier)])
-
-
-def _beats(folder: Path, session: EngineSession) -> list[EngineSession]:
-    path = folder / f"beats-{session.session_id}.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # a last line without its end is torn
-    return list(_readable(path, lines, lambda line: EngineSession(**json.loads(line))))
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file from its end; a last one without its end, which is torn, is left out."""
+    with path.open("rb") as file:
+        start, rest, has_end = file.seek(0, io.SEEK_END), b"", False
+        while start:
+            size = min(start, _PIECE_BYTES)
+            start -= size
+            file.seek(start)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if lines and not has_end:
+                has_end = True
+                lines.pop()
+            yield from reversed(lines)
+        if has_end:
+            yield rest
 
 
 def append_request(folder: Path, request: RequestUsage) -> None:
@@ -157,19 +196,23 @@ class RequestReader:
         self._read_bytes: dict[Path, int] = {}
 
     def new(self) -> list[RequestUsage]:
-        """The requests since the last call. A line without its end is left for the next; one that is no record is
-        logged and left out."""
-        found: list[RequestUsage] = []
-        read_bytes = {}
-        for path in sorted(self._folder.glob("requests-*.jsonl")):
-            lines = self._new_lines(path)
-            read_bytes[path] = self._read_bytes.get(path, 0) + sum(map(len, lines))
-            found += _readable(path, lines, RequestUsage.from_json)
-        self._read_bytes |= read_bytes  # at the end: where a file cannot be read, all of them are read again
-        return found
+        """The requests since the last call, all at once: where a file cannot be read, all of them are read again."""
+        before = dict(self._read_bytes)
+        try:
+            return list(self.each())
+        except OSError:
+            self._read_bytes = before
+            raise
 
-    def _new_lines(self, path: Path) -> list[bytes]:
-        with path.open("rb") as file:
-            file.seek(self._read_bytes.get(path, 0))
-            data = file.read()
-        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    def each(self) -> Iterator[RequestUsage]:
+        """The requests since the last call, one after the other; what has been given is not read again. A line without
+        its end is left for the next call; one that is no record is logged and left out."""
+        for path in sorted(self._folder.glob("requests-*.jsonl")):
+            with path.open("rb") as file:
+                position = file.seek(self._read_bytes.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    self._read_bytes[path] = position
+                    yield from _readable(path, [line], RequestUsage.from_json)

@@ -64,7 +64,7 @@ class EngineMeter:
     """A contiguous account of one engine's time from its first second.
 
     While requests run, time is busy and belongs to their units in proportion to the requests that each has in the
-    engine. So the units' shares add up to the busy time exactly.
+    engine, of several choices one for each. So the units' shares add up to the busy time exactly.
 
     Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
     unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
@@ -105,17 +105,17 @@ class EngineMeter:
             self.compile_s = min(compile_s, self.load_s)
             self.load_s -= self.compile_s
 
-    def start(self, unit: int) -> None:
-        """A request of `unit` enters the engine."""
+    def start(self, unit: int, num_sequences: int = 1) -> None:
+        """A request of `unit` enters the engine, where it takes so many slots."""
         with self._lock:
             self.tick()
-            self._running[unit] += 1
+            self._running[unit] += num_sequences
 
-    def finish(self, unit: int, num_output_tokens: int) -> None:
-        """A request of `unit` leaves the engine with so many tokens."""
+    def finish(self, unit: int, num_output_tokens: int, num_sequences: int = 1) -> None:
+        """A request of `unit` leaves the engine with so many tokens; `num_sequences` as at its start."""
         with self._lock:
             self.tick()
-            self._running[unit] -= 1
+            self._running[unit] -= num_sequences
             if not self._running[unit]:
                 del self._running[unit]
             self.num_output_tokens += num_output_tokens
@@ -131,12 +131,12 @@ class EngineMeter:
         with self._lock:
             now = self._monotonic()
             passed, self._last = now - self._last, now
-            requests = self._running.total()
+            sequences = self._running.total()
             if not self._ready:
                 self.load_s += passed
-            elif not requests:
+            elif not sequences:
                 self.idle_s += passed
             else:
                 self.busy_s += passed
                 for unit, count in self._running.items():
-                    self._busy_by_unit[unit] += passed * count / requests
+                    self._busy_by_unit[unit] += passed * count / sequences

@@ -5,7 +5,6 @@ with the first of them. What vLLM is told is in `peagle/engine/ranks.py`.
 """
 
 import contextlib
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError, PeagleError
+from peagle.ports import free_port
 from pipelines.batch.logs import copied
 from pipelines.batch.node import claim_slot, follow_vllm, redirect_output
 from pipelines.batch.rundir import RunDirectory
@@ -87,7 +87,7 @@ class OtherNodes:
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
         actors = _actors(part, job.spec.num_nodes - 1)
-        leader = (_own_address(), _free_port())
+        leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor that nobody holds.
         self._followers = [actor.remote(job, number) for number, actor in enumerate(actors, 1)]
@@ -164,9 +164,3 @@ def _own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

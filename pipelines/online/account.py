@@ -90,18 +90,33 @@ class EngineAccount:
         self.heartbeat()
 
     def begin(
-        self, request_id: str, key: str, choices_per_prompt: int | None = None, *, first_asked_at: float | None = None
+        self,
+        request_id: str,
+        key: str,
+        choices_per_prompt: int | None = None,
+        *,
+        num_choices: int = 1,
+        first_asked_at: float | None = None,
     ) -> "RequestAccount":
         """A request enters the engine; of a completion, each of its prompts gets so many choices.
 
         Args:
+            num_choices: of all prompts. Each takes a slot, and so a share of the engine's busy seconds.
             first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
                 billed it, this one does not.
         """
         number = next(self._numbers)
-        self._meter.start(number)
-        tally = Tally(choices_per_prompt=choices_per_prompt)
-        return RequestAccount(self, number, request_id, key, self._monotonic(), tally, first_asked_at=first_asked_at)
+        self._meter.start(number, num_choices)
+        return RequestAccount(
+            self,
+            number,
+            request_id,
+            key,
+            self._monotonic(),
+            Tally(choices_per_prompt=choices_per_prompt),
+            num_choices=num_choices,
+            first_asked_at=first_asked_at,
+        )
 
     def end(self) -> None:
         """The engine stops, for good."""
@@ -142,7 +157,7 @@ class EngineAccount:
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine
-        self._meter.finish(request.number, tally.num_output_tokens)
+        self._meter.finish(request.number, tally.num_output_tokens, request.num_choices)
         busy_s = self._meter.take(request.number)
         is_free = outcome == "failed" and request.ttft_s is None  # as for the gate, which sees another status than 200
         return RequestUsage(
@@ -173,6 +188,7 @@ class RequestAccount:
 
     Attributes:
         tally: what its answer says.
+        num_choices: slots that it takes.
         sequences: what the engine says beside.
     """
 
@@ -185,6 +201,7 @@ class RequestAccount:
         began: float,
         tally: Tally,
         *,
+        num_choices: int,
         first_asked_at: float | None,
     ) -> None:
         self.number = number
@@ -193,6 +210,7 @@ class RequestAccount:
         self.started_at = time.time()
         self.ttft_s: float | None = None
         self.tally = tally
+        self.num_choices = num_choices
         self.sequences = Sequences()
         self._account = account
         self._began = began

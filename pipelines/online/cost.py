@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.economics.cost import account
-from peagle.economics.ledger import RequestReader, read_sessions, read_sessions_since
+from peagle.economics.ledger import RequestReader, SessionReader
 from peagle.economics.prices import Price
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
@@ -59,10 +59,10 @@ class CostView:
     """The ledger, read as it grows."""
 
     def __init__(self, folder: Path, price: Price, *, now: Callable[[], float] = time.time) -> None:
-        self._folder = folder
         self._price = price
         self._now = now
-        self._reader = RequestReader(folder)
+        self._requests = RequestReader(folder)
+        self._sessions = SessionReader(folder)
         self._cells: dict[_Cell, Sums] = {}
         self._listeners: list[Callable[[RequestUsage], None]] = []
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class CostView:
             PeagleError: the ledger cannot be read.
         """
         with self._lock:
-            for request in self._reader.new():
+            for request in self._requests.each():
                 self._add(request)
             return self._report(key, window_s)
 
@@ -125,7 +125,7 @@ class CostView:
     def _account(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
         """With the minute that the window begins in, as the requests have it."""
         begin = since // _MINUTE_S * _MINUTE_S
-        sessions = read_sessions(self._folder) if window_s is None else read_sessions_since(self._folder, begin)
+        sessions = self._sessions.all() if window_s is None else self._sessions.since(begin)
         known = {session.session_id for session in sessions}
         return account((unit for unit in units if unit.session_id in known), sessions, self._price).to_dict()
 

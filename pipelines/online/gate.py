@@ -33,6 +33,7 @@ KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
 CAP_HEADER = "x-peagle-cap-tokens"
+CHOICES_HEADER = "x-peagle-choices"
 AGAIN_HEADER = "x-peagle-again"  # of a request that an engine had which died: the Unix time at which that one was asked
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _OPEN_PATHS = ("/health",)
@@ -121,6 +122,7 @@ class Gate:
         inward |= {"content-length": str(len(intake.body))}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
         inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
+        inward |= {CHOICES_HEADER: str(intake.num_choices)}
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
                 if self._prompts:
@@ -319,13 +321,14 @@ def _header(scope: Scope, name: str) -> str | None:
 
 
 def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
-    """The scope with these headers in place of the client's; what begins with x-peagle- is ours to say, and the key is
-    nobody's business any more."""
+    """The scope with these headers in place of the client's. What begins with x- is not the client's to say: ours would
+    be believed, and vLLM takes orders by others (X-Vllm-Priority) that no limit has seen. The key is nobody's
+    business any more."""
     replaced = {name.encode() for name in headers} | {b"authorization"}
     kept = [
         (name, value)
         for name, value in scope.get("headers", [])
-        if name.lower() not in replaced and not name.lower().startswith(b"x-peagle-")
+        if name.lower() not in replaced and not name.lower().startswith(b"x-")
     ]
     return {**scope, "headers": [*kept, *_encoded(headers)]}
 

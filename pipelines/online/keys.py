@@ -4,6 +4,8 @@ A key is 32 random bytes, so one SHA-256 is enough to store it safely: there is 
 passwords would only slow every request. It knows a file and an environment variable; what a key may do is `limits.py`.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
@@ -11,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,6 +115,27 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError(f"keys {path}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def changing_keys(path: Path) -> Iterator[list[KeyRecord]]:
+    """The keys of a file; as they are at the end of the `with`, they are written. Whoever else changes it waits.
+
+    Raises:
+        ConfigError: as `read_keys` and `write_keys`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)  # the file itself is replaced
+    except OSError as error:
+        raise ConfigError(f"keys {path}: cannot be written: {error}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        records = list(read_keys(path))
+        yield records
+        write_keys(path, records)
+    finally:
+        os.close(folder)
 
 
 def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[KeyRecord, ...]:

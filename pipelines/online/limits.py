@@ -13,7 +13,7 @@ cost beyond what they held.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipelines.online.budgets import Budgets
@@ -91,14 +91,12 @@ class Limiter:
     """Counts by key.
 
     Args:
-        spent_usd: by key, what the ledger says its requests have spent so far.
         budgets: what batches hold and have spent; told what requests hold.
         monotonic: seconds; only differences matter.
     """
 
     def __init__(
         self,
-        spent_usd: Mapping[str, float] | None = None,
         *,
         budgets: Budgets | None = None,
         monotonic: Callable[[], float] = time.monotonic,
@@ -106,7 +104,7 @@ class Limiter:
         self._monotonic = monotonic
         self._budgets = budgets or Budgets()
         self._prices: defaultdict[str | None, _Price] = defaultdict(_Price)
-        self._usage = {name: _Usage(spent_usd=usd) for name, usd in (spent_usd or {}).items()}
+        self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
     def admit(self, key: KeyRecord, output_tokens: int, model: str | None = None) -> Permit:
         """Let a request in that may have so many output tokens of this model.
@@ -114,7 +112,7 @@ class Limiter:
         Raises:
             ApiError: 429, with the time after which another attempt makes sense.
         """
-        now, usage = self._monotonic(), self._usage.setdefault(key.name, _Usage())
+        now, usage = self._monotonic(), self._usage[key.name]
         usage.requests.expire(now)
         usage.tokens.expire(now)
         held_usd = output_tokens * self._prices[model].usd_per_token
@@ -136,14 +134,15 @@ class Limiter:
         usage.reserved_tokens -= permit.reserved_tokens
         usage.num_under_way -= 1
         self._hold(permit.key, usage, -permit.held_usd)
-        usage.spent_usd += usd
+        self.spend(permit.key, permit.model, output_tokens=output_tokens, usd=usd)
         if output_tokens:
             usage.tokens.add(self._monotonic(), output_tokens)
-            self.learn_price(permit.model, output_tokens=output_tokens, usd=usd)
 
-    def learn_price(self, model: str | None, *, output_tokens: int, usd: float) -> None:
-        """A request of this model cost as much."""
-        self._prices[model].learn(usd, output_tokens)
+    def spend(self, key: str, model: str | None, *, output_tokens: int, usd: float) -> None:
+        """A request has cost as much, now or before this process was there."""
+        self._usage[key].spent_usd += usd
+        if output_tokens:
+            self._prices[model].learn(usd, output_tokens)
 
     def _hold(self, key: str, usage: _Usage, usd: float) -> None:
         usage.held_usd += usd

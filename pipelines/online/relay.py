@@ -3,6 +3,7 @@
 It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 """
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -136,8 +137,15 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> Any:
-    """A whole answer with the summary; an error as it is."""
+    """A whole answer with the summary; an error as it is.
+
+    Raises:
+        CancelledError: nobody waits any more. vLLM 0.29 takes this for an error of the request and answers it, though
+            its seconds are to be paid.
+    """
     if getattr(answer, "usage", None) is None:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
         request.finish("failed")
         return answer
     request.tally.read(answer.model_dump(include={"usage", "metrics"}))

@@ -4,6 +4,7 @@ Pure: bytes in, bytes out. It checks what the endpoint itself decides by (model,
 for the models of the API behind it.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
 _DIGITS_SHOWN = 40
+_DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
+# vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer the
+# model's own count too.
+_MOST_ENTRIES = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,7 @@ class Intake:
         is_stream: the answer comes in events.
         wants_usage: the client asked for the event with usage at the end of a stream.
         wants_each_usage: and for usage in every event.
+        num_choices: of all its prompts.
         output_tokens: of all its choices at most.
         cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
     """
@@ -68,6 +74,7 @@ class Intake:
     is_stream: bool
     wants_usage: bool
     wants_each_usage: bool
+    num_choices: int
     output_tokens: int
     cap_tokens: int | None = None
 
@@ -108,6 +115,7 @@ def check(
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),
         wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
+        num_choices=num_choices,
         output_tokens=max(tokens, _LEAST_MADE) * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
         cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
@@ -128,7 +136,21 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
             raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
+    for field, most in _MOST_ENTRIES.items():
+        if isinstance(value := values.get(field), list | dict) and len(value) > most:
+            message = f"{field} has {len(value)} entries, and may have {most}"
+            raise ApiError(400, message, code="invalid_value", param=field)
+    if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
+        raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
     return values
+
+
+def _depth(values: Any) -> int:
+    depth, level = 0, [values]
+    while level := [one for one in level if isinstance(one, list | dict)]:
+        depth += 1
+        level = list(itertools.chain.from_iterable(one.values() if isinstance(one, dict) else one for one in level))
+    return depth
 
 
 def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:

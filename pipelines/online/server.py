@@ -20,11 +20,11 @@ from peagle import hardware
 from peagle.engine.environment import environment
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
-from pipelines.batch.node import claim_slot, local_spec, redirect_output
+from pipelines.batch.node import beside_ray, claim_slot, local_spec, redirect_output
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.coalesce import Pace
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
-from pipelines.online.gate import AGAIN_HEADER, EACH_USAGE_HEADER, KEY_HEADER
+from pipelines.online.gate import AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
@@ -100,7 +100,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             # One that drains still has its slot; its successor computes on the same cores.
             engine_index=self._account.engine_index % job.num_engines_on_node,
             num_engines_on_node=job.num_engines_on_node,
-        )
+        ) | beside_ray(spec)
         return make_llm_config(
             job.engine.model,
             spec,
@@ -127,7 +127,12 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         key = headers.get(KEY_HEADER, LOCAL_NAME)
         first_asked_at = float(headers[AGAIN_HEADER]) if AGAIN_HEADER in headers else None
         begin = functools.partial(
-            self._account.begin, request_id, key, choices_per_prompt, first_asked_at=first_asked_at
+            self._account.begin,
+            request_id,
+            key,
+            choices_per_prompt,
+            num_choices=int(headers.get(CHOICES_HEADER, 1)),
+            first_asked_at=first_asked_at,
         )
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal)
         answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)

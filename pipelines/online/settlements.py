@@ -8,7 +8,7 @@ request holds what it reserved. So nobody gets tokens for nothing by hanging up.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from peagle.economics.ledger import RequestReader
@@ -36,12 +36,13 @@ class Settlements:
         self._looked_at = -math.inf
         self._look_task: asyncio.Task[None] | None = None
         self._budgets = budgets_of(folder)
-        before = self._reader.new()
-        self.limiter = Limiter(self._spent(before), budgets=self._budgets, monotonic=monotonic)
-        for request in before:
-            if not request.is_batch and request.usage.num_output_tokens:
+        self.limiter = Limiter(budgets=self._budgets, monotonic=monotonic)
+        for request in self._reader.each():
+            if request.is_batch:
+                self._budgets.settle_batch(request.request_id, request.key, request.usd)
+            else:
                 tokens = request.usage.num_output_tokens
-                self.limiter.learn_price(request.model, output_tokens=tokens, usd=request.usd)
+                self.limiter.spend(request.key, request.model, output_tokens=tokens, usd=request.usd)
 
     def defer(self, request_id: str, permit: Permit) -> None:
         """The ledger will say what this request used, or has said so: an engine may be done before the ingress is."""
@@ -70,16 +71,6 @@ class Settlements:
             else:
                 self._unclaimed[request.request_id] = (now, request)
         self._forget(now)
-
-    def _spent(self, requests: Iterable[RequestUsage]) -> dict[str, float]:
-        """By key, without what batches cost, which is told to the budgets."""
-        spent: dict[str, float] = {}
-        for request in requests:
-            if request.is_batch:
-                self._budgets.settle_batch(request.request_id, request.key, request.usd)
-            else:
-                spent[request.key] = spent.get(request.key, 0.0) + request.usd
-        return spent
 
     def _settle(self, permit: Permit, request: RequestUsage) -> None:
         self.limiter.settle(permit, output_tokens=request.usage.num_output_tokens, usd=request.usd)

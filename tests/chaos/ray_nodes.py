@@ -5,13 +5,13 @@ The head has no CPUs: drivers join there, and engines run on the others. It know
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Self
 
+from peagle.ports import free_port
 from tests.chaos import processes
 
 ROOT = Path(__file__).parents[2]
@@ -115,10 +115,3 @@ class RayNodes:
 
 def _tree(node: "subprocess.Popen[bytes]") -> list[int]:
     return [*processes.descendants(node.pid), node.pid] if node.poll() is None else []
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

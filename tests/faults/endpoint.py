@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from peagle.engine.fake_engine import CORE_NAME
+from peagle.ports import free_port
 from pipelines.online.scaling import requests_in_flight
 from tests.chaos.processes import command_line, descendants
 from tests.chaos.ray_nodes import ROOT
@@ -78,9 +78,7 @@ class Endpoint:
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.state = folder / "state"
         self._log = folder / "serve.log"

@@ -10,15 +10,15 @@ import sys
 from peagle.drafter.fp8_folder import dequantize_head, quantize_head
 
 PROBE = """
-import json, socket, sys, torch
+import json, sys, torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
+from peagle.ports import free_port
+
+port = free_port()
 target, *heads = sys.argv[1:]
 logits, dtypes = [], []
 for head in heads:

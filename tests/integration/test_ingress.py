@@ -2,7 +2,6 @@
 becomes of a request whose time is over."""
 
 import asyncio
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from ray import serve
 
 from peagle.economics.prices import Price
+from peagle.ports import free_port
 from pipelines.online.gate import GateSettings
 from pipelines.online.ingress import make_ingress
 from pipelines.online.requests import CHAT, ServedModel
@@ -40,9 +40,7 @@ class Waits:
 
 @pytest.fixture
 def url(ray_cluster, tmp_path, request):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (tmp_path / "ledger").mkdir()
     settings = GateSettings(
         models=(ServedModel(name="m", max_model_len=100),),

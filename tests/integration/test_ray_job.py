@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from peagle.ports import free_port
 from pipelines.batch.rundir import RunDirectory
 from tests.chaos import processes
-from tests.chaos.ray_nodes import free_port
 
 # Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -13,9 +13,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
+from peagle.ports import free_port
 from pipelines.online.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants, kill
-from tests.chaos.ray_nodes import free_port
 
 MODEL = "smollm2-135m"
 START_S = 240

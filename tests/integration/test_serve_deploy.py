@@ -12,8 +12,8 @@ import openai
 import pytest
 import yaml
 
+from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
-from tests.chaos.ray_nodes import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -1,12 +1,11 @@
 """`peagle serve` on a cluster whose Serve somebody uses already."""
 
-import socket
-
 import pytest
 from ray import serve
 
 from jobs.serve import _deploy
 from peagle.errors import ConfigError
+from peagle.ports import free_port
 from pipelines.online.config import ServeConfig
 
 
@@ -18,9 +17,7 @@ class Another:
 @pytest.fixture
 def address(ray_cluster):
     """Where Serve of this cluster listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield {"host": "127.0.0.1", "port": port}
     serve.shutdown()

@@ -3,11 +3,12 @@
 import contextlib
 import json
 import signal
-import socket
 import time
 
 import httpx
 import pytest
+
+from peagle.ports import free_port
 
 NUM_TOKENS, TOKEN_S = 40, 0.2
 QUESTION = [{"role": "user", "content": "?"}]
@@ -20,9 +21,7 @@ def served(peagle, tmp_path):
     """Start an endpoint; the process, and its address once it is up."""
 
     def start(drain_s):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         process = peagle(
             *("serve", "--port", port, "--state", tmp_path / "state", "--engine", "fake", "--fake-token-s", TOKEN_S),
             *("--usd-per-hour", 1, "--drain-s", drain_s),

@@ -10,10 +10,10 @@ import pytest
 from peagle.economics import ledger
 from peagle.economics.ledger import (
     RequestReader,
+    SessionReader,
     append_beat,
     append_request,
     is_billed,
-    read_sessions_since,
     write_session,
 )
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_one_record_only(tmp_path, nearly
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
     assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1", "3"]
-    (since,) = read_sessions_since(tmp_path, 1120.0)
+    (since,) = SessionReader(tmp_path).since(1120.0)
     assert since.busy_s == pytest.approx(60)
 
 
@@ -85,7 +85,7 @@ def test_a_beat_that_is_no_record_is_left_out(tmp_path):
     (tmp_path / "beats-s.jsonl").write_bytes(b'{"session_id": "s", {\n')
     append_beat(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
-    (since,) = read_sessions_since(tmp_path, 1060.0)
+    (since,) = SessionReader(tmp_path).since(1060.0)
     assert since.busy_s == pytest.approx(60)
 
 

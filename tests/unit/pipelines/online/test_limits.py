@@ -63,7 +63,8 @@ def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(clock):
 
 
 def test_a_budget_counts_what_the_ledger_knows(clock):
-    limiter, alice = Limiter({"alice": 0.9}, monotonic=clock), key(budget_usd=1)
+    limiter, alice = Limiter(monotonic=clock), key(budget_usd=1)
+    limiter.spend("alice", "m", output_tokens=0, usd=0.9)
     limiter.settle(limiter.admit(alice, 1), output_tokens=1, usd=0.2)
     error = refusal(limiter, alice)
     assert (error.status, error.code, error.headers()) == (429, "insufficient_quota", {})
@@ -77,7 +78,8 @@ def test_keys_do_not_share_limits(clock):
 
 def test_requests_under_way_hold_what_their_tokens_may_cost(clock):
     budgets = Budgets()
-    limiter, alice = Limiter({"alice": 0.5}, budgets=budgets, monotonic=clock), key(budget_usd=1)
+    limiter, alice = Limiter(budgets=budgets, monotonic=clock), key(budget_usd=1)
+    limiter.spend("alice", "m", output_tokens=0, usd=0.5)
     limiter.settle(limiter.admit(alice, 50, "m"), output_tokens=10, usd=0.01)
     limiter.admit(alice, 100, "other")  # of whose price nothing is known
     first = limiter.admit(alice, 300, "m")
@@ -92,8 +94,9 @@ def test_requests_under_way_hold_what_their_tokens_may_cost(clock):
 
 
 def test_with_little_left_requests_get_in_one_at_a_time(clock):
-    limiter, alice = Limiter({"alice": 0.999}, monotonic=clock), key(budget_usd=1)
-    limiter.learn_price("m", output_tokens=10, usd=0.01)
+    limiter, alice = Limiter(monotonic=clock), key(budget_usd=1)
+    limiter.spend("alice", "m", output_tokens=0, usd=0.999)
+    limiter.spend("bob", "m", output_tokens=10, usd=0.01)
     only = limiter.admit(alice, 100, "m")
     refusal(limiter, alice, 100, "m")
     limiter.settle(only, output_tokens=0, usd=0)
@@ -103,7 +106,7 @@ def test_with_little_left_requests_get_in_one_at_a_time(clock):
 def test_the_price_of_a_token_is_that_of_late(clock):
     limiter, alice = Limiter(monotonic=clock), key(budget_usd=1)
     for usd in [0.1] * 50 + [0.01] * 200:
-        limiter.learn_price("m", output_tokens=10, usd=usd)
+        limiter.spend("bob", "m", output_tokens=10, usd=usd)
     assert limiter.admit(alice, 10, "m").held_usd == pytest.approx(0.01, rel=0.25)
 
 
