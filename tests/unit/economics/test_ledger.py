@@ -1,9 +1,10 @@
+import json
 import logging
 import os
 import resource
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -87,6 +88,42 @@ def test_a_beat_that_is_no_record_is_left_out(tmp_path):
     write_session(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
     (since,) = SessionReader(tmp_path).since(1060.0)
     assert since.busy_s == pytest.approx(60)
+
+
+def test_a_moment_is_found_among_a_month_of_heartbeats(tmp_path):
+    """The file is read from its end, in pieces that end within lines."""
+    (beats := tmp_path / "beats-s.jsonl").touch()
+    lines = [asdict(replace(SESSION, last_seen_at=1000.0 + 60 * n, busy_s=30.0 * n)) for n in range(2000)]
+    beats.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"torn')
+    last = replace(SESSION, last_seen_at=1000.0 + 60 * 2000, busy_s=30.0 * 2000)
+    write_session(tmp_path, last)
+    reader = SessionReader(tmp_path)
+    for number_ago in (1, 2, 500, 1500, 1999):
+        (since,) = reader.since(last.last_seen_at - 60 * number_ago)
+        assert since.busy_s == pytest.approx(30 * number_ago)
+
+
+def test_a_session_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
+    write_session(tmp_path, SESSION)
+    write_session(tmp_path, replace(SESSION, session_id="t"))
+    reader = SessionReader(tmp_path)
+    read, as_it_was = [], ledger._sessions
+    monkeypatch.setattr(ledger, "_sessions", lambda path: read.append(path.name) or as_it_was(path))
+    sessions_before = reader.all()
+    assert read == ["session-s.parquet", "session-t.parquet"]
+    write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0))
+    assert [one.busy_s for one in reader.all()] == [sessions_before[0].busy_s, 1.0]
+    assert read[2:] == ["session-t.parquet"]
+    (tmp_path / "session-s.parquet").unlink()
+    assert [one.session_id for one in reader.all()] == ["t"]
+
+
+def test_requests_that_were_given_are_not_read_again(tmp_path):
+    for name in ("1", "2", "3"):
+        append_request(tmp_path, request(name))
+    reader = RequestReader(tmp_path)
+    assert next(reader.each()).request_id == "1"
+    assert [one.request_id for one in reader.each()] == ["2", "3"]
 
 
 def test_what_could_not_be_read_is_read_again(tmp_path):

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 from jobs import cli
 
@@ -15,3 +16,14 @@ def test_add_list_revoke(tmp_path, capsys):
     assert "did you mean alice?" in capsys.readouterr().err
     assert cli.run(["serve", "keys", "revoke", "alice", "--keys", path]) == 0
     assert json.loads((tmp_path / "keys.json").read_text()) == []
+
+
+def test_changes_at_once_are_all_kept(tmp_path):
+    path = str(tmp_path / "keys.json")
+
+    def add(number):
+        return cli.run(["serve", "keys", "add", f"key{number}", "--keys", path])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(add, range(24))) == {0}
+    assert len(json.loads((tmp_path / "keys.json").read_text())) == 24

@@ -39,6 +39,15 @@ def test_requests_at_once_share_the_busy_seconds(engine_account, clock):
     assert two.finish("ok").usage.busy_s == pytest.approx(3)
 
 
+def test_a_request_of_several_choices_has_a_share_for_each(engine_account, clock):
+    engine_account.ready()
+    one, three = engine_account.begin("1", "a"), engine_account.begin("2", "b", num_choices=3)
+    clock.now += 4
+    assert three.finish("ok").usage.busy_s == pytest.approx(3)
+    clock.now += 1
+    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+
+
 def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
     reader = RequestReader(tmp_path / "ledger")
     record = engine_account.begin("r", "alice").finish("ok")

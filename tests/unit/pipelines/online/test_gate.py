@@ -107,6 +107,10 @@ def get(path, key=None):
     return ("GET", path), {"headers": {"authorization": f"Bearer {key}"} if key else {}}
 
 
+def nested(depth, opening, closing):
+    return opening * depth + '"a"' + closing * depth
+
+
 def error_of(response):
     return response.status_code, response.json()["error"]["code"]
 
@@ -191,12 +195,12 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
 
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     engine = Engine()
-    ask(
-        post(keys["alice"], headers={"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x"}), app=engine
-    )
-    assert engine.headers["x-peagle-key"] == "alice"
+    said = {"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x", "X-Vllm-Priority": "9", "a": "b"}
+    ask(post(keys["alice"], headers=said, n=2), app=engine)
+    assert (engine.headers["x-peagle-key"], engine.headers["x-peagle-choices"]) == ("alice", "2")
     assert len(engine.headers["x-request-id"]) == 32
-    assert not {"x-peagle-operator", "authorization"} & set(engine.headers)
+    assert engine.headers["a"] == "b"
+    assert not {"x-peagle-operator", "authorization", "x-vllm-priority"} & set(engine.headers)
     ask(get("/v1/cost", keys["boss"]), app=engine)
     assert engine.headers["x-peagle-operator"] == "1"
 
@@ -223,6 +227,9 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"model": "c"}, (404, "model_not_found")),
         ({"model": None}, (400, "missing_model")),
         ({"raw": "x" * 2001}, (413, "body_too_large")),
+        ({"raw": nested(101, "[", "]")}, (400, "too_deep")),
+        ({"raw": nested(101, '{"a": ', "}")}, (400, "too_deep")),
+        ({"stop_token_ids": [1] * 101}, (400, "invalid_value")),
     ],
 )
 def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expected):
@@ -249,6 +256,24 @@ def test_the_largest_numbers_that_an_engine_holds_pass(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
     assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
+
+
+def test_a_body_as_deep_as_is_allowed_passes(ask, keys):
+    engine = Engine()
+    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "x": ' + nested(99, "[", "]") + "}"), app=engine)
+    assert engine.asked is not None
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("allowed_token_ids", 1024), ("logit_bias", 1024), ("stop_token_ids", 100)]
+)
+def test_of_ids_an_engine_gets_no_more_than_it_survives(ask, keys, field, most):
+    def ids(number):
+        return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
+
+    requests = [post(keys["alice"], **{field: ids(number)}) for number in (most + 1, most)]
+    many, as_many = ask(*requests, max_body_bytes=50_000)
+    assert (error_of(many), as_many.status_code) == ((400, "invalid_value"), 200)
 
 
 @pytest.mark.parametrize("prefix", ["", "/peagle"])

@@ -12,6 +12,7 @@ from pipelines.online.answers import events
 from pipelines.online.relay import raising_faults, relay
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+EACH = {"wants_each_usage": True}
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
 
 
@@ -251,6 +252,27 @@ def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
     assert passed(engine_account, generate([refusal]), wants_each_usage=False) == [refusal]
     assert record(tmp_path).outcome == "failed"
+
+
+def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut(engine_account, clock, tmp_path):
+    engine_account.ready()
+
+    async def answers():
+        clock.now += 2
+        with contextlib.suppress(asyncio.CancelledError):  # as vLLM's `chat_completion_full_generator`
+            await asyncio.sleep(60)
+        yield SimpleNamespace(error=SimpleNamespace(code=400, message="Client disconnected"))
+
+    async def leave():
+        reader = asyncio.create_task(anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), **EACH)))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader])
+        return reader.cancelled()
+
+    assert asyncio.run(leave())
+    cut = record(tmp_path)
+    assert (cut.outcome, cut.usage.num_output_tokens, cut.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
 
 
 def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):

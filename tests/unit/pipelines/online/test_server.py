@@ -1,0 +1,33 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.engine.spec import EngineSpec
+from pipelines.online import server
+
+
+@pytest.mark.parametrize(("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1")])
+def test_threads_of_an_engine_with_many_requests_keep_their_cores(monkeypatch, set_by_user, max_num_seqs, expected):
+    """As of a bulk engine; the threads that Ray sets do not hold."""
+
+    class Replica(server.PeagleServer):
+        def __init__(self):
+            self._account = SimpleNamespace()
+
+        def __del__(self):
+            pass
+
+    for name, value in (("KMP_USE_YIELD", set_by_user), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value or "")  # so that it is as before when this test is over
+    if set_by_user is None:
+        monkeypatch.delenv("KMP_USE_YIELD")
+    monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
+    monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
+    job = SimpleNamespace(
+        spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a", num_engines_on_node=1, stand_in=True,
+        engine=SimpleNamespace(model="m"), sizes=None, parsers={},
+    )  # fmt: skip
+    variables = Replica()._local_config(job)
+    assert variables.get("KMP_USE_YIELD") == expected
+    assert "OMP_NUM_THREADS" not in variables
