@@ -60,7 +60,7 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         budget_usd=args.budget_usd,
         is_operator=args.operator,
     )
-    with changing_keys(path) as records:
+    with changing_keys(path, create=True) as records:
         records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
@@ -75,6 +75,6 @@ def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         if args.name not in names:
             hint = did_you_mean(args.name, names)
             raise ConfigError(f"keys {path}: there is no key called {args.name!r}", hint=hint)
-        del records[names.index(args.name)]
+        records[:] = [record for record in records if record.name != args.name]
     print(f"{args.name} is revoked")
     return 0, {"name": args.name}

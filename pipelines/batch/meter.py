@@ -64,7 +64,7 @@ class EngineMeter:
     """A contiguous account of one engine's time from its first second.
 
     While requests run, time is busy and belongs to their units in proportion to the requests that each has in the
-    engine, of several choices one for each. So the units' shares add up to the busy time exactly.
+    engine; one of several choices counts once for each. So the units' shares add up to the busy time exactly.
 
     Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
     unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
@@ -106,7 +106,7 @@ class EngineMeter:
             self.load_s -= self.compile_s
 
     def start(self, unit: int, num_sequences: int = 1) -> None:
-        """A request of `unit` enters the engine, where it takes so many slots."""
+        """A request of `unit` enters the engine, where it may take so many slots."""
         with self._lock:
             self.tick()
             self._running[unit] += num_sequences

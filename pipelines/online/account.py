@@ -101,7 +101,7 @@ class EngineAccount:
         """A request enters the engine; of a completion, each of its prompts gets so many choices.
 
         Args:
-            num_choices: of all prompts. Each takes a slot, and so a share of the engine's busy seconds.
+            num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
             first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
                 billed it, this one does not.
         """
@@ -188,7 +188,7 @@ class RequestAccount:
 
     Attributes:
         tally: what its answer says.
-        num_choices: slots that it takes.
+        num_choices: as `EngineAccount.begin` takes it.
         sequences: what the engine says beside.
     """
 

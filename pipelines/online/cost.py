@@ -133,8 +133,9 @@ class CostView:
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:
     """Sums over requests. Tokens per dollar are of busy time: no request pays for an idle engine.
 
-    A request's share of the busy time is its own time over those that were in the engine with it, so all their time
-    over all their shares is how many there were at once. A batch has engines of its own and is left out there.
+    All requests' time over all their shares of the busy time is how many there were at once. Of one key's it is that
+    only where nobody's had several choices, as these count in the shares. A batch has engines of its own and is left
+    out there.
     """
     cells = list(cells)
     units = [sums.usage for sums in cells]

@@ -322,8 +322,7 @@ def _header(scope: Scope, name: str) -> str | None:
 
 def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
     """The scope with these headers in place of the client's. What begins with x- is not the client's to say: ours would
-    be believed, and vLLM takes orders by others (X-Vllm-Priority) that no limit has seen. The key is nobody's
-    business any more."""
+    be believed, and vLLM reads others, of which it can fail (X-Vllm-Priority). The key is nobody's business."""
     replaced = {name.encode() for name in headers} | {b"authorization"}
     kept = [
         (name, value)

@@ -118,24 +118,27 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
 
 
 @contextlib.contextmanager
-def changing_keys(path: Path) -> Iterator[list[KeyRecord]]:
+def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
     """The keys of a file; as they are at the end of the `with`, they are written. Whoever else changes it waits.
+
+    Args:
+        create: make its folder.
 
     Raises:
         ConfigError: as `read_keys` and `write_keys`.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)  # the file itself is replaced
-    except OSError as error:
-        raise ConfigError(f"keys {path}: cannot be written: {error}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            if create:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(f"keys {path}: cannot be written: {error}") from error
         records = list(read_keys(path))
         yield records
         write_keys(path, records)
-    finally:
-        os.close(folder)
 
 
 def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[KeyRecord, ...]:

@@ -32,8 +32,8 @@ _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a who
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
 _DIGITS_SHOWN = 40
 _DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
-# vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer the
-# model's own count too.
+# vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer, of
+# which the model's own are some, only where it has a least length.
 _MOST_ENTRIES = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 
 
@@ -137,6 +137,8 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
     for field, most in _MOST_ENTRIES.items():
+        if field == "stop_token_ids" and not values.get("min_tokens"):
+            continue
         if isinstance(value := values.get(field), list | dict) and len(value) > most:
             message = f"{field} has {len(value)} entries, and may have {most}"
             raise ApiError(400, message, code="invalid_value", param=field)

@@ -64,6 +64,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
         state = Path(job.state)
+        self._slots = job.spec.max_num_seqs
         self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
         self._account = EngineAccount(
             state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=EngineMetrics(job.engine)
@@ -131,7 +132,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             request_id,
             key,
             choices_per_prompt,
-            num_choices=int(headers.get(CHOICES_HEADER, 1)),
+            num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
             first_asked_at=first_asked_at,
         )
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal)

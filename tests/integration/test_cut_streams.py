@@ -34,7 +34,7 @@ def replica(tmp_path, monkeypatch):
 
     class Replica(server.PeagleServer):
         def __init__(self):
-            self._account, self._pace = account, Pace(0.0)
+            self._account, self._pace, self._slots = account, Pace(0.0), 2
 
         def __del__(self):
             pass

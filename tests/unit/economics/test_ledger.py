@@ -90,17 +90,21 @@ def test_a_beat_that_is_no_record_is_left_out(tmp_path):
     assert since.busy_s == pytest.approx(60)
 
 
-def test_a_moment_is_found_among_a_month_of_heartbeats(tmp_path):
+def test_a_moment_is_found_among_many_heartbeats(tmp_path, caplog):
     """The file is read from its end, in pieces that end within lines."""
-    (beats := tmp_path / "beats-s.jsonl").touch()
-    lines = [asdict(replace(SESSION, last_seen_at=1000.0 + 60 * n, busy_s=30.0 * n)) for n in range(2000)]
-    beats.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"torn')
-    last = replace(SESSION, last_seen_at=1000.0 + 60 * 2000, busy_s=30.0 * 2000)
-    write_session(tmp_path, last)
+
+    def beat(minute):  # idle for the first thousand minutes
+        busy_s = 60.0 * max(0, minute - 1000)
+        return replace(SESSION, last_seen_at=1000.0 + 60 * minute, busy_s=busy_s, idle_s=60.0 * minute - busy_s)
+
+    lines = [json.dumps(asdict(beat(minute))).encode() + b"\n" for minute in range(1000, 2000)]
+    (tmp_path / "beats-s.jsonl").write_bytes(b"".join(lines) + b'{"torn')
+    write_session(tmp_path, beat(2000))
     reader = SessionReader(tmp_path)
-    for number_ago in (1, 2, 500, 1500, 1999):
-        (since,) = reader.since(last.last_seen_at - 60 * number_ago)
-        assert since.busy_s == pytest.approx(30 * number_ago)
+    for minutes_ago in (1, 2, 500, 999, 999.5, 1000):
+        (since,) = reader.since(beat(2000).last_seen_at - 60 * minutes_ago)
+        assert since.busy_s == pytest.approx(60 * minutes_ago)
+    assert not caplog.text
 
 
 def test_a_session_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
@@ -111,7 +115,7 @@ def test_a_session_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch)
     monkeypatch.setattr(ledger, "_sessions", lambda path: read.append(path.name) or as_it_was(path))
     sessions_before = reader.all()
     assert read == ["session-s.parquet", "session-t.parquet"]
-    write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0))
+    write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0, idle_s=59.0))
     assert [one.busy_s for one in reader.all()] == [sessions_before[0].busy_s, 1.0]
     assert read[2:] == ["session-t.parquet"]
     (tmp_path / "session-s.parquet").unlink()

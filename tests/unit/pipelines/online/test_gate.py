@@ -227,9 +227,9 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"model": "c"}, (404, "model_not_found")),
         ({"model": None}, (400, "missing_model")),
         ({"raw": "x" * 2001}, (413, "body_too_large")),
-        ({"raw": nested(101, "[", "]")}, (400, "too_deep")),
+        ({"raw": '{"a": ' + nested(100, "[", "]") + "}"}, (400, "too_deep")),
         ({"raw": nested(101, '{"a": ', "}")}, (400, "too_deep")),
-        ({"stop_token_ids": [1] * 101}, (400, "invalid_value")),
+        ({"stop_token_ids": [1] * 101, "min_tokens": 1}, (400, "invalid_value")),
     ],
 )
 def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expected):
@@ -271,9 +271,13 @@ def test_of_ids_an_engine_gets_no_more_than_it_survives(ask, keys, field, most):
     def ids(number):
         return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
 
-    requests = [post(keys["alice"], **{field: ids(number)}) for number in (most + 1, most)]
+    requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (most + 1, most)]
     many, as_many = ask(*requests, max_body_bytes=50_000)
     assert (error_of(many), as_many.status_code) == ((400, "invalid_value"), 200)
+
+
+def test_ids_that_end_an_answer_are_as_many_as_one_likes_where_it_may_end_at_once(ask, keys):
+    assert ask(post(keys["alice"], stop_token_ids=list(range(101))))[0].status_code == 200
 
 
 @pytest.mark.parametrize("prefix", ["", "/peagle"])
