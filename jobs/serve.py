@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
     config = flags.load(ServeConfig, args)
     from peagle import hardware
+    from peagle.ports import require_free
     from peagle.quiet import QuietStderr
     from pipelines.batch import cluster
     from pipelines.batch.stopping import stop_on_signal
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
         if not is_remote:
             endpoint_price(config, here, served)
+            require_free("port", config.port, config.host, hint="choose another port, or stop what listens there")
         if gate.prompts:
             print(f"prompts are written to {gate.prompts}", flush=True)
         logs = config.state / "logs"

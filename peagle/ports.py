@@ -1,8 +1,10 @@
-"""A TCP port for somebody who is about to listen on one."""
+"""TCP ports for somebody who is about to listen on one."""
 
 import contextlib
 import random
 import socket
+
+from peagle.errors import ConfigError
 
 # Ray's workers have 10002 to 19999; from 32768 on Linux gives ports to whoever asks for any, as Ray's processes do.
 _PORTS = range(20_000, 32_768)
@@ -23,3 +25,23 @@ def free_port(host: str = "127.0.0.1") -> int:
             probe.bind((host, port))
             return port
     raise OSError(f"{_ATTEMPTS} ports of {host or 'this machine'} between {_PORTS[0]} and {_PORTS[-1]} are in use")
+
+
+def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
+    """Refuse a port that somebody listens on, or an address that is not this machine's. Whoever asks for it later may
+    not: Ray Serve shares its port with any other Serve, so that each gets some of the connections.
+
+    Args:
+        key: of the configuration.
+        host: address to listen on; empty for all.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            where = f" of {host}" if host else ""
+            raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
+from peagle.ports import require_free
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
 from pipelines.failures import explain
 
@@ -95,14 +95,7 @@ def _check_metrics_port(port: int) -> None:
             "metrics_port: Ray's exporters are those of the cluster that RAY_ADDRESS names",
             hint="choose their port where its nodes are started: ray start --metrics-export-port",
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_port {port}: {error.strerror}", hint="leave it out for one that is free"
-            ) from error
+    require_free("metrics_port", port, hint="leave it out for one that is free")
 
 
 def metrics_port() -> int:

@@ -1,3 +1,4 @@
+import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -34,6 +35,17 @@ def test_engines_that_do_not_fit_are_refused(refused, embedded_target):
     code, error = refused("--max-replicas", "1000")
     assert code == 1
     assert "1000 engines" in error
+
+
+def test_a_port_that_another_endpoint_has_is_refused_though_serve_would_share_it(refused, embedded_target):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Serve's proxy
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, error = refused("--port", str(port))
+    assert code == 2
+    assert f"port {port} of 127.0.0.1: Address already in use" in error
 
 
 def test_the_port_of_another_clusters_metrics_is_not_ours_to_choose(refused, monkeypatch):

@@ -1,0 +1,37 @@
+import socket
+
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.ports import free_port, require_free
+
+
+def test_a_free_port_is_free_and_none_that_linux_gives_to_whoever_asks():
+    ports = {free_port() for _ in range(20)}
+    assert all(20_000 <= port < 32_768 for port in ports)
+    for port in ports:
+        require_free("port", port, "127.0.0.1", hint="")
+
+
+def test_a_port_is_found_beside_those_that_are_taken(monkeypatch):
+    taken = free_port()
+    other = free_port()
+    monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [taken, other])
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", taken))
+        listening.listen()
+        assert free_port() == other
+        monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [taken])
+        with pytest.raises(OSError, match="in use"):
+            free_port()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("192.0.2.1", "Cannot assign requested address"), ("no.such.host.invalid", ""), ("::1", None)]
+)
+def test_an_address_must_be_this_machines(host, said):
+    if said is None:
+        require_free("port", free_port(), host, hint="")
+        return
+    with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {said}"):
+        require_free("port", free_port(), host, hint="choose another")
