@@ -80,6 +80,12 @@ def beside_ray(spec: EngineSpec) -> dict[str, str]:
     return {} if spec.max_num_seqs < _MANY_SEQS or _YIELD in os.environ else {_YIELD: "0"}
 
 
+def set_threads(spec: EngineSpec) -> None:
+    """Have the engine that this process of Ray is about to start compute on the cores that it is given."""
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's logical CPUs; an engine's cores are bound
+    os.environ |= beside_ray(spec)
+
+
 def start_vllm(
     spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None = None
 ) -> VllmEngine:
@@ -117,7 +123,5 @@ def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int
 
 
 def _prepared(spec: EngineSpec) -> EngineSpec:
-    # Ray sets this to the actor's logical CPUs; the cores that the engine may use are bound when it starts.
-    os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ |= beside_ray(spec)
+    set_threads(spec)
     return local_spec(spec)

@@ -110,7 +110,6 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
         raise ConfigError(f"keys {path}: there is a key called {min(repeated)} already", hint="choose another name")
     data = json.dumps([record.model_dump(mode="json") for record in records], indent=2) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data.encode())
         path.chmod(0o600)
     except OSError as error:

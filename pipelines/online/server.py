@@ -20,7 +20,7 @@ from peagle import hardware
 from peagle.engine.environment import environment
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
-from pipelines.batch.node import beside_ray, claim_slot, local_spec, redirect_output
+from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.coalesce import Pace
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
@@ -94,14 +94,14 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     def _local_config(self, job: ReplicaJob) -> Any:
         here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
         self._account.engine_index = claim_slot(job.app_id)
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the replica's logical CPUs
+        set_threads(spec)
         os.environ |= environment(
             spec,
             here,
             # One that drains still has its slot; its successor computes on the same cores.
             engine_index=self._account.engine_index % job.num_engines_on_node,
             num_engines_on_node=job.num_engines_on_node,
-        ) | beside_ray(spec)
+        )
         return make_llm_config(
             job.engine.model,
             spec,
