@@ -19,9 +19,9 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from pipelines.batch.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine
+from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine
+from peagle.corpus.rows import Span
 from pipelines.batch.handing_out import longest_first
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import WorkUnit
 
 _CASES = [(4, 8, 1200), (4, 8, 12_000), (4, 64, 10_000), (8, 256, 40_000), (8, 256, 400_000)]

@@ -14,7 +14,7 @@ from peagle.planning.estimate import Estimate, Machine, estimate, machines_for
 from peagle.planning.machines import pairs, require_other
 from peagle.planning.sweeps import Sweep
 
-# Rows in open units for each request at once (pipelines/batch/cutting.py); half of that work is lost on average.
+# Rows in open units for each request at once (peagle/corpus/cutting.py); half of that work is lost on average.
 _OPEN_ROWS_PER_REQUEST = 3
 _UNKNOWN_LOST_S = 60.0  # where response lengths were not kept
 

@@ -6,12 +6,12 @@ It reads the whole corpus again, as planning did, and keeps nothing of it.
 from pathlib import Path
 from typing import Any
 
+from peagle.corpus.files import SourceFile, discover
+from peagle.corpus.scan import find, scan
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
 from pipelines.batch.audit_unit import Finding
-from pipelines.batch.corpus import find, scan
-from pipelines.batch.inputs.files import SourceFile, discover
 from pipelines.batch.plan import Plan
-from pipelines.batch.workload import Workload
 
 
 def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding], list[str]]:

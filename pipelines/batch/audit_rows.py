@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from peagle import hardware
 from peagle.catalog.resolve import resolve_model
+from peagle.corpus.scan import read
 from peagle.engine.arguments import max_num_batched_tokens
 from peagle.engine.generation import Completion, Engine, RequestRefused
 from peagle.engine.precision import resolve_precision
@@ -29,7 +30,6 @@ from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.storage import open_to_read
-from pipelines.batch.corpus import read
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.preparing import tokenizer_of
 from pipelines.batch.rundir import RunDirectory

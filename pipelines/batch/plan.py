@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from peagle.corpus.cutting import Cut, auto_cut, enough_rows
+from peagle.corpus.files import SourceFile
+from peagle.corpus.rows import Span
+from peagle.corpus.scan import count_rows, find, scan
+from peagle.corpus.workload import Workload
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.corpus import count_rows, find, scan
-from pipelines.batch.cutting import Cut, auto_cut, enough_rows
-from pipelines.batch.inputs.files import SourceFile
-from pipelines.batch.inputs.span import Span
-from pipelines.batch.workload import Workload
 
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384

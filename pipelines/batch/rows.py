@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from peagle.corpus.rows import RawRow
+from peagle.corpus.schema import to_json, to_table
+from peagle.corpus.types import can_be_stored
 from peagle.engine.generation import Completion, Generation
 from peagle.errors import InputError
 from peagle.prompting import RowError
 from peagle.requests import Request, RequestBuilder
-from pipelines.batch.inputs.columns import to_json, to_table
-from pipelines.batch.inputs.span import RawRow
-from pipelines.batch.inputs.types import can_be_stored
 from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json
 
 _LOGPROB = pa.struct(

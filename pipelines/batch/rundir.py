@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from peagle.corpus.schema import to_json
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
@@ -42,7 +43,6 @@ from peagle.storage import (
     write_once,
 )
 from pipelines.batch.footers import Footer, Footers, unit_bytes
-from pipelines.batch.inputs.columns import to_json
 from pipelines.batch.logs import logs_folder
 from pipelines.batch.plan import (
     Plan,

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
 from peagle.errors import EngineError, PeagleError, RunInUse
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.cutting import calls_per_engine
 from pipelines.batch.handing_out import chunks, longest_first
 from pipelines.batch.placing import PREPARE_CPUS
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.corpus.lines import Lines
+from peagle.corpus.openai_batch import envelope_error
 from peagle.errors import InputError
-from pipelines.batch.inputs.lines import Lines
-from pipelines.batch.inputs.openai_batch import envelope_error
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import ServedModel, check

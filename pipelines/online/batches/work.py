@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from peagle.corpus.lines import Lines, lines_of
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import StoppedEarly
 from peagle.openai_answer import error_line
@@ -23,7 +24,6 @@ from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import progress, run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
-from pipelines.batch.inputs.lines import Lines, lines_of
 from pipelines.batch.placing import Neighbours
 from pipelines.batch.reporting import make_report
 from pipelines.batch.rundir import RunDirectory

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from peagle import hardware
+from peagle.corpus.rows import Span
 from peagle.economics.cost import account
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
 from peagle.files import write_json
 from peagle.speculation import SpeculationStats
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.lease import hold_lease
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve_price

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from pipelines.batch.inputs.span import Span
+from peagle.corpus.rows import Span
 from pipelines.batch.plan import Plan, WorkUnit
 
 

@@ -4,11 +4,11 @@ from functools import partial
 import pyarrow as pa
 import pytest
 
+from peagle.corpus.rows import Span
 from peagle.economics.usage import EngineSession
 from pipelines.batch import admission
 from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.heartbeats import Heartbeats
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 
 SESSION = EngineSession(

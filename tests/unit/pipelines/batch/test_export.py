@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
+from peagle.corpus.rows import Span
 from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
 from peagle.storage import write_atomic
 from pipelines.batch import export as export_module
 from pipelines.batch.export import export
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rows import OUTPUT_SCHEMA

@@ -1,7 +1,7 @@
 import itertools
 
+from peagle.corpus.rows import Span
 from pipelines.batch.handing_out import chunks, longest_first
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import WorkUnit
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
+from peagle.corpus.cutting import Cut
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.cutting import Cut
 from pipelines.batch.plan import (
     Retry,
     make_plan,

@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
+from peagle.corpus.rows import RawRow, Span
 from peagle.economics.usage import UnitUsage
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
@@ -12,7 +13,6 @@ from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.requests import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.speculation import SpeculationStats
-from pipelines.batch.inputs.span import RawRow, Span
 from pipelines.batch.plan import WorkUnit
 from pipelines.batch.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, require_storable, unpacked
 from pipelines.batch.rundir import RunDirectory

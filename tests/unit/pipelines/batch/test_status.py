@@ -6,13 +6,13 @@ import pyarrow as pa
 import pytest
 
 from jobs import cli
+from peagle.corpus.rows import Span
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 from peagle.storage import write_atomic
 from pipelines.batch import lease as lease_module
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.lease import hold_lease, read_lease
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.retries import plan_retry

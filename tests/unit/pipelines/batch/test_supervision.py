@@ -6,12 +6,12 @@ import pyarrow as pa
 import pytest
 
 from peagle import hardware
+from peagle.corpus.rows import Span
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, StoppedEarly, StorageError, TooManyFailedRows
 from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.inputs.span import Span
 from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve, resolve_price
 from pipelines.batch.rundir import RunDirectory

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.batch.inputs.csv_rows import csv_rows
-from pipelines.batch.inputs.lines import Lines, lines_of
-from pipelines.batch.inputs.openai_batch import batch_row
-from pipelines.batch.inputs.span import RawRow, Span
+from peagle.corpus.csv_rows import csv_rows
+from peagle.corpus.lines import Lines, lines_of
+from peagle.corpus.openai_batch import batch_row
+from peagle.corpus.rows import RawRow, Span
 
 TEXT_COLUMN = "prompt"
 _DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, less those of whoever calls

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from pipelines.batch.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine, enough_rows
+from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine, enough_rows
 
 
 def sizes_of(cut, num_rows):

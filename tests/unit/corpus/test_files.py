@@ -5,12 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from peagle.corpus import files
+from peagle.corpus import scan as corpus
+from peagle.corpus.cutting import Cut
+from peagle.corpus.files import discover
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
-from pipelines.batch import corpus
-from pipelines.batch.cutting import Cut
-from pipelines.batch.inputs import files
-from pipelines.batch.inputs.files import discover
-from pipelines.batch.workload import Workload
 
 
 def found(uri, input_format="auto"):

@@ -1,7 +1,7 @@
 import pytest
 
-from pipelines.batch.inputs.span import RawRow
-from pipelines.batch.workload import Workload
+from peagle.corpus.rows import RawRow
+from peagle.corpus.workload import Workload
 
 WORKLOAD = Workload(max_tokens=256)
 

@@ -8,19 +8,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.errors import InputError
-from pipelines.batch.inputs.columns import wide
-from pipelines.batch.inputs.files import SourceFile, naming, open_raw
-from pipelines.batch.inputs.forward import ForwardReaders
-from pipelines.batch.inputs.span import RawRow, Span
-from pipelines.batch.inputs.types import (
+from peagle.corpus.files import SourceFile, naming, open_raw
+from peagle.corpus.forward import ForwardReaders
+from peagle.corpus.rows import RawRow, Span
+from peagle.corpus.schema import wide
+from peagle.corpus.types import (
     LARGEST_EXACT,
     has_long_integers,
     has_nanosecond_times,
     loses_nanoseconds,
     repeated_name,
 )
-from pipelines.batch.workload import Workload
+from peagle.corpus.workload import Workload
+from peagle.errors import InputError
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536

@@ -1,4 +1,4 @@
-from pipelines.batch.inputs.unique import UniqueIds
+from peagle.corpus.unique import UniqueIds
 
 
 def test_ids_that_are_there_once_are_unique():

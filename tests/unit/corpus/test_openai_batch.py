@@ -3,11 +3,11 @@ import json
 import pyarrow as pa
 import pytest
 
+from peagle.corpus import scan as corpus
+from peagle.corpus.cutting import Cut
+from peagle.corpus.schema import to_table
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
-from pipelines.batch import corpus
-from pipelines.batch.cutting import Cut
-from pipelines.batch.inputs.columns import to_table
-from pipelines.batch.workload import Workload
 
 
 def request(custom_id="a", **changes):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.batch.inputs.columns import json_text
-from pipelines.batch.inputs.span import RawRow
+from peagle.corpus.rows import RawRow
+from peagle.corpus.schema import json_text
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
+from peagle.corpus import scan as corpus
+from peagle.corpus.cutting import Cut
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
-from pipelines.batch import corpus
-from pipelines.batch.cutting import Cut
-from pipelines.batch.workload import Workload
 
 LINES = b"\n".join([b'{"prompt": "a"}', b"", b"{bad", b'{"prompt": "\xc3\xa9"}', b"[1]", b'{"prompt": "z"}'])
 CSV = b'\xef\xbb\xbfprompt,n\r\n"two\nlines, quoted ""so""",1\r\n\r\nplain,2\r\nshort\r\n\xff,4\r\nlast,5'
@@ -118,7 +118,7 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_row(write):
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(write, monkeypatch):
-    monkeypatch.setattr("pipelines.batch.inputs.lines.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("peagle.corpus.lines.MAX_LINE_BYTES", 100)
     with pytest.raises(InputError, match=r"a\.txt line 2: longer than"):
         scan(write("a.txt", b"short\n" + b"x" * 300), 10)
 

@@ -1,6 +1,6 @@
 """A corpus: its files, columns and rows; and how rows are read back from one range of one file.
 
-It hands each file to its format (`pipelines/batch/inputs/`). It does not know prompts, units' commits or engines.
+It hands each file to its format (`parquet.py`, `text.py`). It does not know prompts, units' commits or engines.
 
 Text formats have no schema, so planning reads the whole corpus once, line by line; what it keeps grows with spans, not
 with rows. A line that is no row is a row like any other: it gets an id and, later, a dead letter. Parquet says in its
@@ -14,17 +14,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from peagle.corpus.cutting import Cut
+from peagle.corpus.files import SourceFile, discover
+from peagle.corpus.lines import Lines
+from peagle.corpus.openai_batch import BATCH_SCHEMA, is_batch
+from peagle.corpus.parquet import count_parquet, read_parquet, scan_parquet
+from peagle.corpus.rows import RawRow, Span
+from peagle.corpus.schema import Columns, unify
+from peagle.corpus.text import Record, first_object, read_records, records
+from peagle.corpus.unique import UniqueIds
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
-from pipelines.batch.cutting import Cut
-from pipelines.batch.inputs.columns import Columns, unify
-from pipelines.batch.inputs.files import SourceFile, discover
-from pipelines.batch.inputs.lines import Lines
-from pipelines.batch.inputs.openai_batch import BATCH_SCHEMA, is_batch
-from pipelines.batch.inputs.parquet import count_parquet, read_parquet, scan_parquet
-from pipelines.batch.inputs.records import Record, first_object, read_records, records
-from pipelines.batch.inputs.span import RawRow, Span
-from pipelines.batch.inputs.unique import UniqueIds
-from pipelines.batch.workload import Workload
 
 _DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
 

@@ -7,9 +7,9 @@ import csv
 import json
 from collections.abc import Iterator
 
+from peagle.corpus.lines import MAX_LINE_BYTES, Lines
+from peagle.corpus.rows import RawRow
 from peagle.errors import InputError
-from pipelines.batch.inputs.lines import MAX_LINE_BYTES, Lines
-from pipelines.batch.inputs.span import RawRow
 
 
 def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]]:

@@ -4,13 +4,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from peagle.corpus import scan as corpus
+from peagle.corpus.cutting import Cut
+from peagle.corpus.files import SourceFile
+from peagle.corpus.scan import find, read
+from peagle.corpus.schema import to_table
+from peagle.corpus.workload import Workload
 from peagle.errors import InputError
-from pipelines.batch import corpus
-from pipelines.batch.corpus import find, read
-from pipelines.batch.cutting import Cut
-from pipelines.batch.inputs.columns import to_table
-from pipelines.batch.inputs.files import SourceFile
-from pipelines.batch.workload import Workload
 
 
 def write_lines(path, lines):

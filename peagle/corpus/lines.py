@@ -1,15 +1,15 @@
 """A file as numbered lines with their byte positions, decompressed; and the lines of one span of it.
 
-It knows bytes; what a line means is the business of `records.py`.
+It knows bytes; what a line means is the business of `text.py`.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 
+from peagle.corpus.files import compression_of, decompressed, naming, open_raw
+from peagle.corpus.forward import ForwardReaders
+from peagle.corpus.rows import Span
 from peagle.errors import InputError
-from pipelines.batch.inputs.files import compression_of, decompressed, naming, open_raw
-from pipelines.batch.inputs.forward import ForwardReaders
-from pipelines.batch.inputs.span import Span
 
 MAX_LINE_BYTES = 64 << 20
 _MAGIC = {b"\x1f\x8b": "gzip (.gz)", b"\x28\xb5\x2f\xfd": "zstd (.zst)", b"PAR1": "Parquet (.parquet)"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.batch.inputs.span import RawRow
-from pipelines.batch.inputs.types import can_be_stored, holds, is_too_deep, is_wide
+from peagle.corpus.rows import RawRow
+from peagle.corpus.types import can_be_stored, holds, is_too_deep, is_wide
 
 JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
 _WIDE = {b"peagle": b"wide"}  # only while columns are found: it has integers that a double does not hold exactly

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.batch.inputs.span import RawRow
+from peagle.corpus.rows import RawRow
 
 _BYTES_PER_TOKEN = 4
 _PROMPT_TOKEN = 0.1  # of an output token: prompts are read many tokens a step
