@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.sandbox
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.messages import kind_of, parse_messages
+from peagle.templates import Template
 
 
 class PromptKeys(BaseModel):
@@ -106,7 +105,7 @@ def resolve_prompts(
     messages_column = keys.messages_column
     column = keys.prompt_column
     if keys.prompt_template is not None:
-        _check_template(keys.prompt_template, columns)
+        Template(keys.prompt_template).require_columns(columns)
     elif messages_column is None and column is None:
         column, messages_column = _default_source(columns, where)
     for name in (column, messages_column):
@@ -149,7 +148,7 @@ class PromptBuilder:
         self.spec = spec
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._template = None if spec.template is None else _environment().from_string(spec.template)
+        self._template = None if spec.template is None else Template(spec.template)
 
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
         """Token ids of the row's prompt, or why there are none."""
@@ -220,22 +219,6 @@ def _default_source(columns: list[str], where: str) -> tuple[str | None, str | N
         f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}",
         hint="name one with --prompt-column or --messages-column, or build prompts with --prompt-template",
     )
-
-
-def _environment() -> jinja2.Environment:
-    # Templates are configuration, but rows are untrusted: the sandbox keeps attributes of values out of reach.
-    return jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-
-
-def _check_template(template: str, columns: list[str]) -> None:
-    from jinja2 import meta
-
-    try:
-        used = meta.find_undeclared_variables(_environment().parse(template))
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
-    for name in sorted(used - set(columns)):
-        raise InputError(f"prompt_template uses {name!r}, which is no column", hint=did_you_mean(name, columns))
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]] | RowError:

@@ -5,9 +5,6 @@ whose values have no common Arrow type, or none that Parquet can hold, is carrie
 values as JSON. It knows no file and no format.
 """
 
-import base64
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +12,7 @@ import pyarrow as pa
 
 from peagle.corpus.rows import RawRow
 from peagle.corpus.types import can_be_stored, holds, is_too_deep, is_wide
+from peagle.plain_json import to_json
 
 JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
 _WIDE = {b"peagle": b"wide"}  # only while columns are found: it has integers that a double does not hold exactly
@@ -87,36 +85,9 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     for column in schema:
         values = [None if row.error else row.columns.get(column.name) for row in rows]
         if _is_json(column):
-            values = [v if v is None or isinstance(v, str) else _to_text(v) for v in values]
+            values = [v if v is None or isinstance(v, str) else to_json(v) for v in values]
         arrays.append(pa.array(values, type=column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
-
-
-def to_json(value: Any) -> str:
-    """A row, or a part of one, as JSON text: bytes in base64, times as ISO 8601, null for NaN and infinity."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_json)
-    except ValueError:  # NaN and infinity are no JSON
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_as_json)
-
-
-def _as_json(value: Any) -> Any:
-    """What Arrow has and JSON does not: bytes in base64, times as ISO 8601, anything else as text."""
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):  # a map is a list of pairs
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _to_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_as_json)
 
 
 def _infer_field(name: str, values: list[Any]) -> pa.Field:

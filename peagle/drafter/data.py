@@ -72,7 +72,13 @@ def row_text(row: Row, prompt_column: str) -> str:
     """All that a row says: messages (as `build_samples` takes them), prompt and response."""
     messages = parse_messages(row.get("messages"))
     said = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
-    return f"{said}\n{row.get(prompt_column, '')}\n{row.get('response', '')}"
+    parts = (row.get(key) for key in (prompt_column, "response"))
+    return "\n".join([said, *("" if part is None else str(part) for part in parts)])
+
+
+def id_of(row: Row, number: int) -> str:
+    """The row's own id, or its number where it has none or a null."""
+    return str(number if row.get("id") is None else row["id"])
 
 
 def build_samples(
@@ -93,16 +99,16 @@ def build_samples(
     samples: list[Sample] = []
     rejected: list[Rejected] = []
     for number, row in enumerate(rows):
-        row_id = str(row.get("id", number))
-        outcome = _build_sample(row, row_id, tokenizer, prompt_column, max_tokens)
+        own_id = id_of(row, number)
+        outcome = _build_sample(row, own_id, tokenizer, prompt_column, max_tokens)
         if isinstance(outcome, Sample):
             samples.append(outcome)
         else:
-            rejected.append(Rejected(id=row_id, reason=outcome))
+            rejected.append(Rejected(id=own_id, reason=outcome))
     return samples, rejected
 
 
-def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
+def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
     """The sample of a row, or why there is none."""
     if not row.get("response"):
         return "no response"
@@ -122,7 +128,7 @@ def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max
     token_ids = tuple([*prompt_ids, *response_ids][:max_tokens])
     if len(token_ids) <= len(prompt_ids):
         return f"the prompt alone has {len(prompt_ids)} tokens, the limit is {max_tokens}"
-    return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
+    return Sample(id=own_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
 
 
 def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Row, read_rows, row_text, source_files
+from peagle.drafter.data import Row, id_of, read_rows, row_text, source_files
 from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, tell_dropped
 from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
@@ -118,7 +118,7 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
                 hint=f"name it with --prompt-column; {did_you_mean(prompt_column, row)}",
             )
         asked = MESSAGES if row.get(MESSAGES) else prompt_column
-        yield {"id": str(row.get("id", number)), asked: row.get(asked)}
+        yield {"id": id_of(row, number), asked: row.get(asked)}
     if number < 0:
         raise InputError(f"{source}: there is no row in it")
 

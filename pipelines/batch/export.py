@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.schema import to_json
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
+from peagle.plain_json import to_json
 from peagle.storage import Place, atomic_file, open_to_read, remove_temporaries, write_json
 from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory

@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.corpus.rows import RawRow
-from peagle.corpus.schema import to_json, to_table
+from peagle.corpus.schema import to_table
 from peagle.corpus.types import can_be_stored
 from peagle.engine.generation import Completion, Generation
 from peagle.errors import InputError
+from peagle.plain_json import to_json
 from peagle.prompting import RowError
 from peagle.requests import Request, RequestBuilder
 from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json

@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from peagle.corpus.schema import to_json
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX, writing
+from peagle.plain_json import to_json
 from peagle.storage import (
     Place,
     is_remote,

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.drafter.data import Sample, build_samples, read_responses, read_rows, row_text
+from peagle.drafter.data import Sample, build_samples, id_of, read_responses, read_rows, row_text
 from peagle.errors import InputError
 from peagle.storage import Place, atomic_file, write_atomic
 
@@ -149,3 +149,8 @@ def test_what_a_row_says_is_read_of_messages_alone() -> None:
 def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no prompts or responses there"):
         list(read_responses(tmp_path))
+
+
+def test_a_null_is_no_word_of_a_rows_text_and_no_id():
+    assert row_text({"prompt": None, "response": "r"}, "prompt").split() == ["r"]
+    assert [id_of({"id": None}, 3), id_of({}, 3), id_of({"id": 0}, 3)] == ["3", "3", "0"]

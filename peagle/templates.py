@@ -1,0 +1,176 @@
+"""Prompt templates: Jinja2 in a sandbox, for which null is missing and JSON is plain.
+
+It knows values; it knows neither rows' files nor tokenizers. A missing value (no such key, null or NaN) may be tested,
+compared and given a default. Printing it, or reading anything of it, raises: it never becomes a word of the prompt.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import meta, nodes
+
+from peagle.errors import ConfigError, InputError, did_you_mean
+from peagle.plain_json import is_nan, to_json
+
+
+class Template:
+    """A template over the columns of a row.
+
+    Raises:
+        ConfigError: it does not compile.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._tree = _ENVIRONMENT.parse(text)
+            self._template = _ENVIRONMENT.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
+
+    def require_columns(self, columns: Iterable[str]) -> None:
+        """Make sure that no rendering is bound to fail for want of a column.
+
+        A name in a branch, in a test or with a default may be absent: only a row that needs it misses it.
+
+        Raises:
+            InputError: it prints or reads a name that is no column, whatever the row.
+        """
+        absent = meta.find_undeclared_variables(self._tree).difference(columns)
+        own = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
+        for name in sorted(absent.intersection(_needed(self._tree)) - own):
+            raise InputError(f"prompt_template uses {name!r}, which is no column", hint=did_you_mean(name, columns))
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """The text for a row.
+
+        Raises:
+            Exception: filters raise whatever they meet in a row.
+        """
+        return self._template.render({name: _value(value, name) for name, value in columns.items()})
+
+
+class _Missing(jinja2.Undefined):
+    """A value that is not there: false and equal to null; anything else with it raises."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        self._fail_with_undefined_error()
+
+    __repr__ = __str__  # lists and records print their parts by it
+
+    def __len__(self) -> int:
+        self._fail_with_undefined_error()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fail_with_undefined_error()
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, _Missing)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+
+def _value(value: Any, name: str) -> Any:
+    """A value with every null and NaN in it, at any depth, missing."""
+    if value is None or is_nan(value):
+        return _Missing(hint=f"{name!r} is {'null' if value is None else 'NaN'}", name=name)
+    if isinstance(value, dict):
+        return {key: _value(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [_value(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    return value
+
+
+def _printed(value: Any) -> Any:
+    """What an expression gives, on its way into the text; a method may have given None."""
+    if value is None or is_nan(value):
+        raise jinja2.UndefinedError(f"a value that is printed is {'null' if value is None else 'NaN'}")
+    return value
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As chat templates have it; Jinja2's own escapes HTML."""
+    if isinstance(value, _Missing):
+        str(value)  # raises: only what is inside of a value is null
+    layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return to_json(_with_nulls(value), ensure_ascii=ensure_ascii, **layout)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(item) for item in value]
+    return None if isinstance(value, jinja2.Undefined) else value
+
+
+def _environment() -> jinja2.Environment:
+    # Templates are configuration, but rows are untrusted: the sandbox keeps attributes of values out of reach.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        undefined=_Missing, finalize=_printed, keep_trailing_newline=True
+    )
+    environment.filters["tojson"] = _tojson
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _Missing)
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+def _needed(node: nodes.Node) -> Iterator[str]:
+    """Names whose values every rendering reads: not those in a branch, in a test, or with a default."""
+    match node:
+        case nodes.Name():
+            yield node.name
+        case nodes.Template() | nodes.Block() | nodes.FilterBlock():
+            yield from _needed_of(node.body)
+        case nodes.Output() | nodes.Concat():
+            yield from _needed_of(node.nodes)
+        case nodes.For():
+            yield from _needed(node.iter)
+        case nodes.If():
+            yield from _tested(node.test)
+        case nodes.Filter(name="default" | "d") | nodes.And() | nodes.Or() | nodes.Not():
+            yield from _tested(node)
+        case nodes.Filter(node=nodes.Expr() as value):
+            yield from _needed(value)
+        case nodes.Getattr() | nodes.Getitem() | nodes.Call() | nodes.UnaryExpr():
+            yield from _needed(node.node)
+        case nodes.BinExpr():
+            yield from _needed_of((node.left, node.right))
+        case _:
+            yield from _tested(node)
+
+
+def _tested(node: nodes.Node) -> Iterator[str]:
+    """The same of an expression whose own value may be missing: one that is tested, or that has a default."""
+    match node:
+        case nodes.Filter(name="default" | "d", node=nodes.Expr() as value):
+            yield from _tested(value)
+        case nodes.Not() | nodes.Test():
+            yield from _tested(node.node)
+        case nodes.And() | nodes.Or():
+            yield from _tested(node.left)  # the right side may not be reached
+        case nodes.CondExpr():
+            yield from _tested(node.test)
+        case nodes.Compare():
+            yield from _tested(node.expr)
+        case nodes.Filter() | nodes.Getattr() | nodes.Getitem() | nodes.Call():
+            yield from _needed(node)
+
+
+def _needed_of(parts: Iterable[nodes.Node]) -> Iterator[str]:
+    for part in parts:
+        yield from _needed(part)
