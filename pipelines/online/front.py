@@ -17,7 +17,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online import slow_headers
-from pipelines.online.errors import overloaded
+from pipelines.online.errors import ApiError, overloaded
+from pipelines.online.paths import path_refusal
 
 IMPORT_PATH = f"{__name__}:middlewares"
 ENVIRONMENT = {
@@ -66,6 +67,9 @@ class Front:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, is_for_api=_is_for_api(scope))
+        if _is_for_api(scope) and (refusal := path_refusal(scope)):
+            await answer.refuse(refusal)  # the gate would say so too, but Serve writes the path into its logs before
+            return
         try:
             await self._app(scope, receive, answer.send)
         except Exception:  # the HTTP server would answer in plain text
@@ -96,7 +100,7 @@ class _Answer:
             return
         if message["type"] == "http.response.body":
             if self._held is not None and message.get("body", b"").endswith(_NO_ROUTE):
-                await self._refuse(_NOT_THERE)
+                await self.refuse(overloaded(_NOT_THERE))
                 return
             await self._begin()
             self._is_ended = not message.get("more_body", False)
@@ -107,16 +111,25 @@ class _Answer:
         if self._is_ended:
             return
         if not self._is_started:
-            await self._refuse(_DIED)
+            await self.refuse(overloaded(_DIED))
         elif self._is_stream:
             event = f"data: {json.dumps(overloaded(_DIED).body())}\n\n".encode()
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer with an error in place of the proxy."""
+        self._is_ended = True
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
+        await self._send({"type": "http.response.body", "body": body})
 
     async def _read_head(self, head: Message) -> None:
         headers = dict(head.get("headers", []))
         is_ours = _OURS in headers
         if head["status"] >= _LEAST_OF_A_FAULT and self._is_for_api and not is_ours:
-            await self._refuse(_DIED)
+            await self.refuse(overloaded(_DIED))
             return
         self._held = head
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -130,15 +143,6 @@ class _Answer:
             head, self._held = self._held, None
             self._is_started = True
             await self._send(head)
-
-    async def _refuse(self, message: str) -> None:
-        self._is_ended = True
-        error = overloaded(message)
-        body = json.dumps(error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
-        await self._send({"type": "http.response.body", "body": body})
 
 
 def _is_for_api(scope: Scope) -> bool:

@@ -1,6 +1,6 @@
 """What stands before the OpenAI routes: who asks, may they, how much did it use. An ASGI middleware.
 
-    key -> body -> checks -> limits -> the application -> usage from its answer -> limits
+    path -> key -> request counted -> route -> body -> checks -> tokens held -> the application -> usage from its answer
 
 It knows HTTP by ASGI alone and no Ray: any application that answers as vLLM does can be behind it. Prompts and answers
 pass through; prompts are written down where the settings say so, answers never.
@@ -10,12 +10,11 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
@@ -23,11 +22,12 @@ from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
 from pipelines.online.local import require_local
+from pipelines.online.paths import path_refusal
 from pipelines.online.prompt_log import PromptLog
-from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES, Intake, ServedModel, check
+from pipelines.online.requests import Intake, ServedModel, check
+from pipelines.online.routes import Route, Rule, find_route, with_pass
 from pipelines.online.settlements import Settlements
 from pipelines.online.uploads import Upload, too_large
-from pipelines.online.web_page import is_page
 
 KEY_HEADER = "x-peagle-key"
 OPERATOR_HEADER = "x-peagle-operator"
@@ -36,8 +36,7 @@ CAP_HEADER = "x-peagle-cap-tokens"
 CHOICES_HEADER = "x-peagle-choices"
 AGAIN_HEADER = "x-peagle-again"  # of a request that an engine had which died: the Unix time at which that one was asked
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
-_OPEN_PATHS = ("/health",)
-_JSON_PATHS = (CHAT, COMPLETIONS, BATCHES)
+_JSON_RULES = (Rule.GENERATION, Rule.ORDER)
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
 
@@ -68,11 +67,16 @@ class GateSettings:
 
 
 class Gate:
-    """The middleware."""
+    """The middleware.
 
-    def __init__(self, app: ASGIApp, settings: GateSettings, load: Load | None = None) -> None:
+    Args:
+        routes: the application's own table; what is not in it never reaches the application.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GateSettings, routes: Sequence[Route], load: Load | None = None) -> None:
         self._app = app
         self._settings = settings
+        self._routes = tuple(routes)
         self._load = load or Load()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
@@ -96,41 +100,48 @@ class Gate:
             await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer", request_id: str) -> None:
-        if self._is_open(scope):
-            await self._app(scope, receive, answer.send)
+        if refusal := path_refusal(scope):
+            raise refusal
+        route = self._find(scope)
+        if isinstance(route, Route) and self._is_open(route):
+            await self._app(with_pass(scope, route), receive, answer.send)
             return
         key = self._authenticate(scope)
+        self._limiter.count(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
+        if isinstance(route, ApiError):
+            raise route
         inward = {KEY_HEADER: key.name, "x-request-id": request_id}
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
-        scope = {**scope, KEY_IN_SCOPE: key}
-        path = _route(scope)
-        if scope["method"] == "POST" and path in _JSON_PATHS:
-            # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
-            inward |= {"content-type": "application/json"}
-        if scope["method"] == "POST" and path in (FILES, BATCHES):
-            await self._take_in(_with_headers(scope, inward), receive, answer, key)
-            return
-        if scope["method"] != "POST" or path not in (CHAT, COMPLETIONS):
-            await self._app(_with_headers(scope, inward), receive, answer.send)
-            return
+        # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
+        inward |= {"content-type": "application/json"} if route.rule in _JSON_RULES else {}
+        scope = {**_with_headers(scope, inward), KEY_IN_SCOPE: key}
+        if route.rule is Rule.GENERATION:
+            await self._generate(scope, receive, answer, route, request_id)
+        elif route.rule in (Rule.ORDER, Rule.UPLOAD):
+            await self._take_in(scope, receive, answer, route)
+        else:
+            await self._app(with_pass(scope, route), receive, answer.send)
+
+    async def _generate(self, scope: Scope, receive: Receive, answer: "_Answer", route: Route, request_id: str) -> None:
+        """An engine's answer: its tokens and cost are held until it is known what it used."""
+        settings, key = self._settings, scope[KEY_IN_SCOPE]
         body = await self._read(scope, receive)
-        settings = self._settings
-        intake = check(path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
+        intake = check(route.path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
         await self._settlements.catch_up()
         permit = self._limiter.admit(key, intake.output_tokens, intake.model.name)
         answer.expect(intake)
-        inward |= {"content-length": str(len(intake.body))}
+        inward = {"content-length": str(len(intake.body)), CHOICES_HEADER: str(intake.num_choices)}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
         inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
-        inward |= {CHOICES_HEADER: str(intake.num_choices)}
+        scope = with_pass({**scope, "headers": [*_without(scope, inward), *_encoded(inward)]}, route)
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
                 if self._prompts:
                     await self._prompts.write(
-                        request_id=request_id, key=key.name, model=intake.model.name, path=path, body=body
+                        request_id=request_id, key=key.name, model=intake.model.name, path=route.path, body=body
                     )
                 with self._load.request(intake.model.name):
-                    await self._app(_with_headers(scope, inward), _replay(intake.body, receive), answer.send)
+                    await self._app(scope, _replay(intake.body, receive), answer.send)
         except asyncio.CancelledError:
             answer.give_up()
             raise
@@ -146,25 +157,30 @@ class Gate:
             else:
                 self._settlements.defer(request_id, permit)
 
-    async def _take_in(self, scope: Scope, receive: Receive, answer: "_Answer", key: KeyRecord) -> None:
-        """A file or a batch: a request for the limits, of which the ledger says later what it cost."""
+    async def _take_in(self, scope: Scope, receive: Receive, answer: "_Answer", route: Route) -> None:
+        """A file or a batch: the ledger says later what it cost."""
         settings = self._settings
         await self._settlements.catch_up()
-        self._limiter.settle(self._limiter.admit(key, 0), output_tokens=0, usd=0.0)
-        if _route(scope) == BATCHES:
+        self._limiter.settle(self._limiter.admit(scope[KEY_IN_SCOPE], 0), output_tokens=0, usd=0.0)
+        if route.rule is Rule.ORDER:
             receive = _replay(await self._read(scope, receive), receive)
         else:
             _require_length(scope, settings.max_upload_bytes)
             upload = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
             answer.close_unless_read(upload)
             receive = upload
-        await self._app(scope, receive, answer.send)
+        await self._app(with_pass(scope, route), receive, answer.send)
 
-    def _is_open(self, scope: Scope) -> bool:
+    def _find(self, scope: Scope) -> Route | ApiError:
+        """The route, or what is wrong with the path: who has no key is not told."""
+        try:
+            return find_route(self._routes, scope)
+        except ApiError as error:
+            return error
+
+    def _is_open(self, route: Route) -> bool:
         """Whether anybody gets it; the page only where keys guard what it shows."""
-        path = _route(scope)
-        is_open_page = self._settings.requires_key and is_page(scope["method"], path)
-        return is_open_page or path in _OPEN_PATHS
+        return route.rule is Rule.OPEN or (route.rule is Rule.PAGE and self._settings.requires_key)
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
@@ -302,12 +318,6 @@ class _Answer:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
 
 
-def _route(scope: Scope) -> str:
-    """The path as the application's router matches it: without the prefix under which Serve has the application, which
-    it leaves in `path`."""
-    return get_route_path(scope)
-
-
 def _require_length(scope: Scope, limit: int) -> None:
     """Refuse a body that says of itself that it is too large."""
     length = _header(scope, "content-length") or "0"
@@ -323,13 +333,15 @@ def _header(scope: Scope, name: str) -> str | None:
 def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
     """The scope with these headers in place of the client's. What begins with x- is not the client's to say: ours would
     be believed, and vLLM reads others, of which it can fail (X-Vllm-Priority). The key is nobody's business."""
-    replaced = {name.encode() for name in headers} | {b"authorization"}
-    kept = [
-        (name, value)
-        for name, value in scope.get("headers", [])
-        if name.lower() not in replaced and not name.lower().startswith(b"x-")
-    ]
+    kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith(b"x-")]
+    kept = [(name, value) for name, value in kept if name.lower() != b"authorization"]
     return {**scope, "headers": [*kept, *_encoded(headers)]}
+
+
+def _without(scope: Scope, names: Iterable[str]) -> list[tuple[bytes, bytes]]:
+    """The headers of a request but these."""
+    left_out = {name.encode() for name in names}
+    return [(name, value) for name, value in scope.get("headers", []) if name.lower() not in left_out]
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

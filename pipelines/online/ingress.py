@@ -32,19 +32,21 @@ from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
 from pipelines.online.replicas import replica_counts
 from pipelines.online.requests import CHAT, COMPLETIONS
+from pipelines.online.routes import Route, Rule, get, guarded_app, post
 from pipelines.online.web_page import FOLDER, page_response
 
 _AGAIN_S = 0.5  # a replica whose engine died is gone by then
-_ROUTES = {
-    "models": lambda app: app.get("/v1/models"),
-    "model_data": lambda app: app.get("/v1/models/{model:path}"),
-    "completions": lambda app: app.post(COMPLETIONS),
-    "chat": lambda app: app.post(CHAT),
-    "cost": lambda app: app.get("/v1/cost"),
-    "live": lambda app: app.get("/v1/live"),
-    "page": lambda app: app.get("/", include_in_schema=False),
-    "page_file": lambda app: app.get(FOLDER + "{name}", include_in_schema=False),
-    "health": lambda app: app.get("/health"),
+_ROUTES: dict[str, Route] = {
+    "models": get("/v1/models"),
+    "model_data": get("/v1/models/{model:path}"),
+    "completions": post(COMPLETIONS, Rule.GENERATION),
+    "chat": post(CHAT, Rule.GENERATION),
+    "cost": get("/v1/cost"),
+    "live": get("/v1/live", Rule.POLL),
+    "page": get("/", Rule.PAGE, include_in_schema=False),
+    "page_file": get(FOLDER + "{name}", Rule.PAGE, include_in_schema=False),
+    "health": get("/health", Rule.OPEN),
+    "schema": get("/openapi.json", include_in_schema=False),
     **BATCH_ROUTES,
 }
 
@@ -124,6 +126,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         """One of its files."""
         return page_response(name)
 
+    async def schema(self, request: Request) -> JSONResponse:
+        """What all routes take and give, as OpenAPI has it."""
+        schema = await asyncio.to_thread(request.app.openapi)
+        prefix = request.scope.get("root_path", "").rstrip("/")
+        return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
+
     async def health(self) -> JSONResponse:
         """The ingress answers. Whether engines do is in Serve's status."""
         return JSONResponse({"status": "ok", "requires_key": self._requires_key})
@@ -161,8 +169,8 @@ def make_ingress(settings: GateSettings) -> Any:
 
 def make_app(settings: GateSettings) -> FastAPI:
     """An application without routes that answers errors as OpenAI does, behind the gate."""
-    app = FastAPI(title="peagle", docs_url=None, redoc_url=None)
+    app = guarded_app(title="peagle")
     answer_errors(app)
     app.state.load = Load()
-    app.add_middleware(Gate, settings=settings, load=app.state.load)
+    app.add_middleware(Gate, settings=settings, routes=tuple(_ROUTES.values()), load=app.state.load)
     return app

@@ -3,6 +3,7 @@
 Pure: a clock is injected, and it knows neither HTTP nor where keys come from. Counts live in one process (the ingress);
 the money that was spent comes from the ledger when that process starts, that of batches from `budgets.py`.
 
+A request counts before anything else is looked at: those that are refused, that read or that delete cost time too.
 Output tokens count when they are known, and until then as many as the request may have, so that no burst of requests
 overshoots the limit. A window slides: what is a minute old no longer counts.
 
@@ -21,6 +22,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
 WINDOW_S = 60.0
+POLLS_PER_MIN = 60  # of a key that has a limit of requests: two pages, each of which asks every two seconds
 _BUSY_RETRY_S = 1.0  # when only the end of requests under way can make room
 _BATCH_RETRY_S = 60.0  # or that of a batch
 _PRICE_KEPT = 0.98  # of what is known of a model's price, with each request: the last fifty make most of it
@@ -80,6 +82,7 @@ class _Price:
 @dataclass(slots=True)
 class _Usage:
     requests: _Window = field(default_factory=_Window)
+    polls: _Window = field(default_factory=_Window)
     tokens: _Window = field(default_factory=_Window)
     reserved_tokens: int = 0
     num_under_way: int = 0
@@ -106,6 +109,27 @@ class Limiter:
         self._prices: defaultdict[str | None, _Price] = defaultdict(_Price)
         self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
+    def count(self, key: KeyRecord, *, is_poll: bool = False) -> None:
+        """Count a request, whatever becomes of it; one that is refused here does not count.
+
+        Args:
+            is_poll: it counts in a window of its own, as the page asks for figures every two seconds.
+
+        Raises:
+            ApiError: 429, with the time after which another attempt makes sense.
+        """
+        if key.requests_per_min is None:
+            return
+        usage = self._usage[key.name]
+        window, limit = (usage.polls, POLLS_PER_MIN) if is_poll else (usage.requests, key.requests_per_min)
+        now = self._monotonic()
+        window.expire(now)
+        if window.total >= limit:
+            wait_s = window.wait_s(now, window.total - limit + 1)
+            what = "requests for live figures" if is_poll else "requests"
+            raise _too_many(f"this key may make {limit} {what} a minute", wait_s)
+        window.add(now, 1)
+
     def admit(self, key: KeyRecord, output_tokens: int, model: str | None = None) -> Permit:
         """Let a request in that may have so many output tokens of this model.
 
@@ -113,13 +137,10 @@ class Limiter:
             ApiError: 429, with the time after which another attempt makes sense.
         """
         now, usage = self._monotonic(), self._usage[key.name]
-        usage.requests.expire(now)
         usage.tokens.expire(now)
         held_usd = output_tokens * self._prices[model].usd_per_token
         self._check_budget(key, usage, output_tokens, held_usd)
-        self._check_requests(key, usage, now)
         self._check_tokens(key, usage, now, output_tokens)
-        usage.requests.add(now, 1)
         usage.reserved_tokens += output_tokens
         usage.num_under_way += 1
         self._hold(key.name, usage, held_usd)
@@ -162,12 +183,6 @@ class Limiter:
             raise _too_many(f"{whose} is held by its batch until that has ended", _BATCH_RETRY_S)
         if usage.num_under_way and usage.held_usd + usd > left_usd:
             raise _too_many(f"{whose} is held by its requests under way until they have ended", None)
-
-    def _check_requests(self, key: KeyRecord, usage: _Usage, now: float) -> None:
-        limit = key.requests_per_min
-        if limit is not None and usage.requests.total >= limit:
-            wait_s = usage.requests.wait_s(now, usage.requests.total - limit + 1)
-            raise _too_many(f"this key may make {limit} requests a minute", wait_s)
 
     def _check_tokens(self, key: KeyRecord, usage: _Usage, now: float, output_tokens: int) -> None:
         limit = key.output_tokens_per_min

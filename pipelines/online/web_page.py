@@ -43,11 +43,6 @@ HEADERS = {
 }
 
 
-def is_page(method: str, path: str) -> bool:
-    """Whether a request is for one of the files."""
-    return method == "GET" and (path == "/" or path.startswith(FOLDER))
-
-
 def page_response(name: str = _INDEX) -> Response:
     """One of the files.
 

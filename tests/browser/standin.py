@@ -28,11 +28,16 @@ from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSetting
 from pipelines.online.live import LiveView
 from pipelines.online.load import Load, describe_load
 from pipelines.online.requests import CHAT, ServedModel
-from pipelines.online.web_page import page_response
+from pipelines.online.routes import Rule, get, post
+from pipelines.online.web_page import FOLDER, page_response
 
 HEAD, PLAIN = "smollm2-135m", "plain"
 _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
 _WORDS_PER_S = {HEAD: 150, PLAIN: 110}
+_ROUTES = (
+    get("/", Rule.PAGE), get(FOLDER + "{name}", Rule.PAGE), get("/health", Rule.OPEN), get("/v1/models"),
+    get("/v1/live", Rule.POLL), post(CHAT, Rule.GENERATION),
+)  # fmt: skip
 _PRICE = Price.fixed(usd_per_hour=0.1026, device="vcpu", num_devices=2)
 _TEXT = """Here is a function that returns the n-th Fibonacci number:
 
@@ -108,7 +113,7 @@ class StandIn:
         return Starlette(
             routes=routes,
             exception_handlers={ApiError: _answer},
-            middleware=[Middleware(Gate, settings=self._settings, load=self._load)],
+            middleware=[Middleware(Gate, settings=self._settings, routes=_ROUTES, load=self._load)],
         )
 
     async def _health(self, request: Request) -> JSONResponse:

@@ -7,7 +7,6 @@ import time
 import openai
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from openai.types.chat import ChatCompletion
 
 from peagle import hardware
@@ -23,6 +22,7 @@ from pipelines.online.error_handlers import answer_errors
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
 from pipelines.online.requests import ServedModel
+from pipelines.online.routes import guarded_app
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 HERE = hardware.detect()
@@ -45,11 +45,10 @@ class Endpoint:
         )  # fmt: skip
         routes = BatchRoutes()
         self.batches = routes.batches = Batches(self.settings, RayRunner(), spent_usd=lambda key: 0.0)
-        app = FastAPI()
+        app = guarded_app()
         answer_errors(app)
-        app.add_middleware(
-            Gate, settings=GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
-        )
+        gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
+        app.add_middleware(Gate, settings=gate, routes=tuple(ROUTES.values()))
         for name, route in ROUTES.items():
             route(app)(getattr(routes, name))
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))

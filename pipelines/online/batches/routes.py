@@ -6,8 +6,8 @@ It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Literal
+from collections.abc import Iterator
+from typing import BinaryIO, Literal
 
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -21,6 +21,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gate import KEY_IN_SCOPE
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import BATCHES, FILES
+from pipelines.online.routes import Route, Rule, delete, get, post
 
 _PIECE_BYTES = 1 << 20
 _UPLOAD = {
@@ -42,16 +43,16 @@ _UPLOAD = {
         },
     }
 }
-ROUTES: dict[str, Callable[[Any], Any]] = {
-    "create_file": lambda app: app.post(FILES, openapi_extra=_UPLOAD),
-    "list_files": lambda app: app.get(FILES),
-    "retrieve_file": lambda app: app.get(FILES + "/{file_id}"),
-    "file_content": lambda app: app.get(FILES + "/{file_id}/content"),
-    "delete_file": lambda app: app.delete(FILES + "/{file_id}"),
-    "create_batch": lambda app: app.post(BATCHES),
-    "list_batches": lambda app: app.get(BATCHES),
-    "retrieve_batch": lambda app: app.get(BATCHES + "/{batch_id}"),
-    "cancel_batch": lambda app: app.post(BATCHES + "/{batch_id}/cancel"),
+ROUTES: dict[str, Route] = {
+    "create_file": post(FILES, Rule.UPLOAD, openapi_extra=_UPLOAD),
+    "list_files": get(FILES),
+    "retrieve_file": get(FILES + "/{file_id}"),
+    "file_content": get(FILES + "/{file_id}/content"),
+    "delete_file": delete(FILES + "/{file_id}"),
+    "create_batch": post(BATCHES, Rule.ORDER),
+    "list_batches": get(BATCHES),
+    "retrieve_batch": get(BATCHES + "/{batch_id}"),
+    "cancel_batch": post(BATCHES + "/{batch_id}/cancel"),
 }
 
 

@@ -197,3 +197,10 @@ def test_rays_limit_for_an_answer_is_none_beside_ours():
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=os.environ | front.ENVIRONMENT, capture_output=True, text=True, check=True)
     assert float(done.stdout) > 30 * 24 * 3600
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
+def test_the_proxy_never_sees_a_path_of_the_api_that_cannot_be_printed(end):
+    head, answer = passed_on(start(200), body(b"all"), path=f"/v1/models{end}")
+    assert (head["status"], json.loads(answer["body"])["error"]["code"]) == (400, "invalid_path")
+    assert passed_on(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]

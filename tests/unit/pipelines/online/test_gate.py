@@ -6,6 +6,7 @@ import time
 import httpx
 import pytest
 
+from pipelines.online import routes as declared
 from pipelines.online.budgets import budgets_of
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
@@ -13,6 +14,19 @@ from pipelines.online.load import Load
 from pipelines.online.requests import ServedModel
 
 CHAT = "/v1/chat/completions"
+ROUTES = (
+    declared.post(CHAT, declared.Rule.GENERATION),
+    declared.post("/v1/completions", declared.Rule.GENERATION),
+    declared.post("/v1/batches", declared.Rule.ORDER),
+    declared.post("/v1/files", declared.Rule.UPLOAD),
+    declared.post("/v1/batches/{batch_id}/cancel"),
+    declared.get("/v1/cost"),
+    declared.get("/v1/models"),
+    declared.get("/v1/live", declared.Rule.POLL),
+    declared.get("/health", declared.Rule.OPEN),
+    declared.get("/", declared.Rule.PAGE),
+    declared.get("/page/{name}", declared.Rule.PAGE),
+)
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
 EVENTS = [
@@ -87,7 +101,7 @@ def ask(settings, keys):
 
     def send(*requests, app=None, client=("127.0.0.1", 1), load=None, prefix="", host="localhost", **changes):
         async def run():
-            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), load)
+            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
             transport = httpx.ASGITransport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
@@ -184,7 +198,13 @@ def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
 @pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
 @pytest.mark.parametrize(
     ("path", "is_json"),
-    [(CHAT, True), ("/v1/completions", True), ("/v1/batches", True), ("/v1/files", False), ("/v1/other", False)],
+    [
+        (CHAT, True),
+        ("/v1/completions", True),
+        ("/v1/batches", True),
+        ("/v1/files", False),
+        ("/v1/batches/x/cancel", False),
+    ],
 )
 def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_json, kind):
     engine = Engine()
@@ -346,7 +366,7 @@ def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys
     sent = []
     authorization = f"Bearer {keys['alice']}".encode()
     scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [(b"authorization", authorization)]}
-    asyncio.run(Gate(application, GateSettings(**settings))(scope, receive, send))
+    asyncio.run(Gate(application, GateSettings(**settings), ROUTES)(scope, receive, send))
     assert sent[0]["status"] == 400
     assert dict(sent[0]["headers"]).get(b"connection") == (closes and closes.encode())
 
@@ -356,6 +376,44 @@ def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
     assert first.status_code == 200
     assert error_of(second) == (429, "rate_limit_exceeded")
     assert 55 <= int(second.headers["retry-after"]) <= 60
+
+
+REFUSED = [
+    (post(raw="{"), 400), (post(model="b"), 200), (post(model="c"), 404), (post(raw="[]"), 422),
+    (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/cost"), 200), (get("/v1/models"), 200),
+    (get("/v1/files"), 405), ((("DELETE", "/v1/cost"), {}), 405), ((("OPTIONS", CHAT), {}), 405),
+    (post(path="/v1/batches/x/cancel"), 200), (post(path="/v1/batches", raw="x" * 3000), 413),
+    (post(path="/v1/files", raw="x", headers={"content-length": str(10**9)}), 413), (post(max_tokens=10**6), 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_of", "status"), REFUSED)
+def test_whatever_a_key_asks_counts_as_a_request(ask, keys, request_of, status):
+    """Refused requests, reads, deletes and cancellations cost the ingress as much time as any other."""
+    arguments, parts = request_of
+    parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
+    first, second = ask((arguments, parts), post(keys["slow"]))
+    assert first.status_code == status
+    assert error_of(second) == (429, "rate_limit_exceeded")
+
+
+def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
+    *polls, answered, refused = ask(*[get("/v1/live", keys["slow"])] * 61, post(keys["slow"]), post(keys["slow"]))
+    assert [poll.status_code for poll in polls] == [200] * 60 + [429]
+    assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
+
+
+def test_who_has_no_key_is_told_of_no_route(ask):
+    for request in (get("/v1/nothing"), get("/v1/files"), post(path="/nothing")):
+        assert error_of(ask(request)[0]) == (401, "missing_api_key")
+
+
+@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%C2%85", "%E2%80%A8", "%7F"])
+def test_a_path_that_cannot_be_printed_is_refused_before_anything(ask, keys, end):
+    engine = Engine()
+    for request in (post(keys["other"], path=CHAT + end), get("/health" + end), post(path="/v1/files" + end)):
+        assert error_of(ask(request, app=engine)[0]) == (400, "invalid_path")
+    assert engine.asked is None
 
 
 def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
@@ -496,7 +554,7 @@ def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(sett
             raise
 
     async def scene():
-        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2))
+        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2), ROUTES)
         transport = httpx.ASGITransport(app=gate)
         async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
             arguments, body = post(keys["small"])
@@ -567,7 +625,7 @@ def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, c
 
 def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, keys, tmp_path, monkeypatch):
     async def scene():
-        gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2))
+        gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
         monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
             arguments, body = post(keys["alice"])

@@ -16,26 +16,43 @@ def refusal(limiter, record, tokens=1, model=None):
     return caught.value
 
 
+def too_often(limiter, record, **how):
+    with pytest.raises(ApiError) as caught:
+        limiter.count(record, **how)
+    return caught.value
+
+
 def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock):
     limiter, alice = Limiter(monotonic=clock), key(requests_per_min=2)
-    limiter.admit(alice, 1)
+    limiter.count(alice)
     clock.now += 20
-    limiter.admit(alice, 1)
-    error = refusal(limiter, alice)
+    limiter.count(alice)
+    error = too_often(limiter, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
     clock.now += 39.9
-    refusal(limiter, alice)
+    too_often(limiter, alice)
     clock.now += 0.1
-    limiter.admit(alice, 1)
+    limiter.count(alice)
 
 
-def test_a_refused_request_does_not_count(clock):
+def test_what_came_too_often_does_not_count(clock):
     limiter, alice = Limiter(monotonic=clock), key(requests_per_min=1)
-    limiter.admit(alice, 1)
+    limiter.count(alice)
     for _ in range(5):
-        refusal(limiter, alice)
+        too_often(limiter, alice)
     clock.now += 60
-    limiter.admit(alice, 1)
+    limiter.count(alice)
+
+
+def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock):
+    limiter, alice = Limiter(monotonic=clock), key(requests_per_min=1)
+    limiter.count(alice)
+    for _ in range(60):
+        limiter.count(alice, is_poll=True)
+    assert "60 requests for live figures a minute" in too_often(limiter, alice, is_poll=True).message
+    clock.now += 60
+    limiter.count(alice)
+    limiter.count(alice, is_poll=True)
 
 
 def test_tokens_are_held_until_they_are_known(clock):
@@ -72,8 +89,8 @@ def test_a_budget_counts_what_the_ledger_knows(clock):
 
 def test_keys_do_not_share_limits(clock):
     limiter = Limiter(monotonic=clock)
-    limiter.admit(key(requests_per_min=1), 1)
-    limiter.admit(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1), 1)
+    limiter.count(key(requests_per_min=1))
+    limiter.count(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
 
 
 def test_requests_under_way_hold_what_their_tokens_may_cost(clock):

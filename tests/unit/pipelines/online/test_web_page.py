@@ -5,7 +5,7 @@ import pytest
 
 import pipelines.online
 from pipelines.online.errors import ApiError
-from pipelines.online.web_page import HEADERS, is_page, page_response
+from pipelines.online.web_page import HEADERS, page_response
 
 FILES = sorted((Path(pipelines.online.__file__).parent / "page").iterdir())
 OTHER_HOST = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg)[a-z0-9-]+\.[a-z]{2,}""")
@@ -42,9 +42,3 @@ def test_nothing_else_is_sent(name):
     with pytest.raises(ApiError) as caught:
         page_response(name)
     assert caught.value.status == 404
-
-
-def test_what_belongs_to_the_page():
-    assert is_page("GET", "/")
-    assert is_page("GET", "/page/app.js")
-    assert not any([is_page("POST", "/"), is_page("GET", "/v1/live"), is_page("GET", "/pages"), is_page("GET", "")])

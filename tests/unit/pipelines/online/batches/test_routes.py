@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from peagle.economics.ledger import write_batch
 from pipelines.online.batches.records import Progress
@@ -13,6 +12,7 @@ from pipelines.online.error_handlers import answer_errors
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
 from pipelines.online.requests import CHAT, ServedModel
+from pipelines.online.routes import guarded_app
 
 PURPOSE = {"purpose": "batch"}
 
@@ -39,7 +39,7 @@ def routes(settings, runner):
 @pytest.fixture
 def ask(routes, keys, tmp_path, settings):
     """Send requests, one after the other; a request is a function of the client."""
-    app = FastAPI()
+    app = guarded_app()
     answer_errors(app)
     models = (ServedModel(name="m", max_model_len=1000),)
     gate = GateSettings(
@@ -49,7 +49,7 @@ def ask(routes, keys, tmp_path, settings):
         max_upload_bytes=5000,
         max_body_bytes=2000,
     )
-    app.add_middleware(Gate, settings=gate)
+    app.add_middleware(Gate, settings=gate, routes=tuple(ROUTES.values()))
     for name, route in ROUTES.items():
         route(app)(getattr(routes, name))
 

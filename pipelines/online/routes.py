@@ -1,0 +1,132 @@
+"""The table of routes: each is declared once, with the rule under which the gate lets requests in.
+
+The gate looks a request up in this table, and the application's router is built from it. A route answers only what the
+gate has treated as that very route: without the gate's pass it refuses, so that two readings of one path give an error
+and never an answer that nobody counted. It knows ASGI and FastAPI, no keys and no limits.
+"""
+
+import enum
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette._utils import get_route_path
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from pipelines.online.errors import ApiError
+
+PASS = "peagle.pass"  # in the scope, where no client can write
+_log = logging.getLogger("ray.serve")
+
+
+class Rule(enum.Enum):
+    """What the gate does before a route answers. All but the first two want a key and count as a request of it."""
+
+    OPEN = enum.auto()
+    """Anybody is answered."""
+    PAGE = enum.auto()
+    """Anybody where keys guard what the page shows, else this machine."""
+    KEY = enum.auto()
+    """Whoever has a key."""
+    POLL = enum.auto()
+    """The same, in a window of its own: the page asks every two seconds."""
+    GENERATION = enum.auto()
+    """An engine answers: the body is checked, and its tokens and cost are held."""
+    ORDER = enum.auto()
+    """A body of JSON that costs later."""
+    UPLOAD = enum.auto()
+    """A body that is too large to be held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One route. Called with an application, it is the decorator that adds a handler to it."""
+
+    method: str
+    path: str
+    rule: Rule
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, app: FastAPI) -> Callable[[Any], Any]:
+        """As Ray's `make_fastapi_ingress` asks for it."""
+        return app.api_route(self.path, methods=[self.method], **self.options)
+
+    def matches(self, path: str) -> bool:
+        """Whether the path is one of its own, to the last character."""
+        return _pattern(self.path).fullmatch(path) is not None
+
+
+def get(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
+    """A route that is read."""
+    return Route(method="GET", path=path, rule=rule, options=options)
+
+
+def post(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
+    """A route that is written to."""
+    return Route(method="POST", path=path, rule=rule, options=options)
+
+
+def delete(path: str) -> Route:
+    """A route by which something is deleted."""
+    return Route(method="DELETE", path=path, rule=Rule.KEY)
+
+
+class GuardedRoute(APIRoute):
+    """A route of the application that answers only what the gate has let in for it."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, before anything of its body is read.
+
+        Raises:
+            ApiError: 500, the gate has let it in as another route, or has not seen it.
+        """
+        if scope.get(PASS) != (scope["method"], self.path):
+            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, scope.get(PASS))
+            raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+        await super().handle(scope, receive, send)
+
+
+def guarded_app(**options: Any) -> FastAPI:
+    """An application all of whose routes are guarded: none of FastAPI's own, no redirects."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **options)
+    app.router.route_class = GuardedRoute
+    return app
+
+
+def with_pass(scope: Scope, route: Route) -> Scope:
+    """The scope of a request that the gate has treated by the route's rule."""
+    return {**scope, PASS: (route.method, route.path)}
+
+
+def find_route(routes: Iterable[Route], scope: Scope) -> Route:
+    """The route of a request.
+
+    Raises:
+        ApiError: 404 or 405, there is none.
+    """
+    path, method = route_path(scope), scope["method"]
+    found = [route for route in routes if route.matches(path)]
+    for route in found:
+        if route.method == method:
+            return route
+    if found:
+        allowed = ", ".join(sorted({route.method for route in found}))
+        raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed")
+    raise ApiError(404, "there is no such path; /openapi.json lists those there are", code="not_found")
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the application's router matches it: without the prefix under which Serve has the application, which
+    it leaves in `path`."""
+    return get_route_path(scope)
+
+
+@functools.cache
+def _pattern(path: str) -> re.Pattern[str]:
+    return compile_path(path)[0]
