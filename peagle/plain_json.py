@@ -40,11 +40,26 @@ def _as_json(value: Any) -> Any:
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, decimal.Decimal | datetime.timedelta | uuid.UUID):
+    if isinstance(value, datetime.timedelta):
+        return _duration(value)
+    if isinstance(value, decimal.Decimal | uuid.UUID):
         return str(value)
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} has no form in JSON")
+
+
+def _duration(value: datetime.timedelta) -> str:
+    """As ISO 8601 has durations, and as pandas writes its own, which count nanoseconds.
+
+    >>> _duration(datetime.timedelta(days=1, seconds=61, microseconds=5))
+    'P1DT0H1M1.000005S'
+    """
+    if hasattr(value, "isoformat"):
+        return str(value.isoformat())
+    minutes, seconds = divmod(value.seconds, 60)
+    fraction = f".{value.microseconds:06}".rstrip("0") if value.microseconds else ""
+    return f"P{value.days}DT{minutes // 60}H{minutes % 60}M{seconds}{fraction}S"
 
 
 def _finite_as_json(value: Any) -> Any:

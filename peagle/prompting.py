@@ -215,10 +215,10 @@ def _default_source(columns: list[str], where: str) -> tuple[str | None, str | N
         return None, "messages"
     if "prompt" in columns:
         return "prompt", None
-    raise InputError(
-        f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}",
-        hint="name one with --prompt-column or --messages-column, or build prompts with --prompt-template",
-    )
+    hint = "name one with --prompt-column or --messages-column, or build prompts with --prompt-template"
+    if {"custom_id", "body"}.issubset(columns):
+        hint = "its rows look like requests of an OpenAI batch: say --input-format openai-batch"
+    raise InputError(f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}", hint=hint)
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]] | RowError:

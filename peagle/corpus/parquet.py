@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import from_values, plain, plain_schema, storage_schema, to_values
 from peagle.corpus.files import SourceFile, naming, open_raw
 from peagle.corpus.forward import ForwardReaders
 from peagle.corpus.rows import RawRow, Span
@@ -49,9 +50,12 @@ def scan_parquet(
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, left)
-        schema = parquet.schema_arrow.remove_metadata()
+        schema = plain_schema(parquet.schema_arrow.remove_metadata())
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
-        schema = pa.schema([wide(c) if _may_be_wide(c, groups) else c for c in schema])
+        stored = storage_schema(schema)
+        schema = pa.schema(
+            [wide(c) if _may_be_wide(s, groups) else c for c, s in zip(map(_unmarked, schema), stored, strict=True)]
+        )
         lengths = _Lengths([(group.num_rows, group.total_byte_size) for group in groups])
     digest.update(_end_of(file, num_rows) if as_before else _content_of(file, num_rows))
     spans: list[Span] = []
@@ -78,18 +82,41 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
 
 def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
     """Refuse columns of which something would be lost on the way through a row."""
-    schema = parquet.schema_arrow
+    schema = storage_schema(parquet.schema_arrow)
     if name := repeated_name(schema):
         raise InputError(f"input {path}: there are two columns {name!r}", hint="each column needs a name of its own")
     for column in filter(lambda column: has_nanosecond_times(column.type), schema):
         with _reading(path):
             batches = parquet.iter_batches(_BATCH_ROWS, columns=[column.name])
-            is_lossy = any(loses_nanoseconds(batch.column(column.name)) for batch in batches)
+            is_lossy = any(loses_nanoseconds(batch.column(column.name).cast(column.type)) for batch in batches)
         if is_lossy:
             raise InputError(
                 f"input {path}: column {column.name!r} holds times of day in nanoseconds; rows count microseconds",
                 hint="write that column in microseconds, or as text",
             )
+
+    for column in _not_carried(path, parquet):
+        raise InputError(
+            f"input {path}: column {column.name!r} is a {column.type}, which rows cannot hold",
+            hint="write that column as another type, or leave it out",
+        )
+
+
+def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
+    """Columns that do not come through a row: the first one is tried, for Arrow lacks functions for some types."""
+    with _reading(path):
+        first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
+    if first is None:
+        return
+    for column in first.schema:
+        try:
+            rows = plain(first.select([column.name]))
+            values = [row[column.name] for row in to_values(rows)]
+            pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
+        except (pa.ArrowException, NotImplementedError, TypeError):
+            yield column
+        except _NO_VALUE:
+            continue  # a fault of that row
 
 
 def _content_of(file: SourceFile, num_rows: int) -> bytes:
@@ -103,6 +130,11 @@ def _end_of(file: SourceFile, num_rows: int) -> bytes:
     with naming(file.path), open_raw(file.path) as handle:
         handle.seek(-min(file.size, _FOOTER_BYTES), 2)
         return f"{file.size} {num_rows} ".encode() + handle.read()
+
+
+def _unmarked(column: pa.Field) -> pa.Field:
+    """The column without our own mark, which a file of another run has, and which means nothing in this one."""
+    return column.with_metadata({key: mark for key, mark in (column.metadata or {}).items() if key != b"peagle"})
 
 
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
@@ -172,7 +204,7 @@ class _ForwardParquet:
         """The next rows; fewer where the file ends. One with a value that Python does not have is no row."""
         for piece in self._pieces(num_rows):
             try:
-                rows = [RawRow(columns) for columns in piece.to_pylist()]
+                rows = [RawRow(columns) for columns in to_values(piece)]
             except _NO_VALUE:
                 first = self.position - piece.num_rows
                 rows = [_row(piece.slice(n, 1), f"{self._path} row {first + n}") for n in range(piece.num_rows)]
@@ -185,7 +217,7 @@ class _ForwardParquet:
         while num_rows > 0:
             if self._batch is None or not self._batch.num_rows:
                 with _reading(self._path):
-                    self._batch = next(self._batches, None)
+                    self._batch = next(map(plain, self._batches), None)
             if self._batch is None:
                 return
             piece = self._batch.slice(0, num_rows)
@@ -202,9 +234,9 @@ def _row(piece: pa.RecordBatch, where: str) -> RawRow:
     """The one row of a piece, by the columns that can be read; `where` counts from 0, as ids do."""
     columns: dict[str, Any] = {}
     wrong = None
-    for column, values in zip(piece.schema, piece.columns, strict=True):
+    for column in piece.schema:
         try:
-            columns[column.name] = values[0].as_py()
+            columns |= to_values(piece.select([column.name]))[0]
         except _NO_VALUE as error:
             wrong = (
                 wrong or f"{where} (counted from 0): column {column.name!r}, a {column.type}, cannot be read: {error}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from peagle.corpus.extensions import from_values
 from peagle.corpus.rows import RawRow
 from peagle.corpus.types import can_be_stored, holds, is_too_deep, is_wide
 from peagle.plain_json import to_json
@@ -86,7 +87,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
         values = [None if row.error else row.columns.get(column.name) for row in rows]
         if _is_json(column):
             values = [v if v is None or isinstance(v, str) else to_json(v) for v in values]
-        arrays.append(pa.array(values, type=column.type))
+        arrays.append(from_values(values, column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 
 

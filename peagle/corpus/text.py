@@ -116,7 +116,5 @@ _PARSERS: dict[str, Callable[[bytes, str], RawRow]] = {
 
 
 def first_object(lines: Lines) -> dict[str, Any] | None:
-    """The first row, if it is a JSON object: it tells an OpenAI batch from other JSON lines."""
-    for record in records("jsonl", lines):
-        return None if record.row.error else record.row.columns
-    return None
+    """The first row that is a JSON object: it tells an OpenAI batch from other JSON lines."""
+    return next((one.row.columns for one in records("jsonl", lines) if one.row.error is None), None)

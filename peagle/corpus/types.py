@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import children, storage_schema
+
 _DEEPEST = 100  # levels that Parquet has at most
 _NANOSECOND_TIME = pa.time64("ns")
 LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
@@ -19,7 +21,7 @@ def can_be_stored(schema: pa.Schema) -> bool:
     """Whether Parquet can hold columns like these, and gives them back: not empty structs, nor too deep ones."""
     sink = io.BytesIO()
     try:
-        pq.write_table(schema.empty_table(), sink)
+        pq.write_table(storage_schema(schema).empty_table(), sink)
         pq.read_schema(io.BytesIO(sink.getvalue()))
     except (OSError, pa.ArrowException):
         return False
@@ -30,7 +32,7 @@ def is_too_deep(type_: pa.DataType) -> bool:
     """Whether a type has more levels than Parquet can hold; it may have more than Python can go down."""
     level = [type_]
     for _ in range(_DEEPEST):
-        level = [field.type for one in level for field in _children(one)]
+        level = [field.type for one in level for field in children(one)]
         if not level:
             return False
     return True
@@ -45,10 +47,10 @@ def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
     if new == old or pa.types.is_null(old):
         return True
     if pa.types.is_nested(new):
-        children = {field.name: field.type for field in _children(new)}
-        pairs = [(children.get(field.name), field.type) for field in _children(old)]
+        parts = {field.name: field.type for field in children(new)}
+        pairs = [(parts.get(field.name), field.type) for field in children(old)]
         if not pa.types.is_struct(new):  # an item of a list has no name that counts
-            pairs = list(zip(children.values(), (theirs for _, theirs in pairs), strict=False))
+            pairs = list(zip(parts.values(), (theirs for _, theirs in pairs), strict=False))
         return all(ours is not None and holds(ours, theirs, wide=wide) for ours, theirs in pairs)
     if pa.types.is_integer(old):
         return not (wide and old.bit_width == 64)
@@ -100,7 +102,7 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
         if name in seen:
             return name
         seen.add(name)
-        if inner := repeated_name(_children(field.type)):
+        if inner := repeated_name(children(field.type)):
             return f"{name}.{inner}"
     return None
 
@@ -108,9 +110,5 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
 def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
     if not pa.types.is_nested(type_):
         yield type_
-    for field in _children(type_):
+    for field in children(type_):
         yield from _leaves(field.type)
-
-
-def _children(type_: pa.DataType) -> Iterator[pa.Field]:
-    return (type_.field(index) for index in range(type_.num_fields)) if pa.types.is_nested(type_) else iter(())

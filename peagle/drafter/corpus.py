@@ -8,6 +8,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses, row_text
 from peagle.drafter.decontamination import Dropped, decontaminate, tell_dropped
 from peagle.drafter.evaluation_sets import index_of
+from peagle.drafter.prompt_sources import PROMPT
 from peagle.drafter.target import Target
 from peagle.errors import InputError
 
@@ -38,10 +39,11 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
         InputError: a source is unreadable, or no row gives a document.
         ConfigError: the tokenizer gives tokens that the target does not have.
     """
+    column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
-    checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, config.prompt_column))
+    checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, column))
     samples, rejected = build_samples(
-        checked.kept, target.tokenizer, prompt_column=config.prompt_column, max_tokens=config.max_document_tokens
+        checked.kept, target.tokenizer, prompt_column=column, max_tokens=config.max_document_tokens
     )
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"

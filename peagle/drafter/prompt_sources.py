@@ -14,10 +14,11 @@ from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_so
 from peagle.errors import InputError, did_you_mean
 
 MESSAGES = "messages"
+PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run's own, such as `response`
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Rows with `id` and either `messages` or the prompt column, the same for all; what is left out is told.
+    """Rows with `id` and either `messages` or `prompt`, the same for all; what is left out is told.
 
     A limit is shared out evenly among the sources; where one holds fewer, the others give more.
 
@@ -42,7 +43,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     if not rows:
         sources = ", ".join(config.prompts)
         raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {', '.join(config.exclude)}")
-    return _alike(rows, config.prompt_column)
+    return _alike(rows)
 
 
 def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
@@ -98,13 +99,11 @@ def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row
         )
         for drop in checked.dropped
     ]
-    return [{"id": prompt.id, config.prompt_column: prompt.prompt} for prompt in prompts], dropped
+    return [{"id": prompt.id, PROMPT: prompt.prompt} for prompt in prompts], dropped
 
 
 def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    checked = decontaminate(
-        list(_prompts_of(source, prompt_column)), index, text=lambda row: row_text(row, prompt_column)
-    )
+    checked = decontaminate(list(_prompts_of(source, prompt_column)), index, text=lambda row: row_text(row, PROMPT))
     return checked.kept, checked.dropped
 
 
@@ -117,8 +116,8 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
                 f"{source}: neither a column {prompt_column!r} nor {MESSAGES!r}",
                 hint=f"name it with --prompt-column; {did_you_mean(prompt_column, row)}",
             )
-        asked = MESSAGES if row.get(MESSAGES) else prompt_column
-        yield {"id": id_of(row, number), asked: row.get(asked)}
+        asked = {MESSAGES: row[MESSAGES]} if row.get(MESSAGES) else {PROMPT: row.get(prompt_column)}
+        yield {"id": id_of(row, number), **asked}
     if number < 0:
         raise InputError(f"{source}: there is no row in it")
 
@@ -132,11 +131,11 @@ def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str]
         say(f"  --limit {config.limit:,}: there are no more")
 
 
-def _alike(rows: list[Row], prompt_column: str) -> list[Row]:
+def _alike(rows: list[Row]) -> list[Row]:
     """All with messages where one has them, since a bulk run takes its prompts from one column."""
     if not any(MESSAGES in row for row in rows):
         return rows
     return [
-        row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[prompt_column]}]}
+        row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[PROMPT]}]}
         for row in rows
     ]

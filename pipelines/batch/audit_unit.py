@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import plain_schema
 from peagle.economics.usage import UnitUsage
 from peagle.errors import PeagleError
 from peagle.storage import open_to_read
@@ -78,7 +79,7 @@ def audit_unit(
     except (PeagleError, OSError, pa.ArrowException) as error:
         message = error.message if isinstance(error, PeagleError) else str(error)
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))
-    wrong = _wrong_columns(table.schema, schema)
+    wrong = _wrong_columns(plain_schema(table.schema), schema)
     if wrong:
         finding = Finding(kind="schema", where=path.name, message=wrong)
         return UnitAudit(findings=(finding,), usage=usage, letters_name=name, num_rows=table.num_rows)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import plain, plain_schema, to_values
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from peagle.plain_json import to_json
@@ -192,7 +193,7 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
     for family in families:
         finished_at = int(max(run.usage(unit).finished_at for unit in family))
         for batch in _batches(run, family, lines.columns):
-            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in batch.to_pylist()))
+            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in to_values(batch)))
             num_rows += batch.num_rows
     return num_rows
 
@@ -216,7 +217,7 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
 
 def _schema(run: RunDirectory, unit: int) -> pa.Schema:
     with open_to_read(run.unit_path(unit)) as file:
-        return pq.read_schema(file).remove_metadata()
+        return plain_schema(pq.read_schema(file).remove_metadata())
 
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
@@ -234,7 +235,7 @@ def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) 
         with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
             read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
-                yield batch.replace_schema_metadata(None)
+                yield plain(batch.replace_schema_metadata(None))
     except (OSError, pa.ArrowException) as error:
         raise PeagleError(
             f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peagle.corpus.cutting import Cut, auto_cut, enough_rows
+from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Span
 from peagle.corpus.scan import count_rows, find, scan
@@ -201,7 +202,7 @@ def plan_from_bytes(data: bytes) -> Plan:
     return Plan(
         units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
-        schema=pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"])),
+        schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
         small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
     )

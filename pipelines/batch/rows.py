@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from peagle.corpus.extensions import plain, to_values
 from peagle.corpus.rows import RawRow
 from peagle.corpus.schema import to_table
 from peagle.corpus.types import can_be_stored
@@ -53,10 +54,11 @@ OUTPUT_SCHEMA = pa.schema(
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
-# Columns that a prepared unit carries beside the input's own, on its way from a CPU task to an engine.
-_PROMPT, _ERROR = "__peagle_prompt_token_ids", "__peagle_error"
-_SAMPLING = "__peagle_sampling"
-_UNIT = b"__peagle_unit"  # in its metadata
+# What a prepared unit carries behind the input's columns, on its way from a CPU task to an engine. These columns go by
+# their places, not by their names, since a column of the input may have any name.
+_CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
+_UNIT = b"peagle.unit"  # in its metadata
+_GIVEN_BACK = b"peagle.given_back"
 _PACKED = "unit"
 
 
@@ -103,19 +105,19 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
     table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may be without rows
-    table = table.append_column(_PROMPT, pa.array(prompts, pa.list_(pa.int32())))
-    table = table.append_column(_SAMPLING, pa.array(sampling, pa.string()))
-    return table.append_column(_ERROR, pa.array(errors, pa.string()))
+    for (name, type_), values in zip(_CARRIED, (prompts, sampling, errors), strict=True):
+        table = table.append_column(name, pa.array(values, type_))
+    return table
 
 
 def given_back(unit: WorkUnit) -> pa.Table:
     """What stands for a unit that is not prepared because the run is being stopped."""
-    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit)})
+    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _GIVEN_BACK: b""})
 
 
 def is_given_back(table: pa.Table) -> bool:
     """Whether a table came from `given_back`."""
-    return bool(_PROMPT not in table.column_names)
+    return _GIVEN_BACK in table.schema.metadata
 
 
 def packed(table: pa.Table) -> pa.Table:
@@ -128,7 +130,7 @@ def packed(table: pa.Table) -> pa.Table:
 
 def unpacked(batch: pa.Table) -> pa.Table:
     """The inverse of `packed`."""
-    return pa.ipc.open_stream(batch.column(_PACKED)[0].as_buffer()).read_all()
+    return plain(pa.ipc.open_stream(batch.column(_PACKED)[0].as_buffer()).read_all())
 
 
 class PreparedUnit:
@@ -143,18 +145,17 @@ class PreparedUnit:
 
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_json(table.schema.metadata[_UNIT])
-        self.prompts: list[list[int] | None] = table.column(_PROMPT).to_pylist()
-        self.sampling: list[dict[str, Any]] = [
-            json.loads(text) if text else {} for text in table.column(_SAMPLING).to_pylist()
-        ]
-        self.dead_letters = {
-            index: json.loads(text) for index, text in enumerate(table.column(_ERROR).to_pylist()) if text is not None
-        }
-        self._input = table.drop_columns([_PROMPT, _SAMPLING, _ERROR]).replace_schema_metadata(None)
+        num_own = table.num_columns - len(_CARRIED)
+        prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_own:])
+        self.prompts: list[list[int] | None] = prompts
+        self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
+        self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
+        self._input = table.select(list(range(num_own))).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
         """Set row `index` aside; its letter has the row under the input's own names."""
-        row = RawRow(self._input.slice(index, 1).to_pylist()[0])
+        (batch,) = self._input.slice(index, 1).combine_chunks().to_batches()
+        row = RawRow(to_values(batch)[0])
         self.dead_letters[index] = _letter(error, row)
 
     def letters(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from peagle.catalog.targets import context_tokens
 from peagle.drafter.config import WAYS, TrainConfig
 from peagle.drafter.data import Row
-from peagle.drafter.prompt_sources import MESSAGES, part_by_hash, read_prompts
+from peagle.drafter.prompt_sources import MESSAGES, PROMPT, part_by_hash, read_prompts
 from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError
 from peagle.files import write_atomic, writing
@@ -76,7 +76,7 @@ def _run_config(
         "engine": engine,
         **{name: getattr(config, name) for name in _AS_THEY_ARE},
     }
-    values |= {"messages_column": MESSAGES} if chats else {"prompt_column": config.prompt_column}
+    values |= {"messages_column": MESSAGES} if chats else {"prompt_column": PROMPT}
     if way == "sampled":
         values |= {"temperature": config.temperature, "top_p": config.top_p}
     return GenerateConfig(**values)

@@ -53,6 +53,7 @@ def test_a_template_uses_any_column():
         ({}, ["text"], "neither a column 'prompt' nor 'messages'"),
         ({"prompt_column": "promt"}, ["prompt"], "no column 'promt'(.|\n)*did you mean prompt"),
         ({"prompt_template": "{{ promt }}"}, ["prompt"], "'promt', which is no column"),
+        ({}, ["custom_id", "method", "body"], "say --input-format openai-batch"),
         ({"prompt_template": "{{ prompt"}, ["prompt"], "prompt_template, line 1"),
     ],
 )

@@ -101,6 +101,8 @@ CASES = [
     of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
     of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
         "in microseconds, or as text"),
+    of_file("Parquet with a type for which Arrow lacks functions", "a.parquet",
+        parquet(prompt=["a"], x=pa.nulls(1, pa.list_view(pa.uuid()))), "which rows cannot hold"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
     of_file("CSV with a header alone", "a.csv", b"prompt\n", "no row"),
     of_file("CSV with a column twice", "a.csv", b"prompt,prompt\na,b\n", "twice"),

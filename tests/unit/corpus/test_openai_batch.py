@@ -71,3 +71,14 @@ def test_a_batch_beside_what_is_none_is_refused(write, tmp_path):
     write("b.jsonl", lines({"prompt": "x"}))
     with pytest.raises(InputError, match=r"b\.jsonl is no OpenAI batch, and .*a\.jsonl is one"):
         scan(str(tmp_path))
+
+
+@pytest.mark.parametrize("first", [b"{bad\n", b"\n[1]\n", b"\xff\n", b"\xef\xbb\xbf\n// comment\n"])
+def test_a_batch_whose_first_line_is_no_json_object_is_still_one(write, first):
+    path = write("a.jsonl", first + lines(request(), request("b")))
+    spans, _, _ = scan(path)
+    assert {span.format for span in spans} == {"openai-batch"}
+    rows = [row for span in spans for row in corpus.read(span)]
+    assert [row.columns.get("custom_id") for row in rows][-2:] == ["a", "b"]
+    assert rows[0].error
+    assert rows[0].reason == "invalid_row"

@@ -59,6 +59,15 @@ def test_shares_are_as_even_as_the_sources_allow(limit: int | None, held: list[i
     assert share_out(limit, held) == shares
 
 
+@pytest.mark.parametrize(
+    "column", ["id", "response", "model", "input_response", "sampling", "prompt", "__peagle_error"]
+)
+def test_a_prompt_column_may_have_the_name_of_one_of_a_runs(write_jsonl: Write, column: str) -> None:
+    assert _read(write_jsonl([{column: "a"}]), prompt_column=column) == [
+        {"id": "a" if column == "id" else "0", "prompt": "a"}
+    ]
+
+
 def test_where_one_row_has_messages_all_have(write_jsonl: Write) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
