@@ -1,6 +1,11 @@
-"""Files that are either whole or not there.
+"""Files that are either whole or not there, also after a power cut.
 
-It knows one local file system; it does not know what the bytes mean.
+When a function here returns, what it did is on the disk: the bytes (`fsync` of the file) and the name (`fsync` of its
+folder). It knows one file system, local or NFS; it does not know what the bytes mean.
+
+An answer that gets lost on NFS makes the client send its request again, and the second one finds the first one done: a
+`link` says that the name is taken, a `rename` that there is no such file. So after an error the target is compared with
+the file that was to get its name (`docs/decisions/0015-durable-names.md`).
 """
 
 import contextlib
@@ -10,13 +15,16 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from peagle.errors import CapacityError
+from peagle.errors import CapacityError, ConfigError
 
 TEMPORARY_SUFFIX = ".tmp"
+_ATTEMPTS = 5
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_LINKS = "name a folder on a local disk, on NFS version 4 or newer (EFS), on Lustre, or in S3"
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -25,8 +33,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    with _temporary(path, data) as temporary:
-        temporary.replace(path)
+    _put(path, data, _rename)
 
 
 def write_once(path: Path, data: bytes) -> bool:
@@ -36,14 +43,9 @@ def write_once(path: Path, data: bytes) -> bool:
     exactly one gets True, whatever is killed in between.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, or the folder cannot be written. The file may be there all the same.
     """
-    with _temporary(path, data) as temporary:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-    return True
+    return _put(path, data, _link)
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -84,17 +86,74 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when it is whole; for what is too big for `write_atomic`.
 
     Raises:
+        FileNotFoundError: somebody has swept the unfinished file away meanwhile.
         OSError: the disk is full, or the folder cannot be written.
     """
     temporary = _temporary_name(path)
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+            _flush(file)
+            _rename(file, temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, unless it is there."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        sync_folder(one.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, if it is there; it does not come back after a power cut."""
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # nor is there such a folder
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put on the disk which names a folder has: what was created in it, renamed and deleted.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such call for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def require_links(trial: Path) -> None:
+    """Try what the first-writer-wins rule rests on: a hard link, a refused second one, and a rename.
+
+    Args:
+        trial: a name that nobody else uses, for the moment that it takes.
+
+    Raises:
+        ConfigError: the file system cannot do one of them.
+        OSError: the folder cannot be written.
+    """
+    folder = trial.parent
+    try:
+        try:
+            done = write_once(trial, b"1") and not write_once(trial, b"2")
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise ConfigError(f"{folder}: its file system has no hard links ({error.strerror})", hint=_LINKS) from error
+        write_atomic(trial, b"3")
+        if not done or trial.read_bytes() != b"3":
+            raise ConfigError(f"{folder}: its file system lets two writers create the same name", hint=_LINKS)
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -124,17 +183,61 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def _temporary(path: Path, data: bytes) -> Iterator[Path]:
-    temporary = _temporary_name(path)
+_Placing = Callable[[BinaryIO, Path, Path], bool]
+
+
+def _put(path: Path, data: bytes, place: _Placing) -> bool:
+    """Write a temporary file, and have `place` give it its name; whether it got it."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        temporary = _temporary_name(path)
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                _flush(file)  # else a power cut may keep the name and lose the bytes
+                placed = place(file, temporary, path)
+            break
+        except (FileNotFoundError, FileExistsError):
+            # Somebody swept the temporary file away as a killed writer's, or the answer to its creation was lost.
+            if attempt == _ATTEMPTS or not path.parent.is_dir():
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)  # also where another was first: what builds on that name may not outlive it
+    return placed
+
+
+def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may keep the name and lose the bytes
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.link(temporary, path)
+    except OSError as error:
+        if _has_name(file, path):
+            return True
+        if not isinstance(error, FileExistsError):
+            raise
+        return False
+    return True
+
+
+def _rename(file: BinaryIO, temporary: Path, path: Path) -> bool:
+    try:
+        temporary.replace(path)
+    except OSError:
+        if not _has_name(file, path):
+            raise
+    return True
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file has got that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _temporary_name(path: Path) -> Path:

@@ -3,6 +3,8 @@
     write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
     write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
     atomic_file    the same for what is too big to be held                rename         | upload in parts
+    make_folder    a folder that outlasts a power cut                     mkdir          | nothing
+    remove         a deletion that outlasts a power cut                   unlink         | DELETE
 
 The rest is what `pathlib.Path` offers. It knows names and bytes; it does not know what they mean.
 """
@@ -96,7 +98,7 @@ def on_disk(location: Any) -> Any:
 
 
 def require_usable(folder: Place) -> None:
-    """Make sure that what lies in `folder` can be created once only. A file system is taken at its word.
+    """Make sure that what lies in a folder of a store can be created once only; a disk is tried by `require_links`.
 
     Raises:
         ConfigError: the store cannot do that, refuses, or does not answer.
@@ -106,6 +108,20 @@ def require_usable(folder: Place) -> None:
             folder.require_conditional_writes()
         except StorageError as error:
             raise ConfigError(error.message, hint=error.hint) from error
+
+
+def require_links(trial: Place) -> None:
+    """Make sure that a name can be created once only; a store is tried by `require_usable`, before it is written.
+
+    Args:
+        trial: a name that nobody else uses, in a folder that is there.
+
+    Raises:
+        ConfigError: the file system has no hard links, or two writers can create the same name.
+        OSError: the folder cannot be written.
+    """
+    if not isinstance(trial, S3Path):
+        files.require_links(cast(Path, trial))
 
 
 def is_remote(path: Place) -> bool:
@@ -155,6 +171,28 @@ def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
         OSError, StorageError: it cannot be written.
     """
     return path.writer() if isinstance(path, S3Path) else files.atomic_file(cast(Path, path))
+
+
+def make_folder(folder: Place) -> None:
+    """Make a folder and those above it, where folders are made; they are there after a power cut.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not isinstance(folder, S3Path):
+        files.make_folder(cast(Path, folder))
+
+
+def remove(path: Place) -> None:
+    """Delete a file, if it is there; it does not come back after a power cut.
+
+    Raises:
+        OSError, StorageError: it cannot be deleted.
+    """
+    if isinstance(path, S3Path):
+        path.unlink()
+    else:
+        files.remove(cast(Path, path))
 
 
 def remove_temporaries(folder: Place) -> int:

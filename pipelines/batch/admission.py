@@ -40,7 +40,7 @@ class Admission:
             heartbeats.observe(sessions)
             num_alive = len(heartbeats.alive(sessions))
             is_wanted = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
-            if is_wanted and run.stop_grace_s() is None:
+            if is_wanted and run.stop.grace_s() is None:
                 return
             time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
 

@@ -20,10 +20,10 @@ from pipelines.batch.audit_input import input_findings
 from pipelines.batch.audit_unit import Finding, UnitAudit, audit_unit, expected_schema
 from pipelines.batch.lease import read_lease
 from pipelines.batch.plan import Plan
+from pipelines.batch.plan_files import PLAN_FILE
 from pipelines.batch.rundir import UNIT_FILE, RunDirectory
 
-_ROOT = re.compile(r"run\.json|report\.(json|html)|plan(-\d{4})?\.parquet|data|failed|ledger|logs|suspects|export")
-_HIDDEN = {".stop.json", ".lease"}
+_ROOT = re.compile(r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease")
 _OF_FOLDER = {
     "data": UNIT_FILE,
     "failed": re.compile(r"unit-\d{8,}\.\w+\.jsonl"),
@@ -81,7 +81,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     _count(audit, plan, audits, taken)
     _check_retries(audit, plan, audits, taken)
     _check_ledger(audit, run, audits)
-    _check_other_files(audit, run, {one.letters_name for one in audits.values()})
+    _check_other_files(audit, run, manifest["plan"], {one.letters_name for one in audits.values()})
     _check_report(audit, run)
     findings, notes = input_findings(plan, manifest)
     audit.findings += findings
@@ -93,11 +93,11 @@ def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None
     """The plan is of this run, and its units follow each other without a gap."""
     planned_for = manifest["fingerprint"]["corpus"]["content"]
     if plan.corpus_fingerprint != planned_for:
-        audit.add("plan", "plan.parquet", "it is of another corpus than run.json: the plan of another run")
+        audit.add("plan", manifest["plan"], "it is of another corpus than run.json: the plan of another run")
     next_id = 0
     for number, unit in enumerate(unit for unit in plan.units if unit.supersedes is None):
         if (unit.unit, unit.first_id) != (number, next_id):
-            audit.add("plan", "plan.parquet", f"unit {unit.unit} begins at row {unit.first_id}, not at {next_id}")
+            audit.add("plan", manifest["plan"], f"unit {unit.unit} begins at row {unit.first_id}, not at {next_id}")
             return
         next_id += unit.span.num_rows
 
@@ -206,14 +206,14 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
     return sessions
 
 
-def _check_other_files(audit: FilesAudit, run: RunDirectory, valid_letters: set[str]) -> None:
+def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, valid_letters: set[str]) -> None:
     """What is there beside the units: nothing foreign, and in a finished run nothing left over."""
     lease = read_lease(run.root)
     leftovers = []
     for name in _names(run.root):
-        if name.endswith(TEMPORARY_SUFFIX):
+        if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
             leftovers.append(name)
-        elif not _ROOT.fullmatch(name) and name not in _HIDDEN:
+        elif not _ROOT.fullmatch(name) and name != plan_name:
             audit.add("foreign", name, "not a file of a run")
     for folder, known in _OF_FOLDER.items():
         for name in _names(run.root / folder):

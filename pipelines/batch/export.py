@@ -23,12 +23,14 @@ from peagle.corpus.extensions import plain, plain_schema, to_values
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from peagle.plain_json import to_json
-from peagle.storage import Place, atomic_file, open_to_read, remove_temporaries, write_json
+from peagle.storage import Place, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
 from pipelines.batch.plan import Plan
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.settled import until_settled
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+_ATTEMPTS = 5
 _BATCH_ROWS = 1024
 _ROW_GROUP_ROWS = 65536
 
@@ -68,6 +70,10 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
         ConfigError: there is no run, or it is not finished.
         PeagleError: one of its files is damaged.
     """
+    return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
+
+
+def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: bool) -> Export:
     run_id, units, plan = run.manifest()["run_id"], sorted(run.committed()), run.plan()
     if len(units) < (num_planned := len(plan.units)) and not partial:
         raise ConfigError(
@@ -78,13 +84,18 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
     commits = _commits(run, units)
     if not again and (made := _made(folder)) is not None and made.commits == commits:
         return made
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_temporaries(folder)
-        (folder / "export.json").unlink(missing_ok=True)
-        return _write(run, run_id, _families(plan, units), commits, output_format, folder)
-    except OSError as error:
-        raise PeagleError(f"export {folder}: cannot be written: {error}") from error
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            make_folder(folder)
+            remove_temporaries(folder)
+            (folder / "export.json").unlink(missing_ok=True)
+            return _write(run, run_id, _families(plan, units), commits, output_format, folder)
+        except FileNotFoundError as error:  # another export of this run has taken an unfinished file for a leftover
+            if attempt == _ATTEMPTS:
+                raise PeagleError(f"export {folder}: its files vanish while they are written: {error}") from error
+        except OSError as error:
+            raise PeagleError(f"export {folder}: cannot be written: {error}") from error
+    raise AssertionError("an attempt either returns or raises")
 
 
 def _commits(run: RunDirectory, units: list[int]) -> str:

@@ -1,6 +1,7 @@
 """One driver a run directory: a lease that is renewed, and taken over when it is not.
 
-    OUT/.lease/N.json    the N-th lease; the highest number counts, and it stays when its driver ends
+    OUT/.lease/N.json         the N-th lease; the highest number counts, and it stays when its driver ends
+    OUT/.lease/N.stop.json    while that driver stops the run: its word to its workers (`rundir.py`)
 
 A lease is taken by creating the next number once (`write_once`), so of several takers one wins. Its holder rewrites
 it every few seconds with the next beat. Whoever wants it watches the beat on a monotonic clock of its own: a beat that
@@ -8,7 +9,10 @@ changes is a driver that lives, one that does not for as long as the lease says 
 are ever compared, so a clock that jumps or differs between hosts changes nothing. A driver of this very host and
 process namespace whose process is gone is not waited for.
 
-Exactly once does not rest on the lease (units commit by their own links); it keeps two drivers from paying twice.
+A driver may be stopped anywhere and go on after another one has finished its work. So exactly once does not rest on
+the lease: units, the plan and plans of retries are created once each (`rundir.py`). The lease keeps two drivers from
+paying twice, and a driver looks at it before it deletes or replaces anything.
+
 It knows files and processes; it does not know units or Ray.
 """
 
@@ -20,17 +24,20 @@ import shlex
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.storage import WRITE_ERRORS, Place, write_atomic, write_once
+from peagle.storage import WRITE_ERRORS, Place, make_folder, require_links, write_atomic, write_once
 
-_FOLDER = ".lease"
+FOLDER = ".lease"
 _RENEWALS = 6  # in the time that a lease lasts
 _POLL_S = 0.2
+_LOOKS, _LOOK_S = 50, 0.1  # at a folder in which leases vanish before they can be read
+_LOST = "what it had committed stays; let the other one finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,7 @@ class Lease:
 
     Attributes:
         number: grows with every driver that the run has had.
+        token: of this driver alone. Numbers begin again where somebody deletes the folder.
         where: the boot and the process namespace in which `pid` means something.
         birth: when that process started, in the kernel's ticks: a number is used again, a birth is not.
         expiry_s: it is given up when it was not renewed for so long.
@@ -49,6 +57,7 @@ class Lease:
     """
 
     number: int
+    token: str
     user: str
     host: str
     where: str
@@ -79,17 +88,19 @@ class Lease:
 
 def read_lease(root: Place) -> Lease | None:
     """The lease of the run directory's present or last driver; None if it never had one."""
-    for number in sorted(_numbers(root), reverse=True):
+    for _ in range(_LOOKS):
+        if not (numbers := _numbers(root)):
+            return None
+        path = root / FOLDER / f"{max(numbers)}.json"
         try:
-            return Lease(**json.loads((root / _FOLDER / f"{number}.json").read_bytes()))
-        except FileNotFoundError:  # the next driver has just removed it
-            continue
+            return Lease(**json.loads(path.read_bytes()))
+        except FileNotFoundError:  # the next driver has just removed it: its own lease is there by now
+            time.sleep(_LOOK_S)
         except (ValueError, TypeError) as error:
             raise PeagleError(
-                f"{root / _FOLDER / f'{number}.json'} is damaged: {error}",
-                hint="make sure that no driver runs, and delete that file",
+                f"{path} is damaged: {error}", hint="make sure that no driver runs, and delete that file"
             ) from error
-    return None
+    raise PeagleError(f"{path} is listed, and cannot be read", hint="make sure that no driver runs, and delete it")
 
 
 class Holding:
@@ -114,17 +125,39 @@ class Holding:
         """Of the lease."""
         return self._lease.number
 
+    def require(self) -> None:
+        """Look whether this process holds the lease at this moment.
+
+        Raises:
+            RunInUse: another driver has taken it over.
+            ConfigError: the folder cannot be read.
+        """
+        try:
+            if self._is_taken_over():
+                self.lost.set()
+        except OSError as error:
+            raise ConfigError(f"output {self._root}: cannot be read: {error}") from error
+        if self.lost.is_set():
+            raise taken_over(self._root)
+
+    def is_lost(self) -> bool:
+        """Whether another driver has taken it over, as far as can be known."""
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):
+            self.require()
+        return self.lost.is_set()
+
     def end(self) -> None:
         """Give the lease back."""
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(*WRITE_ERRORS):  # a full disk, a store that is gone: it expires
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # a full disk, a store that is gone: it expires
             if not self._is_taken_over():
                 self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease.expiry_s / _RENEWALS):
-            with contextlib.suppress(*WRITE_ERRORS):  # the next renewal may succeed; if none does, it expires
+            # The next renewal may succeed; if none does, it expires.
+            with contextlib.suppress(*WRITE_ERRORS, PeagleError):
                 if self._is_taken_over():
                     self.lost.set()
                     return
@@ -132,10 +165,13 @@ class Holding:
                 self._write(self._lease)
 
     def _is_taken_over(self) -> bool:
-        return max(_numbers(self._root), default=0) > self._lease.number
+        lease = read_lease(self._root)
+        if lease is None:  # somebody deleted the folder
+            return True
+        return (lease.number, lease.token) != (self._lease.number, self._lease.token)
 
     def _write(self, lease: Lease) -> None:
-        write_atomic(self._root / _FOLDER / f"{lease.number}.json", _to_bytes(lease))
+        write_atomic(self._root / FOLDER / f"{lease.number}.json", _to_bytes(lease))
 
 
 @contextlib.contextmanager
@@ -153,7 +189,7 @@ def hold_lease(
         heartbeat_s: between the heartbeats of its driver's engines, for those who look on.
 
     Raises:
-        RunInUse: another driver holds it and lives.
+        RunInUse: another driver holds it and lives; or has taken it over, whatever went wrong here because of that.
         ConfigError: the folder cannot be written.
         StorageError: nor the store.
     """
@@ -165,9 +201,16 @@ def hold_lease(
         yield holding
     except BaseException as error:
         holding.outcome = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and holding.is_lost():
+            raise taken_over(root) from error
         raise
     finally:
         holding.end()
+
+
+def taken_over(root: Place) -> RunInUse:
+    """The error of a driver that has lost its lease."""
+    return RunInUse(f"{root} was taken over by another driver while this one did not respond", hint=_LOST)
 
 
 def clock(at: float) -> str:
@@ -182,13 +225,31 @@ def _take(
     command: Sequence[str],
     announce: Callable[[str], None],
 ) -> Lease:
-    (root / _FOLDER).mkdir(parents=True, exist_ok=True)
-    before = read_lease(root)
-    if before is not None:
-        _wait_until_free(root, before, announce)
+    make_folder(root / FOLDER)
+    require_links(root / FOLDER / f"0.{uuid.uuid4().hex}.json")  # cleared like an earlier lease, should it be left
+    while True:
+        before = read_lease(root)
+        if before is not None:
+            _wait_until_free(root, before, announce)
+        lease = _lease(before.number + 1 if before else 1, expiry_s, heartbeat_s, command)
+        path = root / FOLDER / f"{lease.number}.json"
+        won = write_once(path, _to_bytes(lease))
+        # A process that was stopped before it took a number finds later ones, if not that very number.
+        if won and max(_numbers(root), default=0) == lease.number:
+            _clear_before(root, lease.number)
+            return lease
+        if won:
+            path.unlink(missing_ok=True)
+        now = read_lease(root)
+        if now is not None and now.outcome is None:
+            raise _in_use(root, now)
+
+
+def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Sequence[str]) -> Lease:
     now = time.time()
-    lease = Lease(
-        number=before.number + 1 if before else 1,
+    return Lease(
+        number=number,
+        token=uuid.uuid4().hex,
         user=_user(),
         host=socket.gethostname(),
         where=_where(),
@@ -200,15 +261,11 @@ def _take(
         expiry_s=expiry_s,
         heartbeat_s=heartbeat_s,
     )
-    if not write_once(root / _FOLDER / f"{lease.number}.json", _to_bytes(lease)):
-        raise _in_use(root, read_lease(root) or lease)
-    _clear_before(root, lease.number)
-    return lease
 
 
 def _clear_before(root: Place, number: int) -> None:
     """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
-    for path in (root / _FOLDER).iterdir():
+    for path in (root / FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
         if of.isdecimal() and int(of) < number:
             path.unlink(missing_ok=True)
@@ -242,7 +299,7 @@ def _to_bytes(lease: Lease) -> bytes:
 
 
 def _numbers(root: Place) -> list[int]:
-    return [int(path.stem) for path in (root / _FOLDER).glob("*.json") if path.stem.isdecimal()]
+    return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 
 def _user() -> str:

@@ -81,8 +81,8 @@ class Retry:
 class Plan:
     """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content.
 
-    `units` are those of the corpus in its order, then those of retries. `small_units` are the sizes that the first of
-    them were cut to, before all others got `rows_per_unit`.
+    `units` are those of the corpus in its order, then those of retries, of which there were `num_retries`.
+    `small_units` are the sizes that the first of them were cut to, before all others got `rows_per_unit`.
     """
 
     units: tuple[WorkUnit, ...]
@@ -90,6 +90,7 @@ class Plan:
     schema: pa.Schema
     corpus_fingerprint: str
     small_units: tuple[int, ...] = ()
+    num_retries: int = 0
 
     @property
     def cut(self) -> Cut:
@@ -107,14 +108,14 @@ class Plan:
         return self.units[0].span.format == "openai-batch"
 
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
-        """The plan with units for retries, which read the rows where those that they supersede read them."""
+        """The plan with the units of one more retry; they read the rows where those that they supersede read them."""
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
             before = units[retry.supersedes]
             units[retry.unit] = replace(
                 before, unit=retry.unit, rows=retry.rows, supersedes=before.unit, attempt=before.attempt + 1
             )
-        return replace(self, units=tuple(units.values()))
+        return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
     def taken_up(self) -> dict[int, frozenset[int]]:
         """Rows for which retries answer: by the unit that they were dead letters of, their indices in its span."""
@@ -183,7 +184,7 @@ def _auto_cut_of(files: Sequence[SourceFile], config: GenerateConfig, max_num_se
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """`plan.parquet`: a row per unit; the corpus's schema and fingerprint are metadata."""
+    """The plan's file: a row per unit; the corpus's schema and fingerprint are metadata."""
     columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
     columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {

@@ -24,7 +24,7 @@ from pipelines.batch.rundir import RunDirectory
 class PrepareJob:
     """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema.
 
-    `revision` is of a model that is a hub id, None for the latest.
+    `revision` is of a model that is a hub id, None for the latest; `driver` the number of the lease of who runs it.
     """
 
     run_dir: str
@@ -33,6 +33,7 @@ class PrepareJob:
     sampling: SamplingSpec
     schema: pa.Schema
     revision: str | None = None
+    driver: int = 0
 
 
 def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
@@ -40,9 +41,9 @@ def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
 
     Once the run is being stopped, one that is given back stands for all that follow.
     """
-    run = RunDirectory(job.run_dir)
+    run = RunDirectory(job.run_dir, driver=job.driver)
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
-        if run.stop_grace_s() is not None:
+        if run.stop.grace_s() is not None:
             yield packed(given_back(unit))
             return
         yield packed(prepare_unit(unit, job))

@@ -16,6 +16,7 @@ from peagle.files import writing
 from peagle.storage import write_atomic, write_json
 from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.settled import until_settled
 from pipelines.tuned import tuned_notes
 
 _WRITABLE = "make room, or the folder writable; peagle status and peagle audit write nothing into it"
@@ -29,6 +30,10 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
         PeagleError: one of its files is damaged.
         CapacityError: the disk is full, or the folder cannot be written.
     """
+    return until_settled(run, lambda: _make(run))
+
+
+def _make(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
     total = account(run.usages(), _read_late(run), Price.from_dict(manifest["price"]))

@@ -12,6 +12,9 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
 
     Returns:
         `plan` with the new units behind its own, or as it is if there is no dead letter.
+
+    Raises:
+        RunInUse: another driver has planned a retry since `plan` was read.
     """
     superseded, committed = run.superseded(), run.committed()
     number = max(unit.unit for unit in plan.units)
@@ -22,6 +25,7 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
         if rows := tuple(int(letter["id"]) - unit.first_id for letter in run.letters(unit.unit)):
             number += 1
             retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
-    if retries:
-        run.add_retries(retries)
+    if not retries:
+        return plan
+    run.add_retries(retries, number=plan.num_retries + 1)
     return plan.with_retries(retries)

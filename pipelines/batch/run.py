@@ -170,6 +170,7 @@ def _generate(
                 announce=progress.say,
             )
         )
+        run.hold(lease)
         plan = _open(run, plan, resolved, command, served_name)
         if config.retry_failed:
             plan = _retry(run, plan, progress)
@@ -211,9 +212,12 @@ def _finish(
 
     Raises:
         TooManyFailedRows: more of its rows failed than the user allows; both are made all the same.
+        RunInUse: another driver has taken over.
     """
     run.remove_leftovers()
+    run.require_lease()
     report = make_report(run)
+    run.require_lease()
     outcome = Outcome(report=report, did_nothing=did_nothing, export=_export(run, plan, config))
     require_few_failures(report, run, limits, command)
     return outcome
@@ -260,11 +264,12 @@ def _open(
 ) -> Plan:
     """Create the run directory, or make sure that it holds this very run; the plan that counts.
 
+    Another driver may have created it until now, whatever the lease says: then its plan counts.
+
     Args:
         plan: made, or read, before this driver had the lease.
     """
-    if not run.exists:
-        run.create(_manifest(resolved, plan, command, served_name), plan)
+    if not run.exists and run.create(_manifest(resolved, plan, command, served_name), plan):
         return plan
     # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
     written, before = run.plan(), run.manifest()
@@ -280,7 +285,7 @@ def _open(
             machine=machine_of(before["run"]["hardware"]),
         )
     run.open()
-    return current.with_retries(run.retries())  # the same units, at the paths where the corpus is now
+    return run.with_retries(current)  # the same units, at the paths where the corpus is now
 
 
 def _retry(run: RunDirectory, plan: Plan, progress: Progress) -> Plan:

@@ -1,7 +1,7 @@
 """The run directory: what is where, and how a unit becomes committed.
 
-    run.json                      what the run is (configuration, fingerprint, versions); written once
-    plan.parquet                  the units; written once
+    run.json                      what the run is (configuration, fingerprint, versions), and its plan; written once
+    plan.ID.parquet               the units: the file that run.json names; another one counts for nothing
     plan-N.parquet                units of the N-th retry: which unit's dead letters they take up; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
     failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it and no retry took them up
@@ -9,74 +9,83 @@
     report.json  report.html      the account
     logs/                         what Ray and the engines print; of a run on S3, copies of it (`logs.py`)
     suspects/                     rows that may have killed an engine (`suspects.py`); empty when the run is finished
-    .stop.json                    only while a run is being stopped: the driver's word to the workers
-    .lease/                       who drives the run (`lease.py`)
+    .lease/                       who drives the run (`lease.py`), and its word to the workers while it is being stopped
 
 A unit is committed when its file exists. The file appears whole, by one exclusive link or one conditional PUT, so of
-two attempts at a unit the first wins and the other leaves nothing valid. It knows places and records; it does not know
-whether they are on a disk or on S3 (`peagle.storage`), nor engines or Ray.
+two attempts at a unit the first wins and the other leaves nothing valid. `run.json` and `plan-N.parquet` are created
+in the same way. That is all that exactly once rests on.
+
+A driver that was stopped may go on at any step after another one has finished, so no step of it may hurt then. What
+is deleted is first listed, then the lease is looked at, then just those files are deleted: their names are never used
+again, so no file of a later driver is among them.
+
+It knows places and records; it does not know whether they are on a disk or on S3 (`peagle.storage`), nor engines or
+Ray.
 """
 
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import ConfigError, PeagleError
-from peagle.files import TEMPORARY_SUFFIX, writing
+from peagle.errors import ConfigError, PeagleError, RunInUse
+from peagle.files import writing
 from peagle.plain_json import to_json
 from peagle.storage import (
     Place,
-    is_remote,
+    make_folder,
     open_to_read,
     place,
-    remove_temporaries,
     require_usable,
     write_atomic,
-    write_json,
     write_once,
 )
 from pipelines.batch.footers import Footer, Footers, unit_bytes
+from pipelines.batch.lease import FOLDER as LEASE_FOLDER
+from pipelines.batch.lease import Holding
+from pipelines.batch.leftovers import is_temporary, orphans, temporaries
 from pipelines.batch.logs import logs_folder
-from pipelines.batch.plan import (
-    Plan,
-    Retry,
-    plan_from_bytes,
-    plan_to_bytes,
-    retries_from_bytes,
-    retries_to_bytes,
-)
-from pipelines.batch.stopping import PolledStop
-from pipelines.batch.suspects import forget_killed_driver
+from pipelines.batch.plan import Plan, Retry
+from pipelines.batch.plan_files import PLAN_FILE, PlanFiles
+from pipelines.batch.stopping import StopWord
+from pipelines.batch.suspects import forgettable
 
-_Parsed = TypeVar("_Parsed")
 _WRITABLE = "make room, or the folder writable; the same command continues the run"
 _LETTERS = "put it back; or delete the unit's file in data/, and its rows are done anew"
 UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
-_LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", "plan.parquet", ".lease"}
+_LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
 
 
 class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
+    Args:
+        driver: the number of the lease for whose holder this process works; 0 for none.
+
     Attributes:
+        stop: the word by which that driver stops its workers.
         logs: always local: a log that is being written cannot lie on S3.
     """
 
-    def __init__(self, root: str | Place) -> None:
+    def __init__(self, root: str | Place, *, driver: int = 0) -> None:
         self.root = place(root)
+        self.driver = driver
+        self.stop = StopWord(self.root / LEASE_FOLDER, driver)
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
         self.logs = logs_folder(self.root)
         self.suspects = self.root / "suspects"
         self._footers = Footers(self.unit_path)
+        self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
+        self._plans = PlanFiles(self.root)
+        self._lease: Holding | None = None
 
     def __str__(self) -> str:
         return str(self.root)
@@ -86,7 +95,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether a run was started here."""
-        return (self.root / "run.json").exists()
+        return self._plans.exists
 
     def require_usable(self) -> None:
         """Make sure that the store, if it is one, can hold a run.
@@ -96,19 +105,36 @@ class RunDirectory:
         """
         require_usable(self.root / ".lease")
 
-    def create(self, manifest: dict[str, Any], plan: Plan) -> None:
+    def hold(self, lease: Holding) -> None:
+        """From now on this process drives the run, and deletes and replaces nothing once it has lost the lease."""
+        self._lease, self.driver = lease, lease.number
+        self.stop = StopWord(self.root / LEASE_FOLDER, lease.number)
+
+    def require_lease(self) -> None:
+        """Make sure that this driver, if it is one, still has its lease: before anything is deleted or replaced.
+
+        Raises:
+            RunInUse: another driver has taken it over.
+        """
+        if self._lease is not None:
+            self._lease.require()
+
+    def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
         """Lay the directory out, over what a driver left that was killed at it. `run.json` comes last: with it, the run
-        exists.
+        exists, and of several drivers the first one has made it.
+
+        Returns:
+            Whether it was this one. If not, the manifest and the plan that count are another's.
 
         Raises:
             ConfigError: the folder holds something else, or cannot be written.
+            RunInUse: another driver has taken over.
         """
         self.require_own()
         try:
             self._make_folders()
-            self._remove_temporaries()
-            write_atomic(self.root / "plan.parquet", plan_to_bytes(plan))
-            write_json(self.root / "run.json", manifest)
+            self._sweep(temporaries(self._folders))
+            return self._plans.create(manifest, plan)
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
@@ -121,7 +147,7 @@ class RunDirectory:
         if self.exists or not self.root.is_dir():
             return
         names = {path.name for path in self.root.glob("*")} - _LAID_OUT
-        foreign = {name for name in names if not (name.startswith(".") and name.endswith(TEMPORARY_SUFFIX))}
+        foreign = {name for name in names if not (is_temporary(name) or PLAN_FILE.fullmatch(name))}
         if foreign:
             raise ConfigError(
                 f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
@@ -132,12 +158,13 @@ class RunDirectory:
 
         Raises:
             ConfigError: the folder cannot be written.
+            RunInUse: another driver has taken over.
         """
         try:
             self._make_folders()
-            self.clear_stop()
-            self._remove_temporaries()
-            forget_killed_driver(self.suspects, self.committed())
+            self._sweep(
+                [*temporaries(self._folders), *self._plans.losers(), *forgettable(self.suspects, self.committed())]
+            )
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
@@ -147,46 +174,49 @@ class RunDirectory:
         Raises:
             ConfigError: there is no run here, or its manifest is damaged.
         """
-        try:
-            manifest: dict[str, Any] = json.loads((self.root / "run.json").read_bytes())
-        except FileNotFoundError as error:
-            raise ConfigError(f"{self} is no run directory: it has no run.json") from error
-        except ValueError as error:
-            raise ConfigError(f"{self}/run.json is damaged: {error}", hint="start a new run directory") from error
-        return manifest
+        return self._plans.manifest()
 
     def plan(self) -> Plan:
-        """`plan.parquet`, and the units of retries.
+        """The plan that `run.json` names, and the units of retries.
 
         Raises:
             ConfigError: missing or damaged.
         """
-        return _parsed(self.root / "plan.parquet", plan_from_bytes).with_retries(self.retries())
+        return self._plans.plan()
 
-    def retries(self) -> list[Retry]:
-        """The units of all retries, in the order in which they were planned.
+    def with_retries(self, plan: Plan) -> Plan:
+        """A plan of this corpus with the units of all retries, in the order in which they were planned.
 
         Raises:
             ConfigError: a plan of a retry is damaged.
         """
-        return [retry for path in self._retry_plans() for retry in _parsed(path, retries_from_bytes)]
+        return self._plans.with_retries(plan)
 
-    def add_retries(self, retries: Sequence[Retry]) -> None:
-        """Plan these units; from now on they answer for the rows that they take up."""
-        write_once(self.root / f"plan-{len(self._retry_plans()) + 1:04d}.parquet", retries_to_bytes(retries))
+    def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
+        """Plan these units; from now on they answer for the rows that they take up.
+
+        Args:
+            number: of the retry, counted from 1: one more than the plan had from which it was made.
+
+        Raises:
+            RunInUse: another driver has planned that retry, or has taken over.
+        """
+        self.require_lease()
+        if not self._plans.add_retries(retries, number):
+            raise RunInUse(
+                f"{self}: another driver has planned retry {number} at the same time",
+                hint="let it finish; then repeat this command if there are dead letters left",
+            )
 
     def superseded(self) -> frozenset[int]:
         """Committed units whose dead letters a retry took up, not counting those that were done again since."""
-        if not self._retry_plans():
+        if not self._plans.num_retries():
             return frozenset()
         plan = self.plan()
         earlier = plan.taken_up().keys() & self.committed()
         self.read_ahead(earlier)
         usages = {unit: self.usage(unit) for unit in earlier}
         return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
-
-    def _retry_plans(self) -> list[Place]:
-        return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)
 
     # --- units
 
@@ -272,48 +302,24 @@ class RunDirectory:
         return self._footers.read(unit).failed_name
 
     def remove_leftovers(self) -> int:
-        """Delete what killed or slower attempts left, when nobody writes any more; the number of files deleted.
+        """Delete what killed or slower attempts left; the number of files deleted, without notes.
 
-        Temporary files, and dead letters that no committed unit names. Notes of committed units go too: their engine
-        was killed between the commit and their removal.
+        Temporary files, plans that lost, and dead letters of a committed unit that does not name them: it never will.
+        Notes of committed units go too: their engine was killed between the commit and their removal.
+
+        Raises:
+            RunInUse: another driver has taken over.
         """
-        committed = self.committed()
-        forget_killed_driver(self.suspects, committed)
+        letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
-        valid = {self.letters_name(unit) for unit in committed}
-        orphans = [path for path in self.failed.glob("unit-*.jsonl") if path.name not in valid]
-        for orphan in orphans:
-            orphan.unlink(missing_ok=True)
-        return len(orphans) + self._remove_temporaries()
+        named = {unit: self.letters_name(unit) for unit in committed}
+        found = [*temporaries(self._folders), *self._plans.losers(), *orphans(letters, named)]
+        self._sweep([*found, *forgettable(self.suspects, committed)])
+        return len(found)
 
     def read_ahead(self, units: Iterable[int]) -> None:
         """Read what the files of these committed units say of them, many at once where each takes a request."""
         self._footers.read_ahead(units)
-
-    # --- stopping
-
-    def request_stop(self, grace_s: float) -> None:
-        """Tell every worker: start nothing new, and give up what is not committed in `grace_s` seconds."""
-        write_json(self._stop_path, {"grace_s": grace_s})
-
-    def stop_grace_s(self) -> float | None:
-        """The seconds that work under way has since a stop was asked for; None while the run goes on."""
-        try:
-            return float(json.loads(self._stop_path.read_bytes())["grace_s"])
-        except FileNotFoundError:
-            return None
-
-    def stop_reader(self) -> Callable[[], float | None]:
-        """`stop_grace_s` for somebody who asks all the time and must not wait for the answer."""
-        return PolledStop(self.stop_grace_s) if is_remote(self.root) else self.stop_grace_s
-
-    def clear_stop(self) -> None:
-        """The run goes on."""
-        self._stop_path.unlink(missing_ok=True)
-
-    @property
-    def _stop_path(self) -> Place:
-        return self.root / ".stop.json"
 
     # --- the ledger
 
@@ -325,19 +331,16 @@ class RunDirectory:
         """The last heartbeat of every engine process that this run ever had."""
         return read_sessions(self.ledger)
 
-    def _remove_temporaries(self) -> int:
-        if is_remote(self.root):
-            return 0  # what is there is one object, there as a whole or not at all
-        folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
-        return sum(map(remove_temporaries, folders))
+    # --- what is left over
+
+    def _sweep(self, listed: Iterable[Place]) -> None:
+        """Delete files that were listed while this driver had the lease."""
+        listed = list(listed)
+        self.require_lease()
+        for path in listed:
+            path.unlink(missing_ok=True)
 
     def _make_folders(self) -> None:
-        for folder in (self.data, self.failed, self.ledger, self.logs, self.suspects):
-            folder.mkdir(parents=True, exist_ok=True)
-
-
-def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
-    try:
-        return parse(path.read_bytes())
-    except (OSError, pa.ArrowException, KeyError) as error:
-        raise ConfigError(f"{path} is damaged: {error}", hint="start a new run directory") from error
+        for folder in (*self._folders, self.root / LEASE_FOLDER):
+            make_folder(folder)
+        self.logs.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """How a run is asked to stop, how its workers keep the time that they are given, and how it is continued."""
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from peagle.errors import PeagleError, StoppedEarly
+from peagle.storage import Place, is_remote, write_json
 
 
 @contextlib.contextmanager
@@ -53,6 +55,39 @@ def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[Non
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)
+
+
+class StopWord:
+    """A driver's word to its workers that they are to stop, in the run directory.
+
+    It is that driver's own. One that is written late, by a driver that was replaced, stops no engine of another.
+
+    Args:
+        folder: of the leases; the next driver clears the word with the lease.
+        driver: the number of the driver's lease.
+    """
+
+    def __init__(self, folder: Place, driver: int) -> None:
+        self._path = folder / f"{driver}.stop.json"
+
+    def request(self, grace_s: float) -> None:
+        """Start nothing new, and give up what is not committed in `grace_s` seconds."""
+        write_json(self._path, {"grace_s": grace_s})
+
+    def grace_s(self) -> float | None:
+        """The seconds that work under way has since the stop was asked for; None while the run goes on."""
+        try:
+            return float(json.loads(self._path.read_bytes())["grace_s"])
+        except FileNotFoundError:
+            return None
+
+    def reader(self) -> Callable[[], float | None]:
+        """`grace_s` for somebody who asks all the time and must not wait for the answer."""
+        return PolledStop(self.grace_s) if is_remote(self._path) else self.grace_s
+
+    def clear(self) -> None:
+        """The run has stopped."""
+        self._path.unlink(missing_ok=True)
 
 
 class PolledStop:

@@ -13,11 +13,12 @@ from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError, RunInUse
+from peagle.errors import EngineError, PeagleError
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.handing_out import chunks, longest_first
+from pipelines.batch.lease import taken_over
 from pipelines.batch.placing import PREPARE_CPUS
 from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
@@ -31,7 +32,6 @@ from pipelines.failures import explain
 
 _POLL_S = 1.0
 _GRACE = "units under way have a moment (--grace-s) to be committed"
-_LOST = "what it had committed stays; let the other one finish"
 _LOGS = "the run's logs/ folder says more; the same command continues it"
 
 
@@ -61,7 +61,7 @@ def stream(
         progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
-    run.clear_stop()
+    run.stop.clear()
     if not run.committed() >= {unit.unit for unit in plan.units}:
         raise supervisor.error()
 
@@ -83,7 +83,7 @@ def _watch(
             continue
         if lost.is_set():
             cluster.abandon()
-            raise RunInUse(f"{run} was taken over by another driver while this one did not respond", hint=_LOST)
+            raise taken_over(run.root)
         looked_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
         progress.show(supervisor.tally)
@@ -153,6 +153,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     config, placement = resolved.config, resolved.placement
     prepare_job = PrepareJob(
         run_dir=str(run),
+        driver=run.driver,
         model=resolved.tokenizer,
         revision=resolved.spec.revision,
         prompts=resolved.prompts,
@@ -161,6 +162,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     )
     engine_job = EngineJob(
         run_dir=str(run),
+        driver=run.driver,
         places=resolved.places or run.manifest()["run_id"],
         spec=resolved.spec,
         model=resolved.model.name,

@@ -150,7 +150,7 @@ class Supervisor:
     def _ask_to_stop(self) -> None:
         """Where the word cannot be written (a full disk), every look tries again; workers are abandoned in time."""
         with contextlib.suppress(*WRITE_ERRORS):
-            self._run.request_stop(self._resolved.config.grace_s)
+            self._run.stop.request(self._resolved.config.grace_s)
             self._is_asked = True
 
     @property

@@ -10,7 +10,7 @@ The note is written before the rows go in, so it is there whatever is killed, th
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps a node was taken away.
   So the first time the unit is simply done again; from the second time on, all its rows are suspects. For a row that
   was alone it counts like a death that the actor saw, and units that only waited are cleared.
-- The driver was killed: that says nothing of rows. `forget_killed_driver` drops the notes that only mean this.
+- The driver was killed: that says nothing of rows. `forgettable` finds the notes that only mean this.
 
 It knows files; it knows neither engines nor Ray.
 """
@@ -113,12 +113,9 @@ class UnitNotes:
         return sorted(self._folder.glob(f"{self._prefix}*.json"), key=lambda path: path.name)
 
 
-def forget_killed_driver(folder: Place, committed: set[int]) -> None:
-    """Drop what only says that a driver was killed, and notes of committed units; when no engine runs."""
-    for path in folder.glob("unit-*.json"):
-        note = _read(path)
-        if _unit(path) in committed or note.is_vague:
-            path.unlink(missing_ok=True)
+def forgettable(folder: Place, committed: set[int]) -> list[Place]:
+    """Notes that only say that a driver was killed, and those of committed units; when no engine runs."""
+    return [path for path in folder.glob("unit-*.json") if _unit(path) in committed or _read(path).is_vague]
 
 
 def _read(path: Place) -> Note:

@@ -43,6 +43,7 @@ class EngineJob:
     """What an engine actor needs. `model` and `drafter` are labels; `spec` names them as the user did.
 
     Attributes:
+        driver: the number of the lease of who runs it; only that one can stop it.
         places: the name under which engines that share a node number their places on it.
         part: what an engine on several nodes takes of each of them, by Ray's names.
     """
@@ -52,6 +53,7 @@ class EngineJob:
     spec: EngineSpec
     model: str
     drafter: str | None
+    driver: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     backend: str = "vllm"
     fake_token_s: float = 0.0
@@ -94,10 +96,10 @@ class EngineWorker:
 
     def __init__(self, job: EngineJob) -> None:
         self._job = job
-        self._run = RunDirectory(job.run_dir)
+        self._run = RunDirectory(job.run_dir, driver=job.driver)
         if job.admission is not None and not _takes_the_place_of_another():
             job.admission.wait(self._run)
-        self._grace = GraceClock(self._run.stop_reader())
+        self._grace = GraceClock(self._run.stop.reader())
         self._session = Session(
             self._run,
             places=job.places,

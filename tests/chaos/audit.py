@@ -132,7 +132,7 @@ def _leftovers(run: RunDirectory) -> Iterator[str]:
     if lease is None or lease.outcome is None:
         yield "the lease is held"
     for path in run.root.rglob("*"):
-        if path.is_file() and (path.name.endswith(".tmp") or path.name == ".stop.json" or path.parent == run.suspects):
+        if path.is_file() and (path.name.endswith((".tmp", ".stop.json")) or path.parent == run.suspects):
             yield f"{path.relative_to(run.root)} was left behind"
     named = {pq.read_schema(path).metadata[b"peagle.failed"].decode() for path in run.data.glob("unit-*.parquet")}
     for path in run.failed.iterdir():

@@ -1,8 +1,11 @@
+import errno
+import os
 import threading
 
 import pytest
 
 from peagle import files
+from peagle.errors import ConfigError
 
 
 def test_write_atomic_replaces_the_whole_file(tmp_path):
@@ -71,3 +74,111 @@ def test_a_file_takes_its_place_only_when_it_is_whole(tmp_path):
         file.write(b"two")
     assert path.read_bytes() == b"one two"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# --- answers that get lost, as on NFS: the operation is done, its repetition says that it could not be
+
+
+def losing_the_answer(operation, error):
+    def done_twice(*args):
+        operation(*args)
+        raise error(17, "the answer of a request that was sent again")
+
+    return done_twice
+
+
+def test_a_link_whose_answer_was_lost_is_won(tmp_path, monkeypatch):
+    path = tmp_path / "unit"
+    with monkeypatch.context() as nfs:
+        nfs.setattr(files.os, "link", losing_the_answer(os.link, FileExistsError))
+        assert files.write_once(path, b"mine")
+    assert not files.write_once(path, b"another's")
+    assert path.read_bytes() == b"mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, TimeoutError])
+def test_a_link_that_was_made_although_it_failed_is_won(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(files.os, "link", losing_the_answer(os.link, error))
+    assert files.write_once(tmp_path / "unit", b"mine")
+
+
+def test_a_rename_whose_answer_was_lost_is_done(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(files.os, "replace", losing_the_answer(os.replace, FileNotFoundError))
+    files.write_atomic(path, b"new")
+    with files.atomic_file(path) as file:
+        file.write(b"newer")
+    assert path.read_bytes() == b"newer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("operation", ["link", "replace"])
+def test_an_operation_that_failed_is_not_taken_for_done(tmp_path, monkeypatch, operation):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files.os, operation, refuse)
+    with pytest.raises(PermissionError):
+        (files.write_once if operation == "link" else files.write_atomic)(tmp_path / "a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("write", "operation"), [(files.write_once, "link"), (files.write_atomic, "replace")])
+def test_a_writer_whose_temporary_file_was_swept_away_writes_it_again(tmp_path, monkeypatch, write, operation):
+    path, before, swept = tmp_path / "a", getattr(os, operation), []
+
+    def swept_once(temporary, target):
+        if not swept:
+            swept.append(files.remove_temporaries(tmp_path))
+        before(temporary, target)
+
+    monkeypatch.setattr(files.os, operation, swept_once)
+    write(path, b"all of it")
+    assert swept == [1]
+    assert path.read_bytes() == b"all of it"
+
+
+def test_an_unfinished_file_that_was_swept_away_says_so(tmp_path):
+    def write_while_somebody_sweeps():
+        with files.atomic_file(tmp_path / "a"):
+            files.remove_temporaries(tmp_path)
+
+    with pytest.raises(FileNotFoundError):
+        write_while_somebody_sweeps()
+
+
+# --- what a file system has to offer
+
+
+def test_a_file_system_with_links_is_taken(tmp_path):
+    files.require_links(tmp_path / "0.trial")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeypatch, code):
+    def no_links(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files.os, "link", no_links)
+    with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as refused:
+        files.require_links(tmp_path / "0.trial")
+    assert refused.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_creates_a_name_twice_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.os, "link", lambda temporary, path: temporary.replace(path))
+    with pytest.raises(ConfigError, match="two writers create the same name"):
+        files.require_links(tmp_path / "0.trial")
+
+
+def test_a_disk_that_is_full_is_no_file_system_without_links(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "link", full)
+    with pytest.raises(OSError, match="No space"):
+        files.require_links(tmp_path / "0.trial")

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
+from pipelines.batch.plan_files import PLAN_FILE
 
 NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
@@ -168,7 +169,8 @@ CASES = [
     of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
     of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
     of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),
-    of_run("a run directory whose plan is damaged", "plan.parquet is damaged", files={"run/plan.parquet": b"PAR1"}),
+    of_run("a run directory whose plan is damaged", "plan.ID.parquet is damaged",
+        files={"run/plan.*.parquet": b"PAR1"}),
     # money, time and other limits
     bad("an instance type that has no price", "--instance-type c7a.larg", "did you mean c7a.large"),
     bad("a market where it is not sold", "--instance-type p5e.48xlarge", "no on-demand price is known"),
@@ -225,7 +227,8 @@ def set_up(case, folder):
     if case.has_run:
         assert generate(NOT_STARTED)[0] == 3
         assert (folder / "run" / "run.json").exists()
-    for name, data in case.files.items():
+    for pattern, data in case.files.items():
+        name = next(folder.glob(pattern), folder / pattern) if "*" in pattern else pattern
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
 
@@ -241,7 +244,8 @@ def results(machine, tmp_path_factory):
             set_up(case, folder)
             before = contents(folder)
             code, said = generate(case.flags)
-            found[case.what] = (code, said.replace(f"{folder}/", ""), before, contents(folder))
+            said = PLAN_FILE.sub("plan.ID.parquet", said.replace(f"{folder}/", ""))
+            found[case.what] = (code, said, before, contents(folder))
     return found
 
 

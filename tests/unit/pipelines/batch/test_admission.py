@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -30,8 +31,9 @@ class Run:
     def committed(self):
         return set(range(self.num_done))
 
-    def stop_grace_s(self):
-        return 20.0 if self.stopping else None
+    @property
+    def stop(self):
+        return SimpleNamespace(grace_s=lambda: 20.0 if self.stopping else None)
 
 
 @pytest.fixture

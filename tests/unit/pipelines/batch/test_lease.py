@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -141,6 +142,82 @@ def test_a_folder_that_cannot_be_written_is_bad_usage(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"), hold(tmp_path / "file" / "run"):
         pass
+
+
+def test_a_lease_that_vanishes_before_it_is_read_makes_the_next_driver_look_again(root, monkeypatch):
+    with hold(root):
+        pass
+    with hold(root):
+        pass
+    looks = [[1]]  # as listed before the second driver removed the first one's lease
+    monkeypatch.setattr(lease_module, "_numbers", lambda _: looks.pop() if looks else [2])
+    assert read_lease(root).number == 2
+
+
+def test_who_took_an_old_number_finds_the_later_one_and_takes_the_next(root, monkeypatch):
+    for _ in range(3):
+        with hold(root):
+            pass
+    first_look = [None]
+    monkeypatch.setattr(lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place))
+    with hold(root) as mine:
+        assert mine.number == 4
+        assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
+
+
+def test_who_was_stopped_before_it_took_an_old_number_is_refused_while_another_drives(root, monkeypatch):
+    for _ in range(2):
+        with hold(root):
+            pass
+    with hold(root) as theirs:
+        first_look = [None]
+        monkeypatch.setattr(
+            lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place)
+        )
+        with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
+            pass
+        theirs.require()
+
+
+def test_a_driver_whose_lease_was_taken_over_knows_at_once_when_it_looks(root):
+    with hold(root) as slow:
+        slow.require()
+        put(root, replace(read_lease(root), number=2, token="another's"))
+        with pytest.raises(RunInUse, match="taken over"):
+            slow.require()
+
+
+def test_a_driver_whose_folder_of_leases_was_deleted_has_lost_it_also_where_the_number_comes_again(tmp_path):
+    with hold(tmp_path) as first:
+        shutil.rmtree(tmp_path / ".lease")
+        with pytest.raises(RunInUse):
+            first.require()
+    with hold(tmp_path) as first:
+        shutil.rmtree(tmp_path / ".lease")
+        with hold(tmp_path) as second:
+            assert (first.number, second.number) == (1, 1)
+            assert first.is_lost()
+            assert not second.is_lost()
+
+
+def test_what_goes_wrong_because_another_driver_took_over_says_so(root):
+    def drive():
+        with hold(root):
+            put(root, replace(read_lease(root), number=2, token="another's"))
+            raise ConfigError("a file vanished")
+
+    with pytest.raises(RunInUse, match="taken over"):
+        drive()
+
+
+def test_a_file_system_without_hard_links_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(ConfigError, match="no hard links"), hold(tmp_path / "run"):
+        pass
+    assert list((tmp_path / "run" / ".lease").iterdir()) == []
 
 
 # --- on S3

@@ -53,7 +53,7 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
     batch, job, run = piece
     stage = prepare_units(batch, job=job)
     assert not is_given_back(unpacked(next(stage)))
-    run.request_stop(5)
+    run.stop.request(5)
     assert [is_given_back(unpacked(one)) for one in stage] == [True]
 
 

@@ -105,7 +105,8 @@ def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or
     unit = PreparedUnit(unpacked(packed(prepare(UNIT, [unprompted, good], schema, builder))))
     unit.refuse(1, RowError(reason="time_limit", message=""))
     run = RunDirectory(tmp_path / "run")
-    run.open()
+    for folder in (run.data, run.failed):
+        folder.mkdir(parents=True)
     run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
     assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
 

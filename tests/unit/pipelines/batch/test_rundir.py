@@ -1,14 +1,17 @@
 import io
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.errors import ConfigError, PeagleError, StorageError
+from peagle.errors import ConfigError, PeagleError, RunInUse, StorageError
 from peagle.speculation import SpeculationStats
 from peagle.storage import place, write_atomic
+from pipelines.batch.lease import hold_lease
+from pipelines.batch.plan import Retry
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.suspects import Note, UnitNotes
@@ -28,6 +31,10 @@ def usage(**changes):
         "finished_at": 2.0,
     }
     return UnitUsage(**{**values, **changes})
+
+
+def hold(run):
+    return hold_lease(run.root, expiry_s=30, command=["peagle"], announce=print)
 
 
 def make_run(root, plan):
@@ -130,20 +137,67 @@ def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
             RunDirectory(root).create({}, local.plan())
 
 
-@pytest.mark.parametrize("written", ["plan.parquet", "run.json"])
+@pytest.mark.parametrize("written", ["plan.0123456789ab.parquet", "run.json"])
 def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_the_next(tmp_path, local, written):
     run = RunDirectory(tmp_path / "killed")
     for folder in (".lease", "data", "failed"):
         (run.root / folder).mkdir(parents=True)
     if written == "run.json":
-        (run.root / "plan.parquet").write_bytes(b"of another cut")
+        (run.root / "plan.0123456789ab.parquet").write_bytes(b"of another cut")
     leftover = run.root / f".{written}.0123abcd.tmp"
     leftover.write_bytes(b"PAR1")
     run.require_own()
     assert leftover.exists()  # before the lease it may be another driver's, at work
-    run.create({"schema": 1}, local.plan())
+    assert run.create({"schema": 1}, local.plan())
     assert not leftover.exists()
-    assert (run.manifest(), run.plan()) == ({"schema": 1}, local.plan())
+    assert (run.manifest()["schema"], run.plan()) == (1, local.plan())
+    run.open()
+    assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
+
+
+def test_of_two_drivers_that_lay_a_directory_out_the_first_ones_plan_counts(run, one_unit_plan):
+    other = replace(one_unit_plan, rows_per_unit=7)
+    assert not RunDirectory(run.root).create({"schema": 2}, other)
+    assert (run.manifest()["schema"], run.plan()) == (1, one_unit_plan)
+    assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
+
+
+def test_a_manifest_that_names_no_plan_is_damaged(run):
+    write_atomic(run.root / "run.json", b'{"schema": 1}')
+    with pytest.raises(ConfigError, match="names no plan"):
+        run.plan()
+
+
+def test_dead_letters_of_a_unit_that_is_not_committed_yet_are_left_alone(run):
+    write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b"{}\n")
+    assert run.remove_leftovers() == 0
+    assert len(list(run.failed.iterdir())) == 1
+
+
+def test_a_driver_that_lost_its_lease_deletes_and_plans_nothing(local):
+    local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    with hold(local) as lost:
+        local.hold(lost)
+        theirs = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local.root / ".lease" / "2.json").write_text(theirs)
+        leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
+        for path in leftovers:
+            path.touch()
+        for step in (local.open, local.remove_leftovers, lambda: plan_retry(local, local.plan())):
+            with pytest.raises(RunInUse):
+                step()
+        assert all(path.exists() for path in leftovers)
+        assert local.plan().num_retries == 0
+
+
+def test_of_two_retries_of_the_same_plan_one_is_written(run):
+    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    before = run.plan()
+    retries = [Retry(unit=1, supersedes=0, rows=(1,))]
+    run.add_retries(retries, number=1)
+    with pytest.raises(RunInUse, match="retry 1"):
+        run.add_retries(retries, number=before.num_retries + 1)
+    assert run.plan().num_retries == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
@@ -222,7 +276,7 @@ def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run)
 def test_without_dead_letters_there_is_nothing_to_retry(run):
     run.commit(0, TABLE, usage(), [])
     assert plan_retry(run, run.plan()) == run.plan()
-    assert run.retries() == []
+    assert run.plan().num_retries == 0
 
 
 def test_a_damaged_plan_of_a_retry_is_named(run):
@@ -231,12 +285,16 @@ def test_a_damaged_plan_of_a_retry_is_named(run):
         run.plan()
 
 
-def test_a_stop_carries_its_grace_until_the_run_goes_on(run):
-    assert run.stop_grace_s() is None
-    run.request_stop(7.5)
-    assert run.stop_grace_s() == 7.5
-    run.open()
-    assert run.stop_grace_s() is None
+def test_a_stop_carries_its_grace_to_the_workers_of_its_driver_alone(run):
+    worker, of_the_next = (RunDirectory(run.root, driver=number) for number in (1, 2))
+    with hold(run) as lease:
+        run.hold(lease)
+        assert worker.stop.grace_s() is None
+        run.stop.request(7.5)
+        assert worker.stop.grace_s() == 7.5
+        assert of_the_next.stop.grace_s() is None
+    with hold(run):  # what a driver that was killed has left is cleared
+        assert worker.stop.grace_s() is None
 
 
 # --- on S3
@@ -280,15 +338,15 @@ def test_what_a_unit_says_is_asked_once(remote, s3):
 
 
 def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3, one_unit_plan):
-    hears = remote.stop_reader()
+    hears = remote.stop.reader()
     s3.fail(403, method="GET", path=".stop.json")
-    remote.request_stop(7.5)
+    remote.stop.request(7.5)
     deadline = time.monotonic() + 10
     while hears() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert hears() == 7.5
-    assert make_run("s3://bucket/runs/second", one_unit_plan).stop_reader()() is None
+    assert make_run("s3://bucket/runs/second", one_unit_plan).stop.reader()() is None
 
 
 def test_a_copy_of_a_units_file_is_no_unit(run):

@@ -76,7 +76,7 @@ def test_a_run_within_its_limits_goes_on(start):
     supervisor.require_room()
     supervisor.observe()
     assert supervisor.ending is None
-    assert run.stop_grace_s() is None
+    assert run.stop.grace_s() is None
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StorageError("503")])
@@ -89,20 +89,20 @@ def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, m
         raise error
 
     with monkeypatch.context() as full:
-        full.setattr(run, "request_stop", fail)
+        full.setattr(run.stop, "request", fail)
         supervisor.observe()
     assert supervisor.ending is not None
-    assert run.stop_grace_s() is None
+    assert run.stop.grace_s() is None
     assert supervisor.gives_up
     supervisor.observe()
-    assert run.stop_grace_s() == 0
+    assert run.stop.grace_s() == 0
 
 
 def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
     run, supervisor = start(grace_s=7)
     supervisor._stop.set()
     supervisor.observe()
-    assert run.stop_grace_s() == 7
+    assert run.stop.grace_s() == 7
     assert not supervisor.gives_up
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)

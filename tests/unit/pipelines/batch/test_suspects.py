@@ -1,6 +1,6 @@
 import pytest
 
-from pipelines.batch.suspects import Note, UnitNotes, Verdict, forget_killed_driver, judge
+from pipelines.batch.suspects import Note, UnitNotes, Verdict, forgettable, judge
 
 LOST = Note()
 
@@ -72,5 +72,5 @@ def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
     UnitNotes(folder, 2, "a").write(died(0))
     UnitNotes(folder, 3, "a").write(lost_alone(0))
     UnitNotes(folder, 4, "a").write(died(0))
-    forget_killed_driver(folder, committed={4})
-    assert sorted(path.name for path in folder.iterdir()) == ["unit-00000002.a.json", "unit-00000003.a.json"]
+    forgotten = forgettable(folder, committed={4})
+    assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]

@@ -158,11 +158,22 @@ def test_files_that_are_not_of_a_run_are_found(finished):
     assert {finding.kind for finding in found} == {"foreign"}
 
 
+def plan_file(run):
+    return run.root / run.manifest()["plan"]
+
+
+def test_a_plan_that_lost_is_left_over_in_a_finished_run(finished):
+    (finished.root / "plan.0123456789ab.parquet").write_bytes(b"")
+    assert (the_finding(finished).kind, the_finding(finished).where) == ("leftover", "plan.0123456789ab.parquet")
+    assert finished.remove_leftovers() == 1
+    assert audited(finished).findings == []
+
+
 def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
-    shutil.copy(other.root / "plan.parquet", finished.root / "plan.parquet")
+    shutil.copy(plan_file(other), plan_file(finished))
     assert any("of another corpus than run.json" in finding.message for finding in audited(finished).findings)
-    (finished.root / "plan.parquet").write_bytes(b"PAR1 cut off")
+    plan_file(finished).write_bytes(b"PAR1 cut off")
     assert kinds(finished) == ["damaged"]
 
 
@@ -189,7 +200,7 @@ def test_a_retry_answers_for_the_dead_letters_of_its_unit_and_for_no_other_row(s
     fake.do(4, 5)
     audit = audited(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
-    run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))])
+    run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
     assert [(finding.kind, finding.where) for finding in audited(run).findings] == [
         ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
     ]  # fmt: skip
@@ -200,7 +211,7 @@ def test_a_retry_answers_for_the_dead_letters_of_its_unit_and_for_no_other_row(s
 def start_retried(start_run, retry):
     """A run whose unit 0 failed as a whole, with a retry of our own."""
     run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
-    run.add_retries([retry])
+    run.add_retries([retry], number=1)
     return run
 
 
@@ -264,7 +275,7 @@ def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished,
 def test_the_input_of_a_run_that_an_older_peagle_began_is_compared_as_that_did(finished):
     plan = finished.plan()
     older = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
-    (finished.root / "plan.parquet").write_bytes(plan_to_bytes(older))
+    plan_file(finished).write_bytes(plan_to_bytes(older))
     manifest = (finished.root / "run.json").read_text()
     (finished.root / "run.json").write_text(manifest.replace(plan.corpus_fingerprint, older.corpus_fingerprint))
     assert audited(finished).findings == []
