@@ -1,0 +1,309 @@
+"""Drivers that are stopped at each of their durable steps while another one does all the work, and then go on.
+
+    python -m tests.chaos.pauses FOLDER RESULT.json              every step of every scene
+    python -m tests.chaos.pauses FOLDER RESULT.json --every 7    each seventh step
+
+A play: the first driver runs until a step and is stopped (SIGSTOP). The second runs the same command to its end, since
+the first one's lease expires. The first goes on. In a crossed play both are stopped several times, in turns. Then the
+command is repeated once more, and every id has to be in one row or one dead letter, whatever report and export say has
+to be true, and nothing may be left behind. `stepping.py` knows what a step is.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from peagle.storage import open_to_read, place
+from pipelines.batch.audit_files import audit_files
+from pipelines.batch.export import export
+from pipelines.batch.lease import read_lease
+from pipelines.batch.rundir import RunDirectory
+from tests.chaos.stepping import Driver, Steps, forked
+
+_NUM_ROWS = 10
+_REFUSED = frozenset({1, 6})
+_FLAGS = ("--engine", "fake", "--rows-per-unit", "4", "--usd-per-hour", "1", "--output-format", "jsonl")
+_RETRY = "--retry-failed"
+_STOPPED_AT = 23  # a step of a run between its first unit and its last one
+_MOST_STEPS = 400
+_FEW_ROWS = "--max-num-seqs", "4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A situation in which a driver is stopped.
+
+    Attributes:
+        before: how far the run has come: nothing is there, it was killed midway, or it is finished with dead letters.
+        flags: of the first driver and of the second, beside those of all.
+        of_renewals: it is stopped at the steps of its lease's renewal.
+    """
+
+    before: str
+    flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    of_renewals: bool = False
+
+
+SCENES = {
+    "start": Scene(before="nothing"),
+    "continue": Scene(before="killed"),
+    "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
+    "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
+    "finish": Scene(before="finished"),
+    "renewals": Scene(before="nothing", of_renewals=True),
+}
+
+
+@dataclass(kw_only=True)
+class Plays:
+    """What was played of a scene, and what was not as it has to be."""
+
+    scene: str
+    num_plays: int = 0
+    steps: list[str] = field(default_factory=list)
+    codes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**vars(self), "codes": dict(self.codes)}
+
+
+class Stage:
+    """Plays in one folder, each on a run directory of its own.
+
+    Args:
+        bucket: where run directories lie, as `s3://bucket/folder`; on the disk if None.
+    """
+
+    def __init__(self, folder: Path, bucket: str | None = None) -> None:
+        self._folder = folder
+        self._bucket = bucket
+        self._numbers = itertools.count()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._corpus = folder / "prompts.jsonl"
+        self._corpus.write_text("".join(json.dumps({"prompt": f"Say {row}."}) + "\n" for row in range(_NUM_ROWS)))
+
+    def each_step(self, name: str, *, every: int = 1, offset: int = 0) -> Plays:
+        """The scene at each of its steps, or at some."""
+        plays = Plays(scene=name)
+        for step in range(1 + offset, _MOST_STEPS, every):
+            if not self._play(plays, [(frozenset({step}), 0), (frozenset(), 1)]):
+                return plays
+        plays.problems.append(f"there are more than {_MOST_STEPS} steps")
+        return plays
+
+    def crossed(self, name: str, rng: random.Random, num_plays: int, num_steps: int) -> Plays:
+        """The scene with both drivers stopped at several steps, which go on in turns."""
+        plays = Plays(scene=f"{name}, crossed")
+        for _ in range(num_plays):
+            chosen = [(frozenset(rng.sample(range(1, num_steps), 4)), number) for number in range(2)]
+            self._play(plays, chosen)
+        return plays
+
+    def _play(self, plays: Plays, chosen: list[tuple[frozenset[int], int]]) -> bool:
+        """Play once; whether any driver was stopped."""
+        scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
+        folder = self._folder / f"play-{number:04d}"
+        folder.mkdir()
+        output = f"{self._bucket}/play-{number:04d}" if self._bucket else str(folder / "run")
+        self._prepare(scene, output, folder)
+        under = f"/play-{number:04d}" if self._bucket else output
+        steps, drivers = folder / "steps", []
+        refused = _REFUSED if scene.before != "finished" else frozenset({1})
+        for at, place_in_turn in chosen:
+            stops = Steps(at=at, under=under, log=steps, of_renewals=scene.of_renewals) if at else None
+            arguments = (*self._command(output), *scene.flags[place_in_turn])
+            drivers.append(Driver(arguments, folder / f"driver-{place_in_turn}.log", steps=stops, refused=refused))
+            drivers[-1].wait()
+        _take_turns(drivers)
+        stopped_at = steps.read_text().splitlines() if steps.exists() else []
+        last = Driver(self._command(output), folder / "last.log", refused=refused)
+        last.wait()
+        where = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
+        problems = [*_wrong_ends(drivers, last), *forked(lambda: _wrong(output), folder / "audit")]
+        plays.num_plays += 1
+        plays.steps += stopped_at
+        plays.codes[", ".join(str(driver.exit_code) for driver in drivers)] += 1
+        plays.problems += [f"{where}: {problem}" for problem in problems]
+        if not problems:
+            shutil.rmtree(folder)
+        return bool(stopped_at)
+
+    def _command(self, output: str) -> tuple[str, ...]:
+        return ("generate", "--input", str(self._corpus), "--output", output, *_FLAGS, *_FEW_ROWS)
+
+    def _prepare(self, scene: Scene, output: str, folder: Path) -> None:
+        """Bring the run as far as it is when the scene begins."""
+        if scene.before == "nothing":
+            return
+        under = f"/{folder.name}" if self._bucket else output
+        at = frozenset({_STOPPED_AT}) if scene.before == "killed" else frozenset()
+        steps = Steps(at=at, under=under, log=folder / "before")
+        driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED)
+        is_stopped = driver.wait()
+        driver.end()
+        assert is_stopped == bool(at), driver.said()
+
+
+def _take_turns(drivers: list[Driver]) -> None:
+    """Let those that are stopped go on, one after the other, until none is left."""
+    for driver in itertools.cycle(drivers):
+        if all(one.exit_code is not None for one in drivers):
+            return
+        if driver.exit_code is None:
+            driver.resume()
+            driver.wait()
+
+
+_REFUSALS = ("is being driven by", "was taken over by another driver", "has planned retry")
+
+
+def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
+    """Each driver has done it, or says that another one is at it."""
+    for driver in [*drivers, last]:
+        said = driver.said()
+        if "Traceback" in said:
+            yield f"a traceback: {said[-600:]}"
+        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in said for words in _REFUSALS)):
+            yield f"a driver ended with {driver.exit_code}: {said[-600:]}"
+    if all(driver.exit_code for driver in drivers):
+        yield f"no driver has done it: {[driver.said()[-200:] for driver in drivers]}"
+    if last.exit_code:
+        yield f"the same command, once more, ended with {last.exit_code}: {last.said()[-600:]}"
+
+
+def _wrong(output: str) -> list[str]:
+    """What is not as it has to be in a run that is finished."""
+    run = RunDirectory(output)
+    audit = audit_files(run, run.manifest())
+    problems = [f"{one.where}: {one.kind}, {one.message}" for one in audit.findings]
+    rows = [row["id"] for unit in sorted(run.committed()) for row in _rows(run, unit)]
+    letters = [letter["id"] for letter in run.dead_letters()]
+    for number, count in Counter(map(int, [*rows, *letters])).items():
+        problems += [f"row {number} is there {count} times"] * (count > 1)
+    if len(rows) + len(letters) != _NUM_ROWS:
+        problems.append(f"{len(rows)} rows and {len(letters)} dead letters of {_NUM_ROWS} rows")
+    report = json.loads((run.root / "report.json").read_bytes())
+    if not (report["run"]["complete"] and report["account"]["num_units"] == audit.num_units):
+        problems.append("the report is of another state of the run")
+    if report["account"]["num_failed_rows"] != len(letters):
+        problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(letters)}")
+    problems += _wrong_export(run, rows, letters)
+    problems += [f"{path} was left behind" for path in _unfinished(place(output))]
+    if (last := read_lease(run.root)) is None or last.outcome != "ended":
+        problems.append(f"the lease says {last and last.outcome}")
+    return problems
+
+
+def _rows(run: RunDirectory, unit: int) -> list[dict[str, Any]]:
+    with open_to_read(run.unit_path(unit)) as file:
+        rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    return rows
+
+
+def _wrong_export(run: RunDirectory, rows: list[str], letters: list[str]) -> Iterator[str]:
+    folder = run.root / "export" / "jsonl"
+    for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", letters)):
+        found = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
+        if found != ids:
+            yield f"export/jsonl/{name} has the rows {found}, not {ids}"
+    before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
+    made = json.loads((folder / "export.json").read_bytes())
+    if made["commits"] != export(run, "jsonl", again=True).commits:
+        yield "export/jsonl/export.json is of other units"
+    if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
+        yield "export/jsonl was of another state of the run"
+
+
+def _unfinished(root: Any) -> Iterator[str]:
+    if isinstance(root, Path):
+        yield from (str(path.relative_to(root)) for path in root.rglob("*.tmp"))
+
+
+@contextlib.contextmanager
+def store(folder: Path) -> Iterator[str]:
+    """An S3 server in a process of its own, to which this process and its children are pointed; a bucket's folder."""
+    said = folder / "s3"
+    folder.mkdir(parents=True, exist_ok=True)
+    server = os.fork()
+    if server == 0:
+        _serve(said)
+    try:
+        while not (url := said.read_text().strip() if said.exists() else ""):
+            pass
+        os.environ |= {
+            "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }  # fmt: skip
+        yield "s3://bucket"
+    finally:
+        os.kill(server, 9)
+        os.waitpid(server, 0)
+
+
+def _serve(said: Path) -> None:
+    from botocore.session import Session
+
+    from tests.faulty_s3 import FaultyS3
+
+    server = FaultyS3()
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    client = Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="bucket")
+    said.write_text(server.url + "\n")
+    while True:
+        signal.pause()
+
+
+def play_all(folder: Path, *, every: int, num_crossed: int, seed: int, scenes: list[str], on_s3: bool) -> list[Plays]:
+    """All scenes, on the disk and in a store."""
+    played = []
+    rng = random.Random(seed)
+    with store(folder / "s3") if on_s3 else contextlib.nullcontext() as bucket:
+        stage = Stage(folder, bucket)
+        for name in scenes:
+            plays = stage.each_step(name, every=every, offset=rng.randrange(every))
+            played.append(plays)
+            if num_crossed and not SCENES[name].of_renewals:
+                played.append(stage.crossed(name, rng, num_crossed, max(8, plays.num_plays * every)))
+    return played
+
+
+def main() -> int:
+    """The command; its exit code is 1 when something was not as it has to be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.pauses", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="stop at each so-manieth step; default 1")
+    parser.add_argument("--crossed", type=int, default=0, help="crossed plays of each scene; default 0")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))
+    parser.add_argument("--s3", action="store_true", help="with run directories in a store")
+    args = parser.parse_args()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    played = play_all(
+        args.folder, every=args.every, num_crossed=args.crossed, seed=args.seed, scenes=args.scenes, on_s3=args.s3
+    )
+    args.result.write_text(json.dumps([plays.to_dict() for plays in played], indent=2))
+    for plays in played:
+        sys.stdout.write(f"{plays.scene}: {plays.num_plays} plays, {dict(plays.codes)}\n")
+        sys.stdout.writelines(f"  PROBLEM {problem}\n" for problem in plays.problems)
+    return int(any(plays.problems for plays in played))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps, and the engine within it.
+
+A step is whatever changes the run directory: an audit hook of the interpreter sees every link, rename, deletion and new
+folder below it, and every PUT, POST and DELETE that goes to a store. So no step has to be named by hand, and one that
+is added to the code is found. Ray is left out: a driver is forked from this process, which has everything loaded, and
+takes part of a second.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs import cli
+from peagle.engine.fake_engine import FakeEngine
+from peagle.engine.generation import RequestRefused
+from pipelines.batch import cluster, lease, session, streaming
+from pipelines.batch.preparing import prepare_unit
+from pipelines.batch.rows import packed
+from pipelines.batch.worker import EngineWorker
+
+LEASE_S = 0.4
+_CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+_REQUESTS = (b"PUT ", b"POST ", b"DELETE ")
+_UNIQUE = re.compile(r"[0-9a-f]{12,32}|\d{8}T\d{6}-[0-9a-f]{8}|(?<=\d\.)[0-9a-f]{8}(?=\.jsonl)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """At which steps a driver stops.
+
+    Attributes:
+        under: what the names of the run directory's files contain.
+        of_renewals: steps of the thread that renews the lease count, instead of all others.
+        log: file to which each step at which it stops is added.
+    """
+
+    at: frozenset[int]
+    under: str
+    log: Path
+    of_renewals: bool = False
+
+    def install(self) -> None:
+        """From now on this process stops at these steps."""
+        sink = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        count, counting = 0, threading.Lock()
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if (step := self._step(event, arguments)) is None:
+                return
+            with counting:
+                count += 1
+                if count in self.at:
+                    os.write(sink, f"{step}\n".encode())
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+        sys.addaudithook(hook)
+
+    def _step(self, event: str, arguments: tuple[Any, ...]) -> str | None:
+        """What is about to be done, if it is a step that counts."""
+        if event in _CHANGES:
+            what, where = event.removeprefix("os."), os.fspath(arguments[event in ("os.link", "os.rename")])
+        elif event == "http.client.send" and bytes(arguments[1][:8]).startswith(_REQUESTS):
+            what, where = bytes(arguments[1]).decode(errors="replace").split(" ", 2)[:2]
+        else:
+            return None
+        if self.under not in str(where) or self._is_renewal() != self.of_renewals:
+            return None
+        return f"{what} {_UNIQUE.sub('ID', str(where).partition(self.under)[2].partition('?')[0]) or '/'}"
+
+    def _is_renewal(self) -> bool:
+        """Heartbeats of the engine count with the renewals: neither comes at a fixed place among the other steps."""
+        name = threading.current_thread().name
+        return "(_renew)" in name or "(_keep_beating)" in name
+
+
+class Driver:
+    """One driver, forked from this process and started at once.
+
+    Args:
+        arguments: of `peagle`.
+        log: what it prints.
+        refused: ids of rows that its engine refuses.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, *, steps: Steps | None = None, refused: frozenset[int] = frozenset()
+    ) -> None:
+        self._log = log
+        self.pid = os.fork()
+        if self.pid == 0:
+            _drive(arguments, log, steps, refused)
+        self.exit_code: int | None = None
+
+    def wait(self) -> bool:
+        """Until it stops itself, which gives True, or has ended."""
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            return True
+        self.exit_code = os.waitstatus_to_exitcode(status)
+        return False
+
+    def resume(self) -> None:
+        """Go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            while self.wait():
+                pass
+
+    def said(self) -> str:
+        """All that it printed."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: frozenset[int]) -> None:
+    """The driver's process; it does not return."""
+    code = 70
+    try:
+        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        _leave_ray_out(refused)
+        if steps is not None:
+            steps.install()
+        code = cli.run(arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _leave_ray_out(refused: frozenset[int]) -> None:
+    """The engine's actor and the stage before it become objects of this process; a lease lasts a moment."""
+    taken = lease._take
+    cluster.ray_cluster = contextlib.nullcontext
+    for name in ("require_capacity", "release_nodes", "abandon"):
+        setattr(cluster, name, lambda *_, **__: None)
+    streaming._dataset = _InProcess
+    session.redirect_output = lambda _: None
+    lease._take = lambda root, _, *rest: taken(root, LEASE_S, *rest)
+    answer = FakeEngine.generate
+
+    async def generate(self: FakeEngine, request_id: str, *rest: Any) -> Any:
+        if int(request_id.partition("-")[0]) in refused:
+            raise RequestRefused("not today")
+        return await answer(self, request_id, *rest)
+
+    FakeEngine.generate = generate
+
+
+class _InProcess:
+    """In place of a dataset: each unit is prepared, generated and committed in the driver's thread for receipts."""
+
+    def __init__(self, run: Any, plan: Any, units: Sequence[Any], resolved: Any) -> None:
+        self._units = units
+        self._prepare_job, self._engine_job = streaming._jobs(run, plan, resolved)
+
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
+        """The receipts."""
+        loop = asyncio.new_event_loop()
+        worker = EngineWorker(self._engine_job)
+        for unit in self._units:
+            yield from loop.run_until_complete(self._receipts(worker, packed(prepare_unit(unit, self._prepare_job))))
+        worker._session.end()
+
+    async def _receipts(self, worker: EngineWorker, batch: Any) -> list[dict[str, Any]]:
+        return [row async for table in worker(batch) for row in table.to_pylist()]
+
+
+def forked(check: Callable[[], list[str]], answer: Path) -> list[str]:
+    """What `check` returns in a process of its own: this one never has a connection or a thread that a fork copies."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer.write_text("\n".join(check()))
+        except BaseException as error:
+            answer.write_text(f"the audit broke off: {type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return answer.read_text().splitlines()
