@@ -21,6 +21,19 @@ _DATA = "data: "
 _END = "\n\n"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeAnswer:
+    """An answer that is not streamed, as a replica hands it on: nobody behind it parses the body.
+
+    Attributes:
+        body: JSON, as the client gets it.
+        said: what it says of its own usage: `usage`, `metrics` and our summary.
+    """
+
+    body: bytes
+    said: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Tally:
     """What is known of an answer so far; a later statement replaces an earlier one about the same.

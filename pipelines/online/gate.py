@@ -7,24 +7,22 @@ pass through; prompts are written down where the settings say so, answers never.
 """
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelines.online.answers import OURS, Tally, events, is_usage_alone, to_text
 from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
 from pipelines.online.local import require_local
+from pipelines.online.outgoing import NOTE_IN_SCOPE, Outgoing, encoded
 from pipelines.online.paths import path_refusal
 from pipelines.online.prompt_log import PromptLog
-from pipelines.online.requests import Intake, ServedModel, check
+from pipelines.online.requests import ServedModel, check
 from pipelines.online.routes import Route, Rule, find_route, with_pass
 from pipelines.online.settlements import Settlements
 from pipelines.online.uploads import Upload, too_large
@@ -37,7 +35,6 @@ CHOICES_HEADER = "x-peagle-choices"
 AGAIN_HEADER = "x-peagle-again"  # of a request that an engine had which died: the Unix time at which that one was asked
 KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _JSON_RULES = (Rule.GENERATION, Rule.ORDER)
-_SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _log = logging.getLogger("ray.serve")
 
 
@@ -90,7 +87,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
-        answer = _Answer(send, {"x-peagle-request-id": request_id})
+        answer = Outgoing(send, {"x-peagle-request-id": request_id})
         try:
             await self._serve(scope, receive, answer, request_id)
         except Exception as error:
@@ -99,7 +96,7 @@ class Gate:
                 _log.error("request %s failed", request_id, exc_info=error)
             await answer.fail(refusal)
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer", request_id: str) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
         if refusal := path_refusal(scope):
             raise refusal
         route = self._find(scope)
@@ -122,7 +119,7 @@ class Gate:
         else:
             await self._app(with_pass(scope, route), receive, answer.send)
 
-    async def _generate(self, scope: Scope, receive: Receive, answer: "_Answer", route: Route, request_id: str) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route, request_id: str) -> None:
         """An engine's answer: its tokens and cost are held until it is known what it used."""
         settings, key = self._settings, scope[KEY_IN_SCOPE]
         body = await self._read(scope, receive)
@@ -133,7 +130,9 @@ class Gate:
         inward = {"content-length": str(len(intake.body)), CHOICES_HEADER: str(intake.num_choices)}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
         inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
-        scope = with_pass({**scope, "headers": [*_without(scope, inward), *_encoded(inward)]}, route)
+        scope = with_pass(
+            {**scope, NOTE_IN_SCOPE: answer.note, "headers": [*_without(scope, inward), *encoded(inward)]}, route
+        )
         try:
             async with asyncio.timeout(settings.request_timeout_s) as limit:
                 if self._prompts:
@@ -157,7 +156,7 @@ class Gate:
             else:
                 self._settlements.defer(request_id, permit)
 
-    async def _take_in(self, scope: Scope, receive: Receive, answer: "_Answer", route: Route) -> None:
+    async def _take_in(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route) -> None:
         """A file or a batch: the ledger says later what it cost."""
         settings = self._settings
         await self._settlements.catch_up()
@@ -213,111 +212,6 @@ class Gate:
             raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
 
 
-class _Answer:
-    """Sends the application's answer on, and reads from it what the request used."""
-
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        self._send = send
-        self._headers = dict(headers)
-        self._intake: Intake | None = None
-        self._upload: Upload | None = None
-        self._start: Message | None = None
-        self._body = bytearray()
-        self._is_stream = False
-        self.is_started = False
-        self.is_complete = True
-        """Whether `tally` and `usd` are all that the request used; not when nobody waited for the end of its answer."""
-        self.tally = Tally()
-        self.usd = 0.0
-
-    def expect(self, intake: Intake) -> None:
-        """An engine will answer this request."""
-        self._intake = intake
-        model = intake.model
-        self._headers["x-peagle-model"] = model.name
-        self._headers["x-peagle-drafter"] = model.drafter or "none"
-        if model.num_speculative_tokens:
-            self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
-
-    def give_up(self) -> None:
-        """Nobody waits for the answer any more: before its first byte, only its engine knows what it used."""
-        if self._start is None:
-            self.is_complete = False
-
-    def close_unless_read(self, upload: Upload) -> None:
-        """Answered before its end, as what is no form, a body is not read on: the connection closes."""
-        self._upload = upload
-
-    async def send(self, message: Message) -> None:
-        """One ASGI message of the application."""
-        if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", [])).get(b"content-type", b"")
-            self._is_stream = kind.startswith(b"text/event-stream")
-            self._start = message
-            self.is_complete = message["status"] != 200
-            if self._intake is None or self._is_stream or message["status"] != 200:
-                await self._begin()
-        elif message["type"] != "http.response.body" or self._intake is None:
-            await self._send(message)
-        elif self._is_stream:
-            await self._send({**message, "body": self._read_events(message.get("body", b""))})
-        elif self.is_started:
-            await self._send(message)
-        else:
-            self._body += message.get("body", b"")
-            if not message.get("more_body"):
-                self._read_whole()
-                await self._begin()
-                await self._send({"type": "http.response.body", "body": bytes(self._body)})
-
-    async def fail(self, error: ApiError) -> None:
-        """Answer with an error: as a response, or as the last event of a stream that has begun."""
-        body = json.dumps(error.body()).encode()
-        if self.is_started:
-            event = f"data: {body.decode()}\n\n".encode() if self._is_stream else b""
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
-            return
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        self._start = {"type": "http.response.start", "status": error.status, "headers": _encoded(headers)}
-        await self._begin()
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def _begin(self) -> None:
-        assert self._start is not None, "the application starts its response before its body"
-        if self._upload is not None and not self._upload.is_whole:
-            self._headers["connection"] = "close"
-        self.is_started = True
-        headers = [*self._start.get("headers", []), *_encoded(self._headers)]
-        await self._send({**self._start, "headers": headers})
-
-    def _read_whole(self) -> None:
-        answer = json.loads(self._body)
-        self._note(answer)
-
-    def _read_events(self, body: bytes) -> bytes:
-        """Read the events that say what the request used; leave out the last one if the client did not ask for it."""
-        assert self._intake is not None
-        if f'"{OURS}"'.encode() not in body:
-            return body
-        kept = []
-        for event in events(body.decode()):
-            if isinstance(event, dict) and OURS in event:
-                self._note(event)
-                if is_usage_alone(event) and not self._intake.wants_usage:
-                    continue
-            kept.append(to_text(event))
-        return "".join(kept).encode()
-
-    def _note(self, answer: Mapping[str, Any]) -> None:
-        self.tally.read(answer)
-        summary = answer.get(OURS) or {}
-        self.is_complete = True
-        self.usd = summary.get("usd") or 0.0
-        for name in _SUMMARY_HEADERS:
-            if summary.get(name) is not None:
-                self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
-
-
 def _require_length(scope: Scope, limit: int) -> None:
     """Refuse a body that says of itself that it is too large."""
     length = _header(scope, "content-length") or "0"
@@ -335,17 +229,13 @@ def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
     be believed, and vLLM reads others, of which it can fail (X-Vllm-Priority). The key is nobody's business."""
     kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith(b"x-")]
     kept = [(name, value) for name, value in kept if name.lower() != b"authorization"]
-    return {**scope, "headers": [*kept, *_encoded(headers)]}
+    return {**scope, "headers": [*kept, *encoded(headers)]}
 
 
 def _without(scope: Scope, names: Iterable[str]) -> list[tuple[bytes, bytes]]:
     """The headers of a request but these."""
     left_out = {name.encode() for name in names}
     return [(name, value) for name, value in scope.get("headers", []) if name.lower() not in left_out]
-
-
-def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -2,12 +2,23 @@
 
 Ray 2.60 ends a call with its caller where a whole request is cancelled, as when a client hangs up. A caller that gives
 up by itself only stops listening, and the replica goes on to the last token. Here the call is cancelled in both cases.
+An answer that is not streamed is raised as it came, past Ray's handler, which would build, dump and serialise it again.
 It knows what Serve's handles can do; it imports no Ray.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
+
+from pipelines.online.answers import WholeAnswer
+
+
+class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
+    """The whole answer is there."""
+
+    def __init__(self, answer: WholeAnswer) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class Response(Protocol):
@@ -43,9 +54,15 @@ class Cancelling:
 
 
 async def listen(response: Response) -> AsyncGenerator[Any, None]:
-    """The parts of an answer. Cancelled or closed before the last of them, the call is too."""
+    """The parts of an answer. Cancelled or closed before the last of them, the call is too.
+
+    Raises:
+        Answered: the answer is not streamed.
+    """
     try:
         async for part in response:
+            if isinstance(part, WholeAnswer):
+                raise Answered(part)
             yield part
     except (asyncio.CancelledError, GeneratorExit):
         response.cancel()

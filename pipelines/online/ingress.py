@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
 from peagle.economics.prices import Price
+from pipelines.online.answers import WholeAnswer
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
@@ -26,10 +27,11 @@ from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError, from_exception, is_engine_death
 from pipelines.online.gate import AGAIN_HEADER, CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
-from pipelines.online.handles import Cancelling
+from pipelines.online.handles import Answered, Cancelling
 from pipelines.online.keys import KeyRing
 from pipelines.online.live import MAX_WINDOW_S, LiveView
 from pipelines.online.load import Load, describe_load
+from pipelines.online.outgoing import NOTE_IN_SCOPE
 from pipelines.online.replicas import replica_counts
 from pipelines.online.requests import CHAT, COMPLETIONS
 from pipelines.online.routes import Route, Rule, get, guarded_app, post
@@ -152,8 +154,15 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
                 raise
             await asyncio.sleep(_AGAIN_S)
             return await handler(body, _again(request, asked_at))
+    except Answered as end:
+        return _respond(end.answer, request)
     except Exception as error:
         raise from_exception(error) from error
+
+
+def _respond(answer: WholeAnswer, request: Request) -> Response:
+    request.scope[NOTE_IN_SCOPE](answer.said)
+    return Response(answer.body, media_type="application/json")
 
 
 def _again(request: Request, asked_at: float) -> Request:

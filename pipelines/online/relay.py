@@ -12,7 +12,7 @@ from typing import Any
 from peagle.economics.usage import Outcome
 from peagle.errors import EngineError
 from pipelines.online.account import RequestAccount, summary
-from pipelines.online.answers import OURS, events, is_usage_alone, to_text
+from pipelines.online.answers import OURS, WholeAnswer, events, is_usage_alone, to_text
 from pipelines.online.coalesce import Pace, coalesce
 from pipelines.online.errors import is_engine_death
 
@@ -137,7 +137,7 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> Any:
-    """A whole answer with the summary; an error as it is.
+    """A whole answer as JSON with the summary, and the summary apart; an error as it is.
 
     Raises:
         CancelledError: nobody waits any more. vLLM 0.29 takes this for an error of the request and answers it, though
@@ -148,6 +148,8 @@ def _with_summary(answer: Any, request: RequestAccount) -> Any:
             raise asyncio.CancelledError
         request.finish("failed")
         return answer
-    request.tally.read(answer.model_dump(include={"usage", "metrics"}))
-    setattr(answer, OURS, summary(request.finish("ok")))
-    return answer
+    said = answer.model_dump(include={"usage", "metrics"})
+    request.tally.read(said)
+    said[OURS] = summary(request.finish("ok"))
+    setattr(answer, OURS, said[OURS])
+    return WholeAnswer(body=answer.model_dump_json().encode(), said=said)

@@ -2,6 +2,7 @@ import asyncio
 import json
 import stat
 import time
+import tracemalloc
 
 import httpx
 import pytest
@@ -49,6 +50,8 @@ class Engine:
         self.asked = json.loads((await receive())["body"] or b"{}") if scope["method"] == "POST" else {}
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
+        if not is_stream and scope["method"] == "POST":
+            scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -99,11 +102,20 @@ def settings(tmp_path):
 def ask(settings, keys):
     """Send requests, one after the other, through one gate."""
 
-    def send(*requests, app=None, client=("127.0.0.1", 1), load=None, prefix="", host="localhost", **changes):
+    def send(
+        *requests,
+        app=None,
+        client=("127.0.0.1", 1),
+        load=None,
+        prefix="",
+        host="localhost",
+        transport=httpx.ASGITransport,
+        **changes,
+    ):
         async def run():
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
-            transport = httpx.ASGITransport(app=gate, client=client, root_path=prefix)
-            async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+            sender = transport(app=gate, client=client, root_path=prefix)
+            async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
 
         return asyncio.run(run())
@@ -138,6 +150,48 @@ def test_an_answer_says_what_it_cost_in_its_headers(ask, keys):
     assert answer.headers["x-peagle-drafter"] == "head"
     assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
     assert len(answer.headers["x-peagle-request-id"]) == 32
+
+
+def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask, keys):
+    """40 MiB that are no JSON: what the gate holds of them at once is a small part."""
+    piece, num_pieces, held = b"x" * 2**20, 40, []
+
+    async def large(scope, receive, send):
+        await receive()
+        scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(num_pieces):
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+        held.append(tracemalloc.get_traced_memory()[0] - before)
+        await send({"type": "http.response.body", "body": b""})
+
+    class Discarding(httpx.ASGITransport):
+        """A client that keeps nothing."""
+
+        async def handle_async_request(self, request):
+            sent = iter([{"type": "http.request", "body": await request.aread()}])
+            seen = {}
+
+            async def receive():
+                return next(sent)
+
+            async def send(message):
+                if message["type"] == "http.response.start":
+                    seen.update(message)
+
+            headers = [(name.lower(), value) for name, value in request.headers.raw]
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
+            await self.app(scope, receive, send)
+            return httpx.Response(seen["status"], headers=seen["headers"])
+
+    tracemalloc.start()
+    try:
+        (answer,) = ask(post(keys["alice"]), app=large, transport=Discarding)
+    finally:
+        tracemalloc.stop()
+    assert answer.headers["x-peagle-usd"] == "0.25"
+    assert held[0] < 5 * 2**20
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.online.handles import Cancelling
+from pipelines.online.answers import WholeAnswer
+from pipelines.online.handles import Answered, Cancelling
 
 
 class Response:
@@ -71,3 +72,19 @@ def test_a_call_that_has_ended_is_left_alone(end):
         return parts, response.num_cancelled
 
     assert asyncio.run(hear()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
+
+
+def test_a_whole_answer_is_raised_past_rays_handler():
+    whole = WholeAnswer(body=b"{}", said={})
+
+    class Once(Response):
+        async def __anext__(self):
+            return whole
+
+    async def hear():
+        response = Once(end=None)
+        with pytest.raises(Answered) as raised:
+            await anext(called(response))
+        return raised.value.answer, response.num_cancelled
+
+    assert asyncio.run(hear()) == (whole, 0)

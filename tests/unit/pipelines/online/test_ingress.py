@@ -12,11 +12,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from peagle.economics.prices import Price
 from pipelines.online import ingress
+from pipelines.online.answers import WholeAnswer
 from pipelines.online.bodies import Chat
 from pipelines.online.cost import CostView
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.errors import ApiError
 from pipelines.online.gate import GateSettings
+from pipelines.online.handles import Answered
 from pipelines.online.keys import new_key
 
 
@@ -77,6 +79,19 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
 def test_another_engine_answers_for_one_that_died_once(monkeypatch):
     assert asked(monkeypatch, EngineDeadError(), "answer") == ("answer", 2)
     assert asked(monkeypatch, EngineDeadError(), EngineDeadError(), "answer") == (503, 2)
+
+
+def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apart(monkeypatch):
+    """The body is no JSON: nothing in the ingress may parse it."""
+    noted = []
+
+    async def ray_chat(body, request):
+        raise Answered(WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}}))
+
+    one = Request({"type": "http", "headers": [], "peagle.note": noted.append})
+    answer = asyncio.run(ingress._ask(ray_chat, None, one))
+    assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
+    assert noted == [{"usage": {"completion_tokens": 2}}]
 
 
 @pytest.mark.parametrize(("error", "status"), [(BackPressureError(9, 9), 503), (RuntimeError("x"), 500)])

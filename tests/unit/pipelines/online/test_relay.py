@@ -224,6 +224,9 @@ class Whole(SimpleNamespace):
     def model_dump(self, include):
         return {name: getattr(self, name) for name in include}
 
+    def model_dump_json(self):
+        return json.dumps(vars(self))
+
 
 @pytest.mark.parametrize(
     "answer",
@@ -242,9 +245,10 @@ def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, 
     assert record(tmp_path).ttft_s is None
 
 
-def test_a_whole_answer_gets_the_summary(engine_account, tmp_path):
+def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, tmp_path):
     (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), wants_each_usage=False)
-    assert answer.peagle["acceptance_length"] == 1.5
+    assert answer.said["peagle"]["acceptance_length"] == 1.5
+    assert json.loads(answer.body) == answer.said
     assert record(tmp_path).usage.num_output_tokens == 2
 
 
