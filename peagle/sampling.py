@@ -12,9 +12,12 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from peagle.answer_size import DEFAULT_MIB, AnswerShape
+from peagle.constraints import schema_error
 from peagle.errors import did_you_mean
 
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
+_MOST_SHOWN = 200  # characters of a value that is wrong
 
 
 class SamplingKeys(BaseModel):
@@ -80,11 +83,13 @@ class SamplingLimits:
         max_model_len: context in tokens.
         has_drafter: whether it speculates.
         can_seed: whether a sampling seed works.
+        max_answer_bytes: of one row's responses, by `AnswerShape`.
     """
 
     max_model_len: int
     has_drafter: bool = False
     can_seed: bool = True
+    max_answer_bytes: int = DEFAULT_MIB * 2**20
 
 
 def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
@@ -103,7 +108,18 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
     if sampling.get("seed") is not None and not greedy and not limits.can_seed:
         return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
-    return None
+    return _answer_error(sampling, limits.max_answer_bytes)
+
+
+def _answer_error(sampling: Mapping[str, Any], most_bytes: int) -> str | None:
+    top = sampling.get("logprobs")
+    shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if top is None else 1 + top)
+    if (num_bytes := shape.num_bytes(sampling["max_tokens"])) <= most_bytes:
+        return None
+    return (
+        f"n, max_tokens, logprobs: together they make an answer of up to {num_bytes / 2**20:,.1f} MiB, and it may have "
+        f"{most_bytes / 2**20:,.0f}"
+    )
 
 
 def parse_overrides(values: Any) -> dict[str, Any] | str:
@@ -142,13 +158,17 @@ def _explain(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"unknown parameter {name!r}: {did_you_mean(name, SAMPLING_KEYS)}"
-    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {error['input']!r}"
+    given = repr(error["input"])
+    shown = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}... ({len(given):,} characters)"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown}"
 
 
 @functools.lru_cache(maxsize=64)
 def _schema_error(text: str) -> str | None:
     import jsonschema
 
+    if wrong := schema_error(text):
+        return wrong
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

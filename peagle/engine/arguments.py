@@ -19,6 +19,9 @@ from peagle.hardware import Hardware
 # its default for data-centre GPUs (`EngineArgs.get_batch_defaults`).
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
+MODALITIES = ("image", "audio", "video")
+# vLLM takes an empty list of domains for any domain; nothing has a name under .invalid (RFC 2606).
+_NO_DOMAIN = "none.invalid"
 _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
 # Arguments that follow from the spec, and the field to set instead.
 _MANAGED = (
@@ -49,8 +52,11 @@ _MANAGED = (
             "seed",
             "load_format",
             "enable_prefix_caching",
+            "limit_mm_per_prompt",
+            "allowed_media_domains",
         )
     }
+    | {"language_model_only": "limit_mm_per_prompt"}
     | dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), "num_nodes")
 )
 
@@ -98,6 +104,7 @@ def engine_args(
         "load_format": spec.load_format,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "speculative_config": _speculation(spec),
+        **_media(spec),
         # vLLM refuses it without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
@@ -145,6 +152,16 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.synthetic_rates:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(drafter.synthetic_rates)}
     return config
+
+
+def _media(spec: EngineSpec) -> dict[str, Any]:
+    """Text alone, or the media that were allowed. By default vLLM takes 999 of each, and fetches them from anywhere."""
+    if not spec.limit_mm_per_prompt:
+        return {"language_model_only": True}
+    return {
+        "limit_mm_per_prompt": {name: spec.limit_mm_per_prompt.get(name, 0) for name in MODALITIES},
+        "allowed_media_domains": list(spec.allowed_media_domains) or [_NO_DOMAIN],
+    }
 
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:

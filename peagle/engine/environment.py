@@ -23,6 +23,9 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/usr/local/lib",
     "/opt/conda/lib",
 )
+# Where the user says nothing else. A redirect leads from an allowed host to any address that the engine's machine
+# reaches; compiled grammars stay in the engine's memory up to this size, of which vLLM's own default is 512.
+_DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # As this process was started: what an earlier engine in it was given is not what the user set.
 _INHERITED: Mapping[str, str] = dict(os.environ)
@@ -46,6 +49,7 @@ def environment(
         CapacityError: fewer physical cores than engines (CPU only).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
     models = [spec.model] + ([spec.drafter.model] if spec.drafter and spec.drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up

@@ -93,6 +93,8 @@ class EngineSpec:
             (`arguments.py`).
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
         extra: further vLLM engine arguments by their own names, for what peagle does not manage.
+        limit_mm_per_prompt: by modality, the media that one request may have; empty is text alone.
+        allowed_media_domains: hosts from which the engine may fetch media; with none they come in the request alone.
     """
 
     model: str
@@ -114,6 +116,8 @@ class EngineSpec:
     extra: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
     num_nodes: int = 1
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    allowed_media_domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -157,7 +161,9 @@ class EngineSpec:
         """Inverse of `to_dict`; unknown keys are a ConfigError that names the nearest valid one."""
         _require_known_keys(cls, values)
         drafter = values.get("drafter")
-        return cls(**{**values, "drafter": DrafterSpec.from_dict(drafter) if drafter is not None else None})
+        domains = tuple(values.get("allowed_media_domains", ()))
+        drafter = DrafterSpec.from_dict(drafter) if drafter is not None else None
+        return cls(**{**values, "drafter": drafter, "allowed_media_domains": domains})
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:

@@ -8,7 +8,7 @@ It decides and binds; it deploys nothing.
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_
 from peagle.economics.ledger import read_sessions
 from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
+from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import inspect, num_nodes
@@ -84,6 +85,7 @@ def resolve(
         else:
             num_engines = placement.num_engines_on_node
             engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
+        engine = replace(engine, spec=_with_media(engine.spec, keys))
         served.append(Served(keys=keys, engine=engine, placement=placement))
     return served
 
@@ -247,8 +249,20 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
         max_model_len=spec.max_model_len,
         can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
         max_choices=config.max_choices,
+        max_answer_bytes=config.max_answer_mib * 2**20,
+        media=dict(spec.limit_mm_per_prompt),
+        media_domains=frozenset(spec.allowed_media_domains),
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
+    )
+
+
+def _with_media(spec: EngineSpec, keys: ServedModelKeys) -> EngineSpec:
+    """The spec with the media that this model of the endpoint takes. A batch has text alone."""
+    return replace(
+        spec,
+        limit_mm_per_prompt=keys.limit_mm_per_prompt,
+        allowed_media_domains=tuple(keys.allowed_media_domains),
     )
 
 

@@ -4,13 +4,16 @@ The keys of a model describe the only one, or are what the entries of `models` h
 checked without a model or a cluster; it resolves nothing.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from peagle.answer_size import DEFAULT_MIB
 from peagle.catalog.engines import FAKE_MODEL, EngineKeys
 from peagle.economics.price_keys import PriceKeys
+from peagle.engine.arguments import MODALITIES
 from pipelines.batch.config import FolderKey, StandInKeys
 from pipelines.batch.pool import EngineRange
 
@@ -57,6 +60,14 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         "default: 20 for each core of an engine on CPUs, which it shares with what passes them on; 400 on accelerators",
     )
     drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
+    limit_mm_per_prompt: dict[str, int] = Field(
+        default_factory=dict,
+        description='media that one request may have, by modality, as JSON: {"image": 4}; default: text alone',
+    )
+    allowed_media_domains: list[str] = Field(
+        default_factory=list,
+        description="host from which engines may fetch media, without redirects; default: only data: URLs are taken",
+    )
 
     @property
     def served_name(self) -> str:
@@ -70,6 +81,33 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         return (tools if self.tool_call_parser else {}) | (
             {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
         )
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _limits_as_text(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("limit_mm_per_prompt")
+    @classmethod
+    def _modalities_are_known(cls, value: dict[str, int]) -> dict[str, int]:
+        if unknown := sorted(value.keys() - set(MODALITIES)):
+            raise ValueError(f"there is no modality {unknown[0]!r}: {', '.join(MODALITIES)}")
+        if any(most < 0 for most in value.values()):
+            raise ValueError("a number of media is not below 0")
+        return {name: most for name, most in value.items() if most}
+
+    @field_validator("allowed_media_domains", mode="before")
+    @classmethod
+    def _domains_as_text(cls, value: Any) -> Any:
+        return [name.strip().lower() for name in value.split(",")] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _domains_are_for_media(self) -> Self:
+        if self.allowed_media_domains and not self.limit_mm_per_prompt:
+            raise ValueError(
+                "allowed_media_domains means nothing without limit_mm_per_prompt: the model takes text alone"
+            )
+        return self
 
     @model_validator(mode="after")
     def _replicas_are_ordered(self) -> Self:
@@ -106,6 +144,11 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         description="most output tokens of a request, all its choices together, and what one gets that names none",
     )
     max_choices: int = Field(128, ge=1, description="most choices of a request: n for each of its prompts")
+    max_answer_mib: int = Field(
+        DEFAULT_MIB,
+        ge=1,
+        description="largest answer in MiB of JSON, as its choices, tokens and log-probabilities are estimated",
+    )
     batches: FolderKey | None = Field(
         None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: these are off"
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import did_you_mean
+from pipelines.online.answer_room import answer_shape, within_room
+from pipelines.online.contents import check_contents
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
@@ -45,12 +47,18 @@ class ServedModel:
         can_seed: whether a sampling seed works; vLLM 0.29 on CPU dies on one, and every request in it.
         max_choices: of one request, over all its prompts: they are one request for whoever counts an engine's; None is
             without limit.
+        max_answer_bytes: of one answer, by `AnswerShape`; None is without limit.
+        media: items of each modality that one request may have; None is text alone.
+        media_domains: hosts from which engines may fetch media.
     """
 
     name: str
     max_model_len: int
     can_seed: bool = True
     max_choices: int | None = None
+    max_answer_bytes: int | None = None
+    media: Mapping[str, int] | None = None
+    media_domains: frozenset[str] = frozenset()
     drafter: str | None = None
     num_speculative_tokens: int | None = None
 
@@ -99,9 +107,14 @@ def check(
     model = _model(values, key, models)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
+    check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
     num_choices = _num_choices(path, values, model)
     asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
     tokens = default_tokens(path, key, model, max_output_tokens, num_choices) if asked is None else asked
+    shape = answer_shape(
+        values, len(body), is_chat=path == CHAT, max_model_len=model.max_model_len, num_choices=num_choices
+    )
+    tokens = within_room(shape, model.max_answer_bytes, asked=asked, tokens=tokens)
     if path == COMPLETIONS:
         values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}

@@ -45,8 +45,8 @@ def nested(levels):
         ({"json_schema": {"$schema": {}}}, "json_schema: not a valid JSON schema: "),
         ({"json_schema": '{"$schema": 7}'}, "json_schema: not a valid JSON schema: "),
         ({"json_schema": {"$schema": "http://[bad"}}, "json_schema: not a valid JSON schema: "),
-        ({"json_schema": nested(300)}, "json_schema: not a valid JSON schema: "),
-        ({"json_schema": '{"not":' * 3000 + "{}" + "}" * 3000}, "json_schema: not valid JSON: "),
+        ({"json_schema": nested(300)}, "json_schema: it is nested deeper than 64 levels"),
+        ({"json_schema": '{"not":' * 3000 + "{}" + "}" * 3000}, "json_schema: it is nested deeper than 64 levels"),
         ({"json_schema": nested(5000)}, "nested too deeply"),
         ('{"json_schema":' * 3000 + "{}" + "}" * 3000, "nested too deeply"),
         ({"json_schema": "/etc/passwd"}, "json_schema: not valid JSON"),
@@ -77,3 +77,15 @@ def test_the_same_parameters_go_where_the_engine_takes_them():
     assert conflict(sampling, SamplingLimits(max_model_len=256)) is None
     greedy = {**sampling, "n": 1, "temperature": 0.0}
     assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
+
+
+def test_a_row_whose_answer_could_fill_the_memory_is_refused():
+    sampling = {"temperature": 1.0, "n": 128, "max_tokens": 4096, "logprobs": 20}
+    limits = SamplingLimits(max_model_len=8192)
+    assert "MiB" in conflict(sampling, limits)
+    assert conflict({**sampling, "n": 1}, limits) is None
+    assert conflict({**sampling, "logprobs": None}, limits) is None
+
+
+def test_what_is_wrong_with_a_value_is_said_without_repeating_all_of_it():
+    assert len(parse_overrides({"temperature": "x" * 100_000})) < 500

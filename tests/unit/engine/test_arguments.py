@@ -247,3 +247,66 @@ def test_a_command_line_says_what_the_arguments_say():
     assert words[:6] == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
     assert words[6] == "--speculative-config"
     assert json.loads(words[7]) == {"method": "eagle3", "model": "a b"}
+
+
+def test_a_model_takes_text_alone_unless_told_otherwise() -> None:
+    arguments = engine_args(EngineSpec(model="m"), CPU)
+    assert arguments["language_model_only"] is True
+    assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
+
+
+@pytest.mark.parametrize(("domains", "given"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
+def test_media_come_from_domains_that_were_named_or_from_none(domains: tuple[str, ...], given: list[str]) -> None:
+    """vLLM takes an empty list for any domain."""
+    spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
+    arguments = engine_args(spec, CPU)
+    assert arguments["limit_mm_per_prompt"] == {"image": 2, "audio": 0, "video": 0}
+    assert arguments["allowed_media_domains"] == given
+    assert "language_model_only" not in arguments
+    assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
+def test_vllm_takes_the_limits_of_a_model_with_images(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
+    """vLLM's own configuration of a tiny vision model, as its engine would have it."""
+    from vllm import AsyncEngineArgs
+
+    write_vision_model(tmp_path)
+    spec = EngineSpec(model=str(tmp_path), limit_mm_per_prompt=media, load_format="dummy", max_model_len=64)
+    config = AsyncEngineArgs(**engine_args(spec, CPU), skip_tokenizer_init=True).create_model_config()
+    assert config.multimodal_config is not None
+    assert [config.multimodal_config.get_limit_per_prompt(name) for name in ("image", "audio", "video")] == limits
+    assert config.allowed_media_domains == (["none.invalid"] if media else None)
+    assert not config.allowed_local_media_path
+
+
+@pytest.mark.parametrize("domains", [(), ("a.example",)])
+@pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "http://127.0.0.1:9/x", "file:///etc/passwd"])
+def test_vllms_loader_fetches_nothing_from_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, domains: tuple[str, ...], url: str
+) -> None:
+    from vllm.connections import HTTPConnection
+    from vllm.multimodal.media import MediaConnector
+
+    def fetched(*_: object, **__: object) -> None:
+        raise AssertionError("it was fetched")
+
+    monkeypatch.setattr(HTTPConnection, "get_bytes", fetched)
+    spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 1}, allowed_media_domains=domains)
+    connector = MediaConnector(allowed_media_domains=engine_args(spec, CPU)["allowed_media_domains"])
+    with pytest.raises((ValueError, RuntimeError), match=r"allowed|local"):
+        connector.fetch_image(url)
+
+
+def write_vision_model(folder: Path) -> None:
+    """The configuration of a PaliGemma of no size."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "torch_dtype": "float32",
+        "projection_dim": 16,
+        "text_config": {**size, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64},
+        "vision_config": {**size, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    }
+    (folder / "config.json").write_text(json.dumps(config))

@@ -39,7 +39,19 @@ def test_nothing_is_reported_to_anyone() -> None:
 
 
 def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
-    assert environment(SPEC, GPU, inherited={}).keys() == {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"}
+    ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"}
+    assert environment(SPEC, GPU, inherited={}).keys() == ours
+
+
+def test_media_are_fetched_without_redirects_and_compiled_grammars_stay_small_unless_the_user_says_otherwise() -> None:
+    from vllm import envs
+
+    variables = environment(SPEC, GPU, inherited={})
+    assert variables["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert int(variables["VLLM_XGRAMMAR_CACHE_MB"]) <= 64
+    assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()
+    theirs = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
+    assert not theirs.keys() & environment(SPEC, GPU, inherited=theirs).keys()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Engine:
         self.asked = json.loads((await receive())["body"] or b"{}") if scope["method"] == "POST" else {}
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
-        if not is_stream and scope["method"] == "POST":
+        if not is_stream and "peagle.note" in scope:
             scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:

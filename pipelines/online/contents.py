@@ -1,0 +1,122 @@
+"""What a request may hold beside its numbers: text, media that its model takes, lists and constraints of a size.
+
+Nothing that the engine's side would fetch, run or render for a client passes here. Pure: values in, an error out.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from peagle.constraints import request_error
+from pipelines.online.errors import ApiError
+
+MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
+_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
+# vLLM reads a part without a type, or with a uuid, by whichever of these it has; a uuid names what others sent before.
+_MEDIA_KEYS = (
+    *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
+    *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
+)
+_REFUSED = {
+    "chat_template": "the model's own template is used",
+    "prompt_embeds": "prompts are text or token ids",
+    "kv_transfer_params": "it is the engines' own",
+    "ec_transfer_params": "it is the engines' own",
+    "media_io_kwargs": "media are read as the endpoint's operator says",
+    "mm_processor_kwargs": "media are read as the endpoint's operator says",
+}
+_MOST_ENTRIES = {"tools": 128, "stop": 64, "bad_words": 128, "documents": 128, "stop_token_ids": 1024}
+_MOST_TEXT_BYTES = {"stop": 8_192, "bad_words": 8_192}
+
+
+def check_contents(
+    values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
+) -> None:
+    """Refuse what no engine is given.
+
+    Args:
+        max_messages: each takes a token of the context at least.
+        media: items of each modality that one request may have; none of those that are not named.
+        media_domains: hosts from which an engine may fetch media; with none they come as data: URLs alone.
+
+    Raises:
+        ApiError: 400, with the field that is at fault.
+    """
+    for field, reason in _REFUSED.items():
+        if values.get(field) is not None:
+            raise ApiError(400, f"{field} is not taken: {reason}", code="unsupported_parameter", param=field)
+    if isinstance(kwargs := values.get("chat_template_kwargs"), dict) and "chat_template" in kwargs:
+        message = f"chat_template is not taken: {_REFUSED['chat_template']}"
+        raise ApiError(400, message, code="unsupported_parameter", param="chat_template_kwargs")
+    _check_lists(values, {**_MOST_ENTRIES, "messages": max_messages})
+    _check_media(values, media, media_domains)
+    if wrong := request_error(values):
+        field, reason = wrong
+        raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
+
+
+def _check_lists(values: Mapping[str, Any], most_entries: Mapping[str, int]) -> None:
+    for field, most in most_entries.items():
+        value = values.get(field)
+        if isinstance(value, list) and len(value) > most:
+            message = f"{field} has {len(value):,} entries, and may have {most:,}"
+            raise ApiError(400, message, code="invalid_value", param=field)
+    for field, most in _MOST_TEXT_BYTES.items():
+        value = values.get(field)
+        texts = value if isinstance(value, list) else [value]
+        size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
+        if size > most:
+            message = f"{field} has {size:,} bytes, and may have {most:,}"
+            raise ApiError(400, message, code="invalid_value", param=field)
+
+
+def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:
+    counts = dict.fromkeys(MODALITIES, 0)
+    for where, part in _parts(values.get("messages")):
+        kind = part.get("type")
+        modality = next((name for name, kinds in MODALITIES.items() if kind in kinds), None)
+        is_plain = not any(part.get(name) is not None for name in _MEDIA_KEYS)
+        if modality is None and is_plain and kind in _TEXT_PARTS:
+            continue
+        allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
+        if modality is None or not allowed:
+            taken = ", ".join(["text", *(name for name, most in media.items() if most)])
+            message = f"{where} is {_shown(kind)}, and this model takes {taken} alone"
+            raise ApiError(400, message, code="unsupported_content", param="messages")
+        counts[modality] += 1
+        if counts[modality] > allowed:
+            message = f"the request has more than {allowed} of {modality}"
+            raise ApiError(400, message, code="too_many_media", param="messages")
+        if (url := _url(part)) is not None:
+            _check_url(url, where, domains)
+
+
+def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
+    if url[:5].lower() == "data:":
+        return
+    try:
+        split = urlsplit(url)
+        host = split.hostname
+    except ValueError:
+        host = None
+    if host is None or split.scheme not in ("http", "https") or host not in domains:
+        allowed = f"a data: URL, or one from {', '.join(sorted(domains))}" if domains else "a data: URL"
+        raise ApiError(400, f"{where}: its URL must be {allowed}", code="media_not_allowed", param="messages")
+
+
+def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict):
+                yield f"messages[{index}].content[{number}]", part
+
+
+def _url(part: Mapping[str, Any]) -> str | None:
+    value = next((part[name] for name in ("image_url", "audio_url", "video_url") if part.get(name) is not None), None)
+    value = value.get("url") if isinstance(value, dict) else value
+    return None if value is None else str(value)
+
+
+def _shown(kind: Any) -> str:
+    return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
