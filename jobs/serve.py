@@ -74,7 +74,15 @@ _GROUPS = {
         "state",
         "log_prompts",
     ],
-    "files and batches": ["batches", "batches_at_once", "batch_engines", "max_file_mib"],
+    "files and batches": [
+        "batches",
+        "batches_at_once",
+        "batch_engines",
+        "max_file_mib",
+        "max_downloads_mib",
+        "max_downloads_mib_per_key",
+        "presigned_downloads",
+    ],
     "money": list(PRICE_KEYS),
 }
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol, Self, cast
 
 from peagle import files
 from peagle.errors import ConfigError, StorageError
+from peagle.storage.s3_path import READ_AHEAD_BYTES as READ_AHEAD_BYTES
 from peagle.storage.s3_path import SCHEME, S3Path
 
 WRITE_ERRORS = (OSError, StorageError)  # with which a write fails, here or there
@@ -136,6 +137,18 @@ def open_to_read(path: Place) -> BinaryIO:
         FileNotFoundError: there is none.
     """
     return cast(BinaryIO, cast(Path, path).open("rb"))
+
+
+def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
+    """A URL with which anybody can read the file for a while; None where no store gives any.
+
+    Args:
+        disposition: `Content-Disposition` of the answer.
+
+    Raises:
+        StorageError: this process has no credentials.
+    """
+    return path.presigned_url(valid_s, disposition) if isinstance(path, S3Path) else None
 
 
 def write_once(path: Place, data: bytes) -> bool:

@@ -76,6 +76,7 @@ class ObjectStore:
             connect_timeout=10,
             read_timeout=30,
             max_pool_connections=64,
+            signature_version="s3v4",  # presigned URLs would have the old one, which newer regions refuse
         )
         try:
             self.api: Any = Session().create_client("s3", config=config, region_name=os.environ.get("AWS_REGION"))
@@ -164,6 +165,21 @@ class ObjectStore:
             if not answer.get("NextContinuationToken"):
                 return
             more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def presigned_url(self, at: Address, valid_s: int, **how: str) -> str:
+        """A URL with which anybody can read an object for a while, whether it is there or not.
+
+        Args:
+            how: what the answer is to say of it, as `get_object` names it.
+
+        Raises:
+            StorageError: this process has no credentials.
+        """
+        wanted = {"Bucket": at.bucket, "Key": at.key, **how}
+        try:
+            return str(self.api.generate_presigned_url("get_object", Params=wanted, ExpiresIn=valid_s))
+        except s3_errors.ERRORS as error:
+            raise s3_errors.refused(f"{at}: no URL can be made", error) from error
 
     # --- writing
 

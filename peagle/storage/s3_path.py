@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from peagle.storage.s3_client import Address, ObjectStore
 
 SCHEME = "s3://"
+READ_AHEAD_BYTES = 1 << 22  # that whoever reads an open object holds of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,18 @@ class S3Path:
         if mode != "rb":
             raise io.UnsupportedOperation(f"{self}: an object is opened to be read, in binary")
         return open_to_read(self._store, self._address)
+
+    def presigned_url(self, valid_s: int, disposition: str) -> str:
+        """A URL with which anybody can read the object for a while.
+
+        Args:
+            disposition: `Content-Disposition` of the answer.
+
+        Raises:
+            StorageError: this process has no credentials.
+        """
+        how = {"ResponseContentDisposition": disposition, "ResponseContentType": "application/octet-stream"}
+        return self._store.presigned_url(self._address, valid_s, **how)
 
     # --- changing
 

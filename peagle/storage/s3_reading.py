@@ -7,9 +7,9 @@ import io
 from typing import Any, BinaryIO, cast
 
 from peagle.storage.s3_client import Address, ObjectStore
+from peagle.storage.s3_path import READ_AHEAD_BYTES
 
 _TAIL_BYTES = 1 << 16  # with a Parquet file's footer in it, and most often all of a unit
-_PIECE_BYTES = 1 << 22
 
 
 def open_to_read(store: ObjectStore, at: Address) -> BinaryIO:
@@ -57,7 +57,7 @@ class _Reader(io.RawIOBase):
             return self._tail[start : start + num_bytes]
         start = self._position - self._piece_at
         if not 0 <= start < len(self._piece):
-            last = min(self._position + max(num_bytes, _PIECE_BYTES), self._tail_at) - 1
+            last = min(self._position + max(num_bytes, READ_AHEAD_BYTES), self._tail_at) - 1
             self._piece, self._piece_at = self._store.read_range(self._at, self._position, last), self._position
             start = 0
         return self._piece[start : start + num_bytes]

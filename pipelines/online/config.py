@@ -157,6 +157,15 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         "1", description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run"
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
+    max_downloads_mib: int = Field(
+        256, ge=1, description="MiB of files that may be under way to all clients at once; a download takes one"
+    )
+    max_downloads_mib_per_key: int = Field(32, ge=1, description="likewise to the clients of one key")
+    presigned_downloads: bool = Field(
+        True,
+        description="files on S3 come from the store itself, by a URL that holds for five minutes; off where clients "
+        "do not reach the store",
+    )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
 
     @model_validator(mode="before")

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from pipelines.online.errors import ApiError
+from pipelines.online.slow_readers import SlowReaders
 
 LIMIT_S = 10.0  # as `body_timeout_s`
 LIMIT_BYTES = 64 * 1024  # as h11's own
@@ -30,9 +31,10 @@ def limit() -> None:
 
 
 def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """One of uvicorn's HTTP protocols, with the limits."""
+    """One of uvicorn's HTTP protocols, with the limits, those for clients that do not read too."""
     has_parser = hasattr(protocol, "on_body")
-    return type(f"Limited{protocol.__name__}", (LongHeaders if has_parser else SlowHeaders, protocol), {})
+    bases = (LongHeaders if has_parser else SlowHeaders, SlowReaders, protocol)
+    return type(f"Limited{protocol.__name__}", bases, {})
 
 
 class SlowHeaders(asyncio.Protocol):

@@ -6,13 +6,14 @@ It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO, Literal
 
 from fastapi import Query, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from pipelines.online.batches.asking import NewBatch, read_form
+from pipelines.online.batches.downloads import Download, attachment, no_such_file
 from pipelines.online.batches.pages import page
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
@@ -90,15 +91,18 @@ class BatchRoutes:
         """One of them."""
         return JSONResponse((await self._file(request, file_id)).show())
 
-    async def file_content(self, request: Request, file_id: str) -> StreamingResponse:
-        """Its bytes."""
-        stored = await self._file(request, file_id)
-        try:
-            source = await asyncio.to_thread(self._on().store.open, stored)
-        except FileNotFoundError:
-            raise _no_such("file", file_id) from None
-        headers = {"content-length": str(stored.num_bytes)}
-        return StreamingResponse(_pieces(source), media_type="application/octet-stream", headers=headers)
+    async def file_content(self, request: Request, file_id: str) -> Response:
+        """Its bytes; of a file on S3 where the store itself gives them."""
+        stored, batches = await self._file(request, file_id), self._on()
+        if batches.settings.presigns and (url := batches.store.presigned_url(stored, attachment(stored.filename))):
+            return RedirectResponse(url, headers={"cache-control": "no-store"})
+        return Download(
+            stored,
+            partial(batches.store.open, stored),
+            request.headers,
+            batches.room,
+            read_ahead_bytes=batches.store.read_ahead_bytes,
+        )
 
     async def delete_file(self, request: Request, file_id: str) -> JSONResponse:
         """Delete one of them."""
@@ -151,13 +155,13 @@ class BatchRoutes:
     async def _file(self, request: Request, file_id: str) -> StoredFile:
         found = await asyncio.to_thread(self._on().store.file, file_id, _key(request).name)
         if found is None:
-            raise _no_such("file", file_id)
+            raise no_such_file(file_id)
         return found
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
         found = await asyncio.to_thread(self._on().store.batch, batch_id, _key(request).name)
         if found is None:
-            raise _no_such("batch", batch_id)
+            raise ApiError(404, f"there is no batch {batch_id!r}", code="batch_not_found")
         return found
 
 
@@ -180,16 +184,6 @@ def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s:
     return stored
 
 
-def _pieces(source: BinaryIO) -> Iterator[bytes]:
-    with source:
-        while piece := source.read(_PIECE_BYTES):
-            yield piece
-
-
 def _key(request: Request) -> KeyRecord:
     key: KeyRecord = request.scope[KEY_IN_SCOPE]
     return key
-
-
-def _no_such(kind: str, name: str) -> ApiError:
-    return ApiError(404, f"there is no {kind} {name!r}", code=f"{kind}_not_found")

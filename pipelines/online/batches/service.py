@@ -11,6 +11,7 @@ from collections.abc import Callable
 from peagle.errors import RunInUse
 from pipelines.batch.lease import Holding, hold_lease
 from pipelines.online.batches.actors import Runner
+from pipelines.online.batches.downloads import Room
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
@@ -28,6 +29,9 @@ class Batches:
 
     Args:
         spent_usd, present_key: as `Scheduler` has them.
+
+    Attributes:
+        room: for downloads.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Batches:
     ) -> None:
         self.settings = settings
         self.store = BatchStore(settings.folder)
+        self.room = Room(most_bytes=settings.max_downloads_bytes, most_bytes_of_key=settings.max_downloads_bytes_of_key)
         self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, present_key=present_key)
         self._look_s = _LOOK_REMOTE_S if self.store.is_remote else _LOOK_S
         self._wake, self._ended = threading.Event(), threading.Event()

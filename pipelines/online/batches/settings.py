@@ -8,6 +8,8 @@ from typing import Any
 from pipelines.batch.placing import Neighbours
 from pipelines.online.requests import ServedModel
 
+MIB = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -34,6 +36,8 @@ class BatchSettings:
         recipes: by the name that clients give the model.
         at_once: batches that have engines at the same time.
         ledger: of the endpoint.
+        max_downloads_bytes, max_downloads_bytes_of_key: of files, under way at once.
+        presigns: the store gives files to clients itself, where it is S3.
     """
 
     folder: str
@@ -41,3 +45,6 @@ class BatchSettings:
     at_once: int
     max_output_tokens: int | None
     ledger: Path
+    max_downloads_bytes: int = 256 * MIB
+    max_downloads_bytes_of_key: int = 32 * MIB
+    presigns: bool = True

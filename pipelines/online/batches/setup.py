@@ -9,7 +9,7 @@ from peagle.hardware import Hardware
 from pipelines.batch.config import StandInKeys
 from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.pool import EngineRange
-from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.batches.settings import MIB, BatchSettings, Recipe
 from pipelines.online.config import ServeConfig
 from pipelines.online.gate import GateSettings
 
@@ -61,4 +61,7 @@ def batch_settings(
         at_once=config.batches_at_once,
         max_output_tokens=config.max_output_tokens,
         ledger=gate.ledger,
+        max_downloads_bytes=config.max_downloads_mib * MIB,
+        max_downloads_bytes_of_key=config.max_downloads_mib_per_key * MIB,
+        presigns=config.presigned_downloads,
     )

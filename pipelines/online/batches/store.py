@@ -20,11 +20,13 @@ from typing import Any, BinaryIO
 
 from peagle.errors import ConfigError
 from peagle.storage import (
+    READ_AHEAD_BYTES,
     Place,
     atomic_file,
     is_remote,
     open_to_read,
     place,
+    presigned_url,
     require_usable,
     write_json,
     write_once,
@@ -41,6 +43,7 @@ from pipelines.online.batches.records import (
 )
 
 _ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
+_PRESIGNED_S = 300
 _FOLDERS = ("files", "orders", "cancels", "progress", "runs")
 
 
@@ -78,6 +81,11 @@ class BatchStore:
         """Whether a look at it is a request."""
         return is_remote(self.root)
 
+    @property
+    def read_ahead_bytes(self) -> int:
+        """Bytes that whoever reads a file holds of it."""
+        return READ_AHEAD_BYTES if self.is_remote else 0
+
     # --- files
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
@@ -106,6 +114,10 @@ class BatchStore:
             FileNotFoundError: they are gone.
         """
         return open_to_read(self.bytes_of(file))
+
+    def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
+        """Where a client gets its bytes from a store itself; None where they lie on a disk."""
+        return presigned_url(self.bytes_of(file), _PRESIGNED_S, disposition)
 
     def add_outputs(
         self, batch: Batch, output: tuple[str, int] | None, errors_bytes: int, created_at: float

@@ -151,6 +151,36 @@ def test_a_batch_can_be_listed_and_cancelled_once(ask, routes):
     assert error_of(ask(lambda client: client.delete(f"/files/{file_id}"))) == (400, "file_in_use")
 
 
+def test_a_part_of_a_file_can_be_read(ask):
+    file_id = ask(post_file(b"0123456789")).json()["id"]
+    path = f"/files/{file_id}/content"
+    part, none = ask(*(lambda client, r=r: client.get(path, headers={"range": r}) for r in ("bytes=2-4", "bytes=10-")))
+    assert (part.status_code, part.content, part.headers["content-range"]) == (206, b"234", "bytes 2-4/10")
+    assert error_of(none) == (416, "range_not_satisfiable")
+
+
+@pytest.mark.parametrize("presigns", [True, False])
+def test_files_on_s3_come_from_there(s3, settings, runner, keys, routes, ask, presigns):
+    routes.batches.close()
+    routes.batches = Batches(
+        replace(settings, folder="s3://bucket/batches", presigns=presigns), runner, spent_usd=lambda key: 0.0
+    )
+    file_id = ask(post_file(b"0123456789", name="a b.jsonl")).json()["id"]
+    answer = ask(get(f"/files/{file_id}/content"))
+    if not presigns:
+        assert answer.content == b"0123456789"
+        return
+    assert (answer.status_code, answer.headers["cache-control"]) == (307, "no-store")
+    url = answer.headers["location"]
+    assert url.startswith(s3.url)
+    assert "X-Amz-Expires=300" in url
+    from_there = httpx.get(url, headers={"range": "bytes=2-4"})
+    assert from_there.content == b"234"
+    assert from_there.headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b.jsonl"
+    stranger = ask(get(f"/files/{file_id}/content"), key="poor")
+    assert error_of(stranger) == (404, "file_not_found")
+
+
 def test_other_keys_see_nothing_of_it(ask):
     file_id = ask(post_file()).json()["id"]
     batch_id = ask(post_batch(**order_of(file_id))).json()["id"]

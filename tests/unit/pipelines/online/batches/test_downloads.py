@@ -1,0 +1,241 @@
+"""A download through what Serve does between the proxy and the ingress: it takes all that is made, at once."""
+
+import asyncio
+import io
+
+import pytest
+
+from pipelines.online.batches.downloads import WINDOW_BYTES, Download, Room, attachment, span_of
+from pipelines.online.batches.records import INPUT, StoredFile
+from pipelines.online.errors import ApiError
+from pipelines.online.front import Front
+
+MIB = 1 << 20
+DATA = bytes(range(256)) * (5 * MIB // 256)
+SCOPE = {"type": "http", "method": "GET", "path": "/prefix/v1/files/file-1/content", "headers": []}
+
+
+class Source(io.BytesIO):
+    """The file; how many of its bytes were read."""
+
+    def __init__(self, data=DATA):
+        super().__init__(data)
+        self.num_read = 0
+
+    def read(self, size=-1):
+        piece = super().read(size)
+        self.num_read += len(piece)
+        return piece
+
+
+class Client:
+    """Takes messages until it has enough of them, and may leave."""
+
+    def __init__(self, most=None):
+        self.most, self.messages = most, []
+        self.leaves = asyncio.Event()
+        self._is_asked = False
+
+    @property
+    def body(self):
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def head(self):
+        return self.messages[0]["status"], dict(self.messages[0]["headers"])
+
+    async def send(self, message):
+        if self.most is not None and len(self.messages) == self.most:
+            await self.leaves.wait()
+        self.messages.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.leaves.set()  # a server says the end of an answer so
+
+    async def receive(self):
+        if self._is_asked:
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
+        self._is_asked = True
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def file_of(data=DATA, owner="alice"):
+    return StoredFile(
+        id="file-1", owner=owner, filename="in.jsonl", purpose=INPUT, num_bytes=len(data), created_at=0.0, at=""
+    )
+
+
+@pytest.fixture
+def room():
+    return Room(most_bytes=4 * MIB, most_bytes_of_key=3 * MIB)
+
+
+def serve(download):
+    """What Serve makes of the ingress: an application whose `send` never waits."""
+
+    async def serve(scope, receive, send):
+        made = asyncio.Queue()
+
+        async def ingress():
+            try:
+                await download(scope, receive, made.put)
+            finally:
+                await made.put(None)
+
+        task = asyncio.create_task(ingress())
+        while (message := await made.get()) is not None:
+            await send(message)
+        await task
+
+    return serve
+
+
+async def settle():
+    for _ in range(50):
+        await asyncio.sleep(0.005)
+
+
+def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
+    async def run():
+        source, client = Source(), Client(most=2)
+        download = Download(file_of(), lambda: source, {}, room)
+        task = asyncio.create_task(Front(serve(download))(SCOPE, client.receive, client.send))
+        await settle()
+        assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
+        with room.hold("alice", 2 * MIB):  # it holds no more than the window
+            pass
+        client.leaves.set()
+        await task
+        assert source.closed
+        with room.hold("alice", 3 * MIB):
+            pass
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_gets_all_of_it(room):
+    async def run():
+        client = Client()
+        await Front(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
+        assert client.body == DATA
+        status, headers = client.head
+        assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
+
+    asyncio.run(run())
+
+
+def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
+    async def run():
+        clients = [Client(most=1) for _ in range(4)]
+        owners = ["alice", "alice", "alice", "bob"]
+        tasks = [
+            asyncio.create_task(
+                Front(serve(Download(file_of(owner=owner), Source, {}, room)))(SCOPE, client.receive, client.send)
+            )
+            for owner, client in zip(owners, clients, strict=True)
+        ]
+        await settle()
+        for owner, status in (("alice", 429), ("carol", 503)):
+            small = Download(file_of(DATA[:10], owner), Source, {}, room)
+            with pytest.raises(ApiError) as refused:
+                await small(SCOPE, Client().receive, Client().send)
+            assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
+        for client in clients:
+            client.leaves.set()
+        await asyncio.gather(*tasks)
+        with room.hold("carol", 3 * MIB):
+            pass
+
+    asyncio.run(run())
+
+
+def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_has_it(room):
+    """A node started without `deploy/ray.env`: Serve takes all of it, and nobody says how far the client is."""
+
+    async def run():
+        small, client = file_of(DATA[: 2 * MIB]), Client(most=1)
+        download = Download(small, lambda: Source(DATA[: 2 * MIB]), {}, room)
+        task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
+        await settle()
+        with pytest.raises(ApiError, match="as many downloads under way"):
+            room.hold("alice", 2 * MIB).__enter__()
+        client.leaves.set()
+        await task
+        assert client.body == DATA[: 2 * MIB]
+        with room.hold("alice", 3 * MIB):
+            pass
+        with pytest.raises(ApiError) as refused:
+            await Download(file_of(), Source, {}, room)(SCOPE, Client().receive, Client().send)
+        assert (refused.value.status, refused.value.code) == (400, "range_needed")
+        part = Client()
+        await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, room))(
+            SCOPE, part.receive, part.send
+        )
+        assert part.head[0] == 206
+        assert part.body == DATA[MIB : 3 * MIB]
+
+    asyncio.run(run())
+
+
+def test_a_client_cannot_say_what_it_has_taken(room):
+    """It sends a body without end with its request: a note is a key of a message, which no server makes of bytes."""
+
+    class Talker(Client):
+        async def receive(self):
+            if self.leaves.is_set():
+                return {"type": "http.disconnect"}
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b'{"peagle.taken": 99999999}', "more_body": True}
+
+    async def run():
+        source, client = Source(), Talker(most=2)
+        download = Download(file_of(), lambda: source, {"peagle.taken": "99999999"}, room)
+        task = asyncio.create_task(Front(serve(download))(SCOPE, client.receive, client.send))
+        await settle()
+        assert source.num_read <= len(client.body) + WINDOW_BYTES
+        client.leaves.set()
+        await task
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "end"),
+    [
+        (None, 0, 100),
+        ("bytes=0-", 0, 100),
+        ("bytes=10-19", 10, 20),
+        ("bytes= 90-1000", 90, 100),
+        ("bytes=-1", 99, 100),
+        ("bytes=-1000", 0, 100),
+        ("bytes=5-4", 0, 100),
+        ("bytes=0-1,5-6", 0, 100),
+        ("lines=0-1", 0, 100),
+        ("bytes=" + "9" * 5000 + "-", 0, 100),
+    ],
+)
+def test_a_range_is_one_part_or_all(header, first, end):
+    span = span_of(header, 100)
+    assert (span.first, span.end) == (first, end)
+
+
+@pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0"])
+def test_a_part_that_is_not_there_is_a_416(header):
+    with pytest.raises(ApiError) as refused:
+        span_of(header, 100)
+    assert refused.value.status == 416
+
+
+@pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])
+def test_a_part_of_another_version_is_all(room, if_range, status):
+    headers = {"range": "bytes=0-9", "if-range": if_range}
+    download = Download(file_of(DATA[:100]), Source, headers, room)
+    assert download.status_code == status
+    assert download.headers["etag"] == '"file-1-100"'
+    assert download.headers.get("content-range") == ("bytes 0-9/100" if status == 206 else None)
+
+
+def test_no_name_ends_the_header():
+    assert attachment('x"\r\nset-cookie: a=b\n/../é') == (
+        "attachment; filename*=UTF-8''x%22%0D%0Aset-cookie%3A%20a%3Db%0A%2F..%2F%C3%A9"
+    )
