@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests may cost in all")
+    limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of files that it may keep")
+    limits.add_argument("--max-stored-files", type=int, metavar="N", help="files that it may keep, and batches")
+    limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="batches that have not ended")
     limits.add_argument(
         "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
     )
@@ -58,6 +61,9 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         requests_per_min=args.requests_per_min,
         output_tokens_per_min=args.output_tokens_per_min,
         budget_usd=args.budget_usd,
+        max_stored_mib=args.max_stored_mib,
+        max_stored_files=args.max_stored_files,
+        max_unfinished_batches=args.max_unfinished_batches,
         is_operator=args.operator,
     )
     with changing_keys(path, create=True) as records:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,15 +167,24 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def remove_temporaries(folder: Path) -> int:
+def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
     """Delete what writers that were killed left in `folder`; the number of files deleted.
 
-    Only for a folder that nobody writes to at this moment.
+    Args:
+        older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long.
     """
-    leftovers = list(folder.glob(f".*{TEMPORARY_SUFFIX}"))
+    leftovers = [path for path in folder.glob(f".*{TEMPORARY_SUFFIX}") if _age_s(path) >= older_than_s]
     for leftover in leftovers:
         leftover.unlink(missing_ok=True)
     return len(leftovers)
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was changed; none where it is gone."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return 0.0
 
 
 def sha256(path: Path) -> str:

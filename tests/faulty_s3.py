@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from moto.backends import get_backend
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -28,6 +29,7 @@ class FaultyS3:
     Attributes:
         requests: of each its method and its path.
         is_simple: whether it knows no conditional writes.
+        upload_age_s: how long ago uploads began that are not whole, as a listing has it.
     """
 
     def __init__(self):
@@ -53,6 +55,7 @@ class FaultyS3:
                     backend.reset()
             self.requests = []
             self.is_simple = False
+            self.upload_age_s = 0.0
             self._faults = []
 
     def reset_faults(self):
@@ -103,12 +106,16 @@ class FaultyS3:
                 return _refuse(fault, environ, start_response)
             answer = []
             data = b"".join(self._app(environ, lambda status, headers, *_: answer.append((status, headers))))
+            if "uploads" in environ.get("QUERY_STRING", ""):
+                began_at = datetime.now(UTC) - timedelta(seconds=self.upload_age_s)
+                data = data.replace(_MOTOS_DATE, f"{began_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
         if fault == "lost":
             return _hang_up(environ)
         start_response(*answer[0])
         return _half(data, environ) if fault == "half" else [data]
 
 
+_MOTOS_DATE = b"2010-11-10T20:48:33.000Z"  # of every upload
 _CODES = {403: "AccessDenied", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 409: "OperationAborted"}
 
 

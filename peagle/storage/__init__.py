@@ -208,9 +208,13 @@ def remove(path: Place) -> None:
         files.remove(cast(Path, path))
 
 
-def remove_temporaries(folder: Place) -> int:
+def remove_temporaries(folder: Place, *, older_than_s: float = 0.0) -> int:
     """Delete what writers that were killed left of files in `folder`; the number deleted.
 
-    Only for a folder that nobody writes to at this moment.
+    Args:
+        older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long. In a
+            store an upload counts from its beginning.
     """
-    return folder.abort_uploads() if isinstance(folder, S3Path) else files.remove_temporaries(cast(Path, folder))
+    if isinstance(folder, S3Path):
+        return folder.abort_uploads(older_than_s)
+    return files.remove_temporaries(cast(Path, folder), older_than_s=older_than_s)

@@ -156,11 +156,15 @@ class S3Path:
 
         return open_to_write(self._store, self._address)
 
-    def abort_uploads(self) -> int:
-        """Forget what killed writers had sent of large objects into this folder; the number of these."""
+    def abort_uploads(self, older_than_s: float) -> int:
+        """Forget what killed writers had sent of large objects into this folder; the number of these.
+
+        Args:
+            older_than_s: since they began.
+        """
         from peagle.storage.s3_writing import abort_uploads
 
-        return abort_uploads(self._store, self._address)
+        return abort_uploads(self._store, self._address, older_than_s)
 
     def require_conditional_writes(self) -> None:
         """Make sure that the store can be used for a run, by an object of a moment in this folder.

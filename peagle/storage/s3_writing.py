@@ -9,6 +9,7 @@ import functools
 import io
 import uuid
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from botocore.exceptions import ClientError
@@ -31,13 +32,19 @@ def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
         raise
 
 
-def abort_uploads(store: ObjectStore, folder: Address) -> int:
-    """Forget what killed writers had sent of large objects into a folder; the number of these."""
+def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
+    """Forget what killed writers had sent of large objects into a folder; the number of these.
+
+    Others may be writing there, and whose an upload is does not show. So its age by the store's own clock decides.
+    """
     ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
-    uploads = store.ask(f"{folder}: cannot be listed", folder, ask).get("Uploads", ())
-    for upload in uploads:
+    listed = store.ask(f"{folder}: cannot be listed", folder, ask)
+    now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
+    uploads = listed.get("Uploads", ())
+    old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
+    for upload in old:
         _abort(store, Address(folder.bucket, upload["Key"]), upload["UploadId"])
-    return len(uploads)
+    return len(old)
 
 
 def _abort(store: ObjectStore, at: Address, upload: str) -> None:

@@ -30,8 +30,8 @@ from pipelines.batch.settled import until_settled
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_ATTEMPTS = 5
 _BATCH_ROWS = 1024
+_LONGEST_S = 24 * 3600.0  # that an export takes
 _ROW_GROUP_ROWS = 65536
 
 
@@ -84,18 +84,13 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
     commits = _commits(run, units)
     if not again and (made := _made(folder)) is not None and made.commits == commits:
         return made
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            make_folder(folder)
-            remove_temporaries(folder)
-            (folder / "export.json").unlink(missing_ok=True)
-            return _write(run, run_id, _families(plan, units), commits, output_format, folder)
-        except FileNotFoundError as error:  # another export of this run has taken an unfinished file for a leftover
-            if attempt == _ATTEMPTS:
-                raise PeagleError(f"export {folder}: its files vanish while they are written: {error}") from error
-        except OSError as error:
-            raise PeagleError(f"export {folder}: cannot be written: {error}") from error
-    raise AssertionError("an attempt either returns or raises")
+    try:
+        make_folder(folder)
+        remove_temporaries(folder, older_than_s=_LONGEST_S)  # somebody else may be exporting there
+        (folder / "export.json").unlink(missing_ok=True)
+        return _write(run, run_id, _families(plan, units), commits, output_format, folder)
+    except OSError as error:
+        raise PeagleError(f"export {folder}: cannot be written: {error}") from error
 
 
 def _commits(run: RunDirectory, units: list[int]) -> str:

@@ -157,8 +157,13 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         "1", description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run"
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
+    max_stored_mib: int = Field(
+        10_240, ge=1, description="MiB of files that a key may keep, outputs of its batches included"
+    )
+    max_stored_files: int = Field(2000, ge=1, description="files that a key may keep, and batches")
+    max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
     max_downloads_mib: int = Field(
-        256, ge=1, description="MiB of files that may be under way to all clients at once; a download takes one"
+        256, ge=1, description="MiB of files that may be under way to all clients at once; a download takes two"
     )
     max_downloads_mib_per_key: int = Field(32, ge=1, description="likewise to the clients of one key")
     presigned_downloads: bool = Field(

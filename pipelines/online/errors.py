@@ -20,6 +20,7 @@ _TYPES = {
 }
 _OF_A_REQUEST_UNDER_WAY = (408, 413, 431)
 _OVERLOADED_RETRY_S = 5
+_MAX_SHOWN_CHARS = 80
 # Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
 # vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
 _OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
@@ -58,6 +59,11 @@ class ApiError(Exception):
         refused would come."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
         return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
+
+
+def shown(text: str) -> str:
+    """What a client sent, as a message repeats it: not all of it."""
+    return repr(text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "...")
 
 
 def overloaded(message: str) -> ApiError:

@@ -39,6 +39,8 @@ class KeyRecord(BaseModel):
         sha256: of the key, in hexadecimal.
         models: names of models that it may use.
         budget_usd: what all its requests together may cost.
+        max_stored_mib, max_stored_files: what it may keep, outputs of its batches included; null is as for all keys.
+        max_unfinished_batches: likewise.
         is_operator: it sees the usage of all keys, not only its own.
     """
 
@@ -51,6 +53,9 @@ class KeyRecord(BaseModel):
     requests_per_min: int | None = Field(default=None, ge=1)
     output_tokens_per_min: int | None = Field(default=None, ge=1)
     budget_usd: float | None = Field(default=None, gt=0)
+    max_stored_mib: int | None = Field(default=None, ge=1)
+    max_stored_files: int | None = Field(default=None, ge=1)
+    max_unfinished_batches: int | None = Field(default=None, ge=1)
     is_operator: bool = False
 
     def without_hash(self) -> Self:

@@ -6,6 +6,8 @@ connection. It knows asyncio's transports, and is put before uvicorn's protocols
 """
 
 import asyncio
+import socket
+import struct
 
 LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
@@ -40,6 +42,9 @@ class SlowReaders(asyncio.Protocol):
     def _look(self, before: int) -> None:
         """Whether enough was taken. Nothing was added meanwhile: uvicorn waits while the buffer is full."""
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
+            # Else the kernel would go on with what it has of the answer.
+            socket_ = self.transport.get_extra_info("socket")
+            socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
         else:
             self._look_again()

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipelines.online.batches.records import StoredFile
-from pipelines.online.errors import ApiError, overloaded
+from pipelines.online.errors import ApiError, overloaded, shown
 from pipelines.online.flow import Window
 
-WINDOW_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 18
+WINDOW_BYTES = 1 << 21
+_PIECE_BYTES = 1 << 19
 _BODY_TIMEOUT_S = 10.0  # for a body that nobody needs
 _RETRY_S = 1.0
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
@@ -193,4 +193,4 @@ def attachment(filename: str) -> str:
 
 def no_such_file(file_id: str) -> ApiError:
     """There is none, or none of this key."""
-    return ApiError(404, f"there is no file {file_id!r}", code="file_not_found")
+    return ApiError(404, f"there is no file {shown(file_id)}", code="file_not_found")

@@ -6,7 +6,7 @@ Pure. It knows ids and lists, no files and no HTTP.
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, shown
 
 
 class _Shown(Protocol):
@@ -42,4 +42,4 @@ def _index(items: Sequence[_Shown], after: str) -> int:
     for index, item in enumerate(items):
         if item.id == after:
             return index
-    raise ApiError(400, f"after: there is no {after!r} in this list", code="invalid_value", param="after")
+    raise ApiError(400, f"after: there is no {shown(after)} in this list", code="invalid_value", param="after")

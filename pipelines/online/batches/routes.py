@@ -5,20 +5,19 @@ It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these
 
 import asyncio
 import shutil
-import time
 from functools import partial
 from typing import BinaryIO, Literal
 
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from pipelines.online.batches.asking import NewBatch, read_form
+from pipelines.online.batches.asking import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.downloads import Download, attachment, no_such_file
 from pipelines.online.batches.pages import page
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, shown
 from pipelines.online.gate import KEY_IN_SCOPE
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import BATCHES, FILES
@@ -68,10 +67,15 @@ class BatchRoutes:
 
     async def create_file(self, request: Request) -> JSONResponse:
         """Upload the input of a batch."""
-        store, owner = self._on().store, _key(request).name
-        async with request.form(max_files=1, max_fields=8) as form:
-            upload, name, expires_s = read_form(form)
-            stored = await asyncio.to_thread(_keep, store, upload.file, owner, name, expires_s)
+        batches, key = self._on(), _key(request)
+        require_form(request.headers.get("content-type", ""))
+        num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
+        async with (
+            batches.quota.hold(key, num_bytes) as held,
+            request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
+        ):
+            upload, name, expires_s = read_form(fields)
+            stored = await held(_keep, batches.store, upload.file, key.name, name, expires_s)
         return JSONResponse(stored.show())
 
     async def list_files(
@@ -116,12 +120,8 @@ class BatchRoutes:
 
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
         """Order a batch."""
-        batches, key = self._on(), _key(request)
-        stored = await asyncio.to_thread(batches.store.file, body.input_file_id, key.name)
-        if stored is None or stored.purpose != INPUT:
-            message = f"input_file_id: there is no file {body.input_file_id!r} with the purpose {INPUT!r}"
-            raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
-        batch = await asyncio.to_thread(batches.store.add_batch, body.order(key, time.time()))
+        batches, name = self._on(), request.headers.get("idempotency-key")
+        batch = await asyncio.to_thread(batches.orders.take, body, _key(request), name)
         batches.wake()
         return JSONResponse(batch.show())
 
@@ -161,12 +161,12 @@ class BatchRoutes:
     async def _batch(self, request: Request, batch_id: str) -> Batch:
         found = await asyncio.to_thread(self._on().store.batch, batch_id, _key(request).name)
         if found is None:
-            raise ApiError(404, f"there is no batch {batch_id!r}", code="batch_not_found")
+            raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
         return found
 
 
 def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
-    file_id, now = new_id(FILE_PREFIX), time.time()
+    file_id, now = new_id(FILE_PREFIX), store.now()
     with store.writer(file_id) as (at, target):
         shutil.copyfileobj(upload, target, _PIECE_BYTES)
         num_bytes = upload.tell()
@@ -178,7 +178,7 @@ def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s:
         num_bytes=num_bytes,
         created_at=now,
         at=at,
-        expires_at=None if expires_s is None else now + expires_s,
+        expires_at=None if expires_s is None else store.clock.after(expires_s),
     )
     store.add_file(stored)
     return stored

@@ -9,6 +9,7 @@ with what is written down.
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.tasks import make_rules, make_task
+from pipelines.online.batches.turns import in_turn
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
 from pipelines.online.budgets import budgets_of
@@ -59,7 +61,8 @@ class Scheduler:
     Args:
         spent_usd: what a key has spent until now, batches that have ended included.
         present_key: what the key of an order may do now; None if it was revoked. Without it keys stay as they were.
-        now: Unix time.
+        now: Unix time, for what is only shown; things expire by the store's clock.
+        monotonic: seconds; waits go by it.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class Scheduler:
         spent_usd: Callable[[str], float],
         present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
         now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
-        self._spent_usd, self._now = spent_usd, now
+        self._spent_usd, self._now, self._monotonic = spent_usd, now, monotonic
         self._present_key = present_key or (lambda key: key)
         self._budgets = budgets_of(settings.ledger)
         self._unfinished: list[Batch] = []
@@ -82,17 +86,19 @@ class Scheduler:
         self._not_before: dict[str, float] = {}
         self._ends: dict[str, tuple[Reason, Errors]] = {}
         """Of batches that are only to be collected: an end that finds no room, or fails, comes again."""
-        self._next_sweep = 0.0
+        self._next_sweep = -math.inf
+        self._began: Counter[str] = Counter()
+        """When a key's work began last, as a number that grows."""
 
     def tick(self) -> None:
         """Do what can be done now; what cannot be read or written down is done again by the next one."""
         try:
             self._unfinished = self._store.unfinished()
-            for batch in self._unfinished:
+            for batch in in_turn(self._unfinished, self._works, self._began):
                 self._try_to_advance(batch)
-            if self._now() >= self._next_sweep:
-                self._next_sweep = self._now() + _SWEEP_S
-                self._store.remove_expired()
+            if self._monotonic() >= self._next_sweep:
+                self._next_sweep = self._monotonic() + _SWEEP_S
+                self._store.sweep()
         except (PeagleError, OSError) as error:
             _log.error("batches: the store does not answer: %s", error)
 
@@ -116,8 +122,10 @@ class Scheduler:
         work = self._works.get(batch.id)
         if work is not None:
             self._watch(batch, work)
-        elif self._not_before.get(batch.id, 0.0) <= self._now():
+        elif self._not_before.get(batch.id, -math.inf) <= self._monotonic():
             self._begin(batch)
+            if batch.id in self._works:
+                self._began[batch.order.key.name] = 1 + max(self._began.values(), default=0)
 
     # --- beginning
 
@@ -193,7 +201,7 @@ class Scheduler:
             return KEY_REVOKED
         if key.models is not None and batch.progress.model not in (None, *key.models):
             return MODEL_WITHDRAWN
-        return "batch_expired" if self._now() >= batch.order.expires_at else None
+        return "batch_expired" if self._store.clock() >= batch.order.expires_at else None
 
     # --- going on
 
@@ -248,13 +256,13 @@ class Scheduler:
         """Work ended with an error: again in a while, a few times, unless it would end in the same way."""
         del self._works[batch.id]
         if isinstance(error, RunInUse):
-            self._not_before[batch.id] = self._now() + _AGAIN_S
+            self._not_before[batch.id] = self._monotonic() + _AGAIN_S
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
         most = _COLLECT_ATTEMPTS if batch.id in self._ends else _ATTEMPTS
         if self._attempts[batch.id] < most and not isinstance(error, ConfigError):
-            self._not_before[batch.id] = self._now() + _AGAIN_S * self._attempts[batch.id]
+            self._not_before[batch.id] = self._monotonic() + _AGAIN_S * self._attempts[batch.id]
             return
         errors = fault("internal_error", "the server failed while it worked on this batch")
         if work.has_engines:

@@ -12,6 +12,8 @@ from peagle.errors import RunInUse
 from pipelines.batch.lease import Holding, hold_lease
 from pipelines.online.batches.actors import Runner
 from pipelines.online.batches.downloads import Room
+from pipelines.online.batches.ordering import Orders
+from pipelines.online.batches.quota import Quota
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
@@ -32,6 +34,8 @@ class Batches:
 
     Attributes:
         room: for downloads.
+        quota: for what keys keep.
+        orders: takes those for batches.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Batches:
     ) -> None:
         self.settings = settings
         self.store = BatchStore(settings.folder)
+        self.quota = Quota(self.store, settings.shares)
+        self.orders = Orders(self.store, self.quota, settings.shares)
         self.room = Room(most_bytes=settings.max_downloads_bytes, most_bytes_of_key=settings.max_downloads_bytes_of_key)
         self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, present_key=present_key)
         self._look_s = _LOOK_REMOTE_S if self.store.is_remote else _LOOK_S

@@ -1,14 +1,29 @@
 """What the endpoint's batches are built from, wherever the ingress lands."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipelines.batch.placing import Neighbours
+from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import ServedModel
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What a key may have; each as its record says, or as all keys have it."""
+
+    max_stored_mib: int = 10 * 1024
+    max_stored_files: int = 2000
+    max_unfinished_batches: int = 20
+
+    def of(self, key: KeyRecord) -> "Shares":
+        """What this key may have."""
+        given = {name: getattr(key, name) for name in self.__slots__}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +53,8 @@ class BatchSettings:
         ledger: of the endpoint.
         max_downloads_bytes, max_downloads_bytes_of_key: of files, under way at once.
         presigns: the store gives files to clients itself, where it is S3.
+        max_upload_bytes: of a request that uploads a file.
+        shares: what keys may have whose records do not say.
     """
 
     folder: str
@@ -48,3 +65,5 @@ class BatchSettings:
     max_downloads_bytes: int = 256 * MIB
     max_downloads_bytes_of_key: int = 32 * MIB
     presigns: bool = True
+    max_upload_bytes: int = 200 * MIB
+    shares: Shares = field(default_factory=Shares)

@@ -9,7 +9,7 @@ from peagle.hardware import Hardware
 from pipelines.batch.config import StandInKeys
 from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.pool import EngineRange
-from pipelines.online.batches.settings import MIB, BatchSettings, Recipe
+from pipelines.online.batches.settings import MIB, BatchSettings, Recipe, Shares
 from pipelines.online.config import ServeConfig
 from pipelines.online.gate import GateSettings
 
@@ -64,4 +64,10 @@ def batch_settings(
         max_downloads_bytes=config.max_downloads_mib * MIB,
         max_downloads_bytes_of_key=config.max_downloads_mib_per_key * MIB,
         presigns=config.presigned_downloads,
+        max_upload_bytes=gate.max_upload_bytes,
+        shares=Shares(
+            max_stored_mib=config.max_stored_mib,
+            max_stored_files=config.max_stored_files,
+            max_unfinished_batches=config.max_unfinished_batches,
+        ),
     )

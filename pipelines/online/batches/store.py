@@ -1,36 +1,25 @@
 """The folder of files and batches, on a disk or in an object store.
 
-    files/ID.json       a file's record; ID.jsonl its bytes, unless a run has them
+    files/              what clients see as files (`files.py`)
     orders/ID.json      a batch as it was asked for; written once, by whoever was asked
     cancels/ID.json     when it was cancelled; written once, by whoever was asked
     progress/ID.json    how far it is; rewritten, by the scheduler alone
+    ordered/HASH.json   an order that came with an `Idempotency-Key`; written once, kept for a day
     runs/ID/            its run directory
+    clock.json          what the time was a moment ago (`clock.py`)
     .lease/             which process schedules (`pipelines/batch/lease.py`)
 
 It knows records and names; it knows neither HTTP nor runs. What cannot change any more is read once.
 """
 
 import json
-import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from peagle.errors import ConfigError
-from peagle.storage import (
-    READ_AHEAD_BYTES,
-    Place,
-    atomic_file,
-    is_remote,
-    open_to_read,
-    place,
-    presigned_url,
-    require_usable,
-    write_json,
-    write_once,
-)
+from peagle.storage import Place, remove, remove_temporaries, require_usable, write_json, write_once
+from pipelines.online.batches.files import ID, FileStore, read_json
 from pipelines.online.batches.records import (
     BATCH_PREFIX,
     FILE_PREFIX,
@@ -41,23 +30,26 @@ from pipelines.online.batches.records import (
     Progress,
     StoredFile,
 )
+from pipelines.online.batches.run_copies import forget_answers, forget_errors, forget_prompts
 
-_ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
-_PRESIGNED_S = 300
-_FOLDERS = ("files", "orders", "cancels", "progress", "runs")
+_FOLDERS = ("files", "orders", "cancels", "progress", "ordered", "runs")
+_KEPT_S = 24 * 3600.0
 
 
-class BatchStore:
+class BatchStore(FileStore):
     """Files and batches of all keys.
+
+    Args:
+        changes: as of `FileStore`.
 
     Attributes:
         is_scheduling: nobody else says how far batches are, so what this process said need not be read again.
     """
 
-    def __init__(self, root: str | Place, *, now: Callable[[], float] = time.time) -> None:
-        self.root = place(root)
-        self._now = now
-        self._files: dict[str, StoredFile] = {}
+    def __init__(self, root: str | Place, **changes: Any) -> None:
+        super().__init__(root, **changes)
+        self._is_resumed = False
+        self._ordered_until: dict[str, float] = {}
         self._orders: dict[str, Order] = {}
         self._progress: dict[str, Progress] = {}
         self._cancelled: dict[str, float] = {}
@@ -73,51 +65,13 @@ class BatchStore:
         try:
             for name in _FOLDERS:
                 (self.root / name).mkdir(parents=True, exist_ok=True)
+            if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
+                self.clock.resume(note)
+            self._is_resumed = True
         except OSError as error:
             raise ConfigError(f"batches {self.root}: cannot be written: {error}") from error
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether a look at it is a request."""
-        return is_remote(self.root)
-
-    @property
-    def read_ahead_bytes(self) -> int:
-        """Bytes that whoever reads a file holds of it."""
-        return READ_AHEAD_BYTES if self.is_remote else 0
-
     # --- files
-
-    def file(self, file_id: str, owner: str) -> StoredFile | None:
-        """A file of this key; None where it has none of that id."""
-        found = self._file(file_id)
-        return found if found is not None and found.owner == owner and self._is_there(found) else None
-
-    def files(self, owner: str) -> list[StoredFile]:
-        """The files of a key, the newest first."""
-        mine = [file for file in self._all_files() if file.owner == owner and self._is_there(file)]
-        return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
-
-    def add_file(self, file: StoredFile) -> None:
-        """Keep the record of a file whose bytes are there."""
-        write_json(self.root / "files" / f"{file.id}.json", asdict(file))
-        self._files[file.id] = file
-
-    def bytes_of(self, file: StoredFile) -> Place:
-        """Where its bytes are."""
-        return _descend(self.root, file.at)
-
-    def open(self, file: StoredFile) -> BinaryIO:
-        """Its bytes.
-
-        Raises:
-            FileNotFoundError: they are gone.
-        """
-        return open_to_read(self.bytes_of(file))
-
-    def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
-        """Where a client gets its bytes from a store itself; None where they lie on a disk."""
-        return presigned_url(self.bytes_of(file), _PRESIGNED_S, disposition)
 
     def add_outputs(
         self, batch: Batch, output: tuple[str, int] | None, errors_bytes: int, created_at: float
@@ -132,54 +86,41 @@ class BatchStore:
             ("output", f"runs/{batch.id}/{output[0]}" if output else "", output[1] if output else 0),
             ("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes),
         )
+        life_s = batch.order.output_expires_s
+        expires_at = None if life_s is None else self.clock.after(life_s)
         ids = []
         for kind, at, num_bytes in made:
             if num_bytes:
-                self.add_file(_output_file(batch, kind, at, num_bytes, created_at))
+                self.add_file(_output_file(batch, kind, at, num_bytes, created_at, expires_at))
             ids.append(output_id(batch, kind) if num_bytes else None)
         return ids[0], ids[1]
 
-    @contextmanager
-    def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
-        """Where the bytes of a new file go: the `at` of its record, and what to write to."""
-        at = f"files/{file_id}.jsonl"
-        with atomic_file(_descend(self.root, at)) as target:
-            yield at, target
-
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file; of a batch's output or errors also what its run keeps of them."""
-        (self.root / "files" / f"{file.id}.json").unlink(missing_ok=True)
-        self._files.pop(file.id, None)
-        self.bytes_of(file).unlink(missing_ok=True)
-        if file.batch_id is not None:
-            run = self.run_place(file.batch_id)
-            if file.id.endswith("-errors"):  # made of the export, and a copy of it
-                kept = [*(run / "failed").glob("*"), run / "export" / "openai-batch" / "errors.jsonl"]
-            else:
-                kept = list((run / "data").glob("*"))
-            for path in kept:
-                path.unlink(missing_ok=True)
+        """Delete a file, and what runs keep of it."""
+        self.drop(file)
+        if file.batch_id is None:
+            for batch in self.batches(file.owner):
+                if batch.order.input_file_id == file.id:
+                    forget_prompts(self.run_place(batch.id))
+        elif file.id.endswith("-errors"):
+            forget_errors(self.run_place(file.batch_id))
+        else:
+            forget_answers(self.run_place(file.batch_id))
 
-    def remove_expired(self) -> None:
-        """Delete the files whose time is over, but for what a batch still reads."""
-        for file in list(self._all_files()):
-            if not self._is_there(file) and not self.uses(file):
+    def sweep(self) -> None:
+        """Delete the files whose time is over, but for what a batch still reads, and what killed writers left; note
+        what the time is."""
+        for file in self.overdue():
+            if not self.uses(file):
                 self.remove_file(file)
-
-    def _is_there(self, file: StoredFile) -> bool:
-        return file.expires_at is None or file.expires_at > self._now()
-
-    def _all_files(self) -> Iterator[StoredFile]:
-        for path in (self.root / "files").glob("*.json"):
-            if (file := self._file(path.stem)) is not None:
-                yield file
-
-    def _file(self, file_id: str) -> StoredFile | None:
-        if file_id not in self._files:
-            if not _ID.fullmatch(file_id) or (values := _read(self.root / "files" / f"{file_id}.json")) is None:
-                return None
-            self._files[file_id] = StoredFile(**values)
-        return self._files[file_id]
+        for path in list((self.root / "ordered").glob("*.json")):
+            until = self._ordered_until.get(path.name) or float((self.ordered_as(path.stem) or {"until": 0})["until"])
+            self._ordered_until[path.name] = until
+            if until <= self.clock():
+                path.unlink(missing_ok=True)
+                del self._ordered_until[path.name]
+        remove_temporaries(self.root / "files", older_than_s=_KEPT_S)
+        write_json(self.root / "clock.json", self.clock.note())
 
     # --- batches
 
@@ -203,9 +144,39 @@ class BatchStore:
         self._orders[order.id] = order
         return Batch(order=order, progress=Progress())
 
+    def order_as(self, name: str, order: Order, asked: Mapping[str, Any]) -> None:
+        """Keep for a day that this is what was ordered under a name; of several the first stays.
+
+        Args:
+            asked: the body of the request.
+        """
+        kept = {"asked": asked, "order": order.to_dict(), "until": self.clock.after(_KEPT_S)}
+        write_once(self.root / "ordered" / f"{name}.json", json.dumps(kept).encode())
+
+    def ordered_as(self, name: str) -> dict[str, Any] | None:
+        """What was ordered under a name, as `order_as` kept it."""
+        return read_json(self.root / "ordered" / f"{name}.json")
+
+    def forget_oldest(self, batches: Sequence[Batch]) -> bool:
+        """Forget that the oldest of these was ever ordered, of those that ended a day ago and whose files are deleted;
+        its run stays, for whoever runs the endpoint. False where there is none.
+
+        Args:
+            batches: of a key, the newest first.
+        """
+        for batch in reversed(batches):
+            ids = (batch.progress.output_file_id, batch.progress.error_file_id)
+            is_old = self.clock() - batch.order.created_at > 2 * _KEPT_S  # nobody orders it again by its name
+            if is_old and batch.is_over and not any(name and self.file(name, batch.order.key.name) for name in ids):
+                for name in ("cancels", "progress", "orders"):
+                    remove(self.root / name / f"{batch.id}.json")
+                self._orders.pop(batch.id, None)
+                return True
+        return False
+
     def cancel(self, batch: Batch) -> Batch:
         """Ask for its end; asking twice changes nothing."""
-        at = {"cancelling_at": self._now()}
+        at = {"cancelling_at": self.now()}
         write_once(self.root / "cancels" / f"{batch.id}.json", json.dumps(at).encode())
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
 
@@ -238,7 +209,7 @@ class BatchStore:
 
     def _order(self, batch_id: str) -> Order | None:
         if batch_id not in self._orders:
-            if not _ID.fullmatch(batch_id) or (values := _read(self.root / "orders" / f"{batch_id}.json")) is None:
+            if not ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
                 return None
             self._orders[batch_id] = Order.from_dict(values)
         return self._orders[batch_id]
@@ -246,7 +217,7 @@ class BatchStore:
     def _batch(self, order: Order) -> Batch:
         progress = self._progress.get(order.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
-            values = _read(self.root / "progress" / f"{order.id}.json")
+            values = read_json(self.root / "progress" / f"{order.id}.json")
             said = Progress() if values is None else Progress.from_dict(values)
             if self.is_scheduling:  # what the scheduler has said since is newer
                 progress = self._progress.setdefault(order.id, said)
@@ -258,7 +229,7 @@ class BatchStore:
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:
-            values = _read(self.root / "cancels" / f"{batch_id}.json")
+            values = read_json(self.root / "cancels" / f"{batch_id}.json")
             if values is None:
                 return None
             self._cancelled[batch_id] = float(values["cancelling_at"])
@@ -270,7 +241,9 @@ def output_id(batch: Batch, kind: str) -> str:
     return f"{FILE_PREFIX}{batch.id.removeprefix(BATCH_PREFIX)}-{kind}"
 
 
-def _output_file(batch: Batch, kind: str, at: str, num_bytes: int, created_at: float) -> StoredFile:
+def _output_file(
+    batch: Batch, kind: str, at: str, num_bytes: int, created_at: float, expires_at: float | None
+) -> StoredFile:
     order = batch.order
     return StoredFile(
         id=output_id(batch, kind),
@@ -280,20 +253,6 @@ def _output_file(batch: Batch, kind: str, at: str, num_bytes: int, created_at: f
         num_bytes=num_bytes,
         created_at=created_at,
         at=at,
-        expires_at=None if order.output_expires_s is None else created_at + order.output_expires_s,
+        expires_at=expires_at,
         batch_id=order.id,
     )
-
-
-def _read(path: Place) -> dict[str, Any] | None:
-    try:
-        values: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return values
-
-
-def _descend(root: Place, at: str) -> Place:
-    for name in at.split("/"):
-        root = root / name
-    return root

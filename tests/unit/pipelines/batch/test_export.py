@@ -1,6 +1,8 @@
 import datetime
 import io
 import json
+import os
+import time
 from dataclasses import replace
 
 import pyarrow as pa
@@ -12,7 +14,7 @@ from peagle.corpus.rows import Span
 from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.speculation import SpeculationStats
-from peagle.storage import write_atomic
+from peagle.storage import atomic_file, s3_writing, write_atomic
 from pipelines.batch import export as export_module
 from pipelines.batch.export import export
 from pipelines.batch.plan import Plan, WorkUnit
@@ -162,10 +164,24 @@ def test_an_export_is_made_again_only_where_it_is_not_whole(whole_run):
     assert export(whole_run, "jsonl", again=False) == first
     assert file.stat().st_mtime_ns == made_at
     file.write_bytes(b"cut off")
-    (file.parent / ".output.jsonl.0123.tmp").write_bytes(b"killed")
+    killed, others = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
+    for temporary in (killed, others):
+        temporary.write_bytes(b"begun")
+    os.utime(killed, (time.time() - 2 * 24 * 3600,) * 2)
     assert export(whole_run, "jsonl", again=False) == first
     assert file.read_bytes() == content
-    assert not list(file.parent.glob(".*"))
+    assert list(file.parent.glob(".*")) == [others]
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+def test_an_export_to_a_store_leaves_the_uploads_of_others_alone(whole_run, s3, monkeypatch):
+    monkeypatch.setattr(s3_writing, "_PART_BYTES", 5 << 20)  # the least that a store takes
+    folder = whole_run.root / "export" / "jsonl"
+    with atomic_file(folder / "output.jsonl") as theirs:
+        theirs.write(bytes(6 << 20))  # a part of it has been sent
+        export(whole_run, "jsonl")
+        theirs.write(b"the rest")
+    assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)

@@ -39,7 +39,7 @@ def make_order(make_key, clock):
 
 @pytest.fixture
 def store(tmp_path, clock):
-    made = BatchStore(tmp_path / "batches", now=clock)
+    made = BatchStore(tmp_path / "batches", now=clock, monotonic=clock)
     made.prepare()
     made.is_scheduling = True
     return made

@@ -11,7 +11,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.front import Front
 
 MIB = 1 << 20
-DATA = bytes(range(256)) * (5 * MIB // 256)
+DATA = bytes(range(256)) * (3 * WINDOW_BYTES // 256)
 SCOPE = {"type": "http", "method": "GET", "path": "/prefix/v1/files/file-1/content", "headers": []}
 
 
@@ -67,7 +67,7 @@ def file_of(data=DATA, owner="alice"):
 
 @pytest.fixture
 def room():
-    return Room(most_bytes=4 * MIB, most_bytes_of_key=3 * MIB)
+    return Room(most_bytes=4 * WINDOW_BYTES, most_bytes_of_key=2 * WINDOW_BYTES)
 
 
 def serve(download):
@@ -102,12 +102,12 @@ def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
         task = asyncio.create_task(Front(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-        with room.hold("alice", 2 * MIB):  # it holds no more than the window
+        with room.hold("alice", WINDOW_BYTES):  # it holds no more than the window
             pass
         client.leaves.set()
         await task
         assert source.closed
-        with room.hold("alice", 3 * MIB):
+        with room.hold("alice", 2 * WINDOW_BYTES):
             pass
 
     asyncio.run(run())
@@ -127,7 +127,7 @@ def test_a_client_that_reads_gets_all_of_it(room):
 def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
     async def run():
         clients = [Client(most=1) for _ in range(4)]
-        owners = ["alice", "alice", "alice", "bob"]
+        owners = ["alice", "alice", "bob", "bob"]
         tasks = [
             asyncio.create_task(
                 Front(serve(Download(file_of(owner=owner), Source, {}, room)))(SCOPE, client.receive, client.send)
@@ -143,7 +143,7 @@ def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
         for client in clients:
             client.leaves.set()
         await asyncio.gather(*tasks)
-        with room.hold("carol", 3 * MIB):
+        with room.hold("carol", 2 * WINDOW_BYTES):
             pass
 
     asyncio.run(run())
@@ -153,16 +153,16 @@ def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_h
     """A node started without `deploy/ray.env`: Serve takes all of it, and nobody says how far the client is."""
 
     async def run():
-        small, client = file_of(DATA[: 2 * MIB]), Client(most=1)
-        download = Download(small, lambda: Source(DATA[: 2 * MIB]), {}, room)
+        data, client = DATA[: 2 * WINDOW_BYTES], Client(most=1)
+        download = Download(file_of(data), lambda: Source(data), {}, room)
         task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
         await settle()
         with pytest.raises(ApiError, match="as many downloads under way"):
-            room.hold("alice", 2 * MIB).__enter__()
+            room.hold("alice", 1).__enter__()
         client.leaves.set()
         await task
-        assert client.body == DATA[: 2 * MIB]
-        with room.hold("alice", 3 * MIB):
+        assert client.body == data
+        with room.hold("alice", 2 * WINDOW_BYTES):
             pass
         with pytest.raises(ApiError) as refused:
             await Download(file_of(), Source, {}, room)(SCOPE, Client().receive, Client().send)

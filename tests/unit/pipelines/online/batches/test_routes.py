@@ -8,6 +8,7 @@ from peagle.economics.ledger import write_batch
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
+from pipelines.online.batches.settings import MIB, Shares
 from pipelines.online.error_handlers import answer_errors
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
@@ -179,6 +180,120 @@ def test_files_on_s3_come_from_there(s3, settings, runner, keys, routes, ask, pr
     assert from_there.headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b.jsonl"
     stranger = ask(get(f"/files/{file_id}/content"), key="poor")
     assert error_of(stranger) == (404, "file_not_found")
+
+
+@pytest.fixture
+def ask_small(routes, ask):
+    """The same with little room for files."""
+    batches = routes.batches
+    batches.quota._shares = Shares(max_stored_mib=1, max_stored_files=4)
+    return ask
+
+
+def test_a_key_keeps_so_many_files_outputs_included(ask_small, routes, make_order, clock):
+    store = routes.batches.store
+    routes.batches.close()
+    batch = store.add_batch(make_order())
+    output_id, _ = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, 1.0)
+    first, *_, last = ask_small(*[post_file()] * 4)
+    assert error_of(last) == (413, "storage_quota_exceeded")
+    file_id = first.json()["id"]
+    assert ask_small(post_batch(**order_of(file_id))).status_code == 413  # its output would have no room
+    assert ask_small(post_file(), key="slow").status_code == 200  # another key's room is its own
+    assert ask_small(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
+    assert ask_small(post_file()).status_code == 200
+
+
+def test_a_key_keeps_so_many_bytes(ask_small, upload, routes):
+    upload(routes.batches.store, b"x" * (MIB - 4000))
+    assert [answer.status_code for answer in ask_small(post_file(b"x" * 3000), post_file(b"x" * 3000))] == [200, 413]
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_uploads_that_come_at_once_do_not_overshoot_together(ask_small, upload, routes, has_length):
+    """Also where they do not say how much will come: then they count as the largest."""
+    upload(routes.batches.store, b"x" * (MIB - 5000))
+
+    async def body(request):
+        for piece in (request.content[:500], request.content[500:]):
+            await asyncio.sleep(0.05)
+            yield piece
+
+    async def send(client):
+        form = client.build_request("POST", "/files", data=PURPOSE, files={"file": ("in.jsonl", b"x" * 3000)})
+        form.read()
+        headers = {"content-type": form.headers["content-type"]}
+        if has_length:
+            headers["content-length"] = form.headers["content-length"]
+        return await client.post("/files", content=body(form), headers=headers)
+
+    async def all_at_once(client):
+        return await asyncio.gather(*[send(client) for _ in range(6)])
+
+    statuses = [answer.status_code for answer in ask_small(all_at_once)]
+    assert statuses.count(200) <= 1
+    assert set(statuses) <= {200, 413}
+    assert sum(file.num_bytes for file in routes.batches.store.files("alice")) <= MIB
+    assert routes.batches.quota._arriving_bytes["alice"] == routes.batches.quota._arriving_files["alice"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("../../etc/passwd", "passwd"),
+        ("C:\\folder\\in.jsonl", "in.jsonl"),
+        ("a/", "upload.jsonl"),
+        ("x" * 300 + ".jsonl", "x" * 249 + ".jsonl"),
+        ("é.jsonl", "é.jsonl"),
+    ],
+)
+def test_a_file_has_a_plain_name(ask, name, expected):
+    assert ask(post_file(name=name)).json()["filename"] == expected
+
+
+@pytest.mark.parametrize(
+    ("content_type", "expected"),
+    [
+        ("multipart/form-data; boundary=x; charset=punycode", (415, "unsupported_charset")),
+        ("multipart/form-data; boundary=x; charset=utf-7", (415, "unsupported_charset")),
+        ("application/x-www-form-urlencoded", (400, "missing_file")),
+        ("text/plain", (400, "missing_file")),
+    ],
+)
+def test_what_is_no_form_of_files_in_utf8_is_not_read(ask, content_type, expected):
+    """Other encodings take minutes of the event loop, other forms are held whole."""
+    answer = ask(
+        lambda client: client.post("/files", content=b"purpose=" * 100, headers={"content-type": content_type})
+    )
+    assert error_of(answer) == expected
+
+
+@pytest.mark.parametrize("fields", [{**PURPOSE, "x": "y" * 2000}, {**PURPOSE, **{str(n): "" for n in range(8)}}])
+def test_a_form_has_few_short_fields(ask, fields):
+    assert ask(post_file(fields=fields)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [get("/files?after=" + "x" * 3000), get("/files/" + "x" * 3000), post_file(fields={"purpose": "x" * 900})],
+)
+def test_an_error_repeats_little_of_what_was_sent(ask, request_):
+    answer = ask(request_)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 400
+
+
+def test_an_order_with_an_idempotency_key_is_one_batch(ask):
+    file_id = ask(post_file()).json()["id"]
+
+    def order(**changes):
+        body = order_of(file_id, **changes)
+        return lambda client: client.post("/batches", json=body, headers={"idempotency-key": "x"})
+
+    first, again, other = ask(order(), order(), order(metadata={"a": "b"}))
+    assert first.json() == again.json()
+    assert error_of(other) == (422, "idempotency_key_reused")
+    assert len(ask(get("/batches")).json()["data"]) == 1
 
 
 def test_other_keys_see_nothing_of_it(ask):

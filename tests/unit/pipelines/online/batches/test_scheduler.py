@@ -17,7 +17,9 @@ def spent():
 @pytest.fixture
 def make_scheduler(store, runner, settings, spent, clock):
     def make(**changes):
-        return Scheduler(store, runner, replace(settings, **changes), spent_usd=spent.__getitem__, now=clock)
+        return Scheduler(
+            store, runner, replace(settings, **changes), spent_usd=spent.__getitem__, now=clock, monotonic=clock
+        )
 
     return make
 
@@ -50,6 +52,30 @@ def pass_check(scheduler, work, num_requests=3):
     work.answer = Checked(num_requests=num_requests, model="m")
     scheduler.tick()
     scheduler.tick()
+
+
+def test_one_keys_batches_do_not_keep_anothers_waiting(make_scheduler, runner, order, make_key, make_result, store):
+    """Neither with its check nor with its run: keys take turns."""
+    scheduler = make_scheduler(at_once=1)
+    alices = [order() for _ in range(6)]
+    bobs = order(key=make_key("bob"))
+    checked_of_bob = None
+    for tick in range(12):
+        scheduler.tick()
+        for work in runner.works:
+            if work.kind == "check" and work.answer is None:
+                work.answer = Checked(num_requests=3, model="m")
+        if checked_of_bob is None and store.batch(bobs, "bob").progress.in_progress_at is not None:
+            checked_of_bob = tick
+    assert checked_of_bob <= 2
+    for num_runs in (1, 2, 3):
+        runs = [work for work in runner.works if work.kind == "run"]
+        assert len(runs) == num_runs
+        runs[-1].answer = make_result(runs[-1].arguments[0].batch_id)
+        scheduler.tick()
+        scheduler.tick()
+    assert sorted(run.arguments[0].owner for run in runs[:2]) == ["alice", "bob"]
+    assert [run.arguments[0].batch_id for run in runs if run.arguments[0].owner == "alice"] == alices[:2]
 
 
 def check_all(scheduler, runner):
@@ -221,7 +247,7 @@ def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, 
     assert shown(store, batch_id)["status"] == "completed"
 
 
-@pytest.mark.parametrize("name", ["unfinished", "remove_expired"])
+@pytest.mark.parametrize("name", ["unfinished", "sweep"])
 @pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
 def test_a_store_that_is_away_for_a_moment_harms_no_run(
     scheduler, store, begun, make_result, monkeypatch, clock, name, error

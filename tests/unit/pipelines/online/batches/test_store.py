@@ -1,9 +1,11 @@
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from peagle.errors import ConfigError
+from peagle.storage import write_atomic
 from pipelines.online.batches import records
 from pipelines.online.batches.records import FILE_PREFIX, Progress, new_id
 from pipelines.online.batches.store import BatchStore
@@ -12,7 +14,7 @@ from pipelines.online.batches.store import BatchStore
 @pytest.fixture
 def place(root, clock):
     """A store on a disk and one in a bucket."""
-    made = BatchStore(root, now=clock)
+    made = BatchStore(root, now=clock, monotonic=clock)
     made.prepare()
     return made
 
@@ -22,7 +24,7 @@ def test_a_key_has_its_own_files_in_their_order_also_after_a_restart(place, uplo
     clock.now += 1
     second = upload(place, b"two\n")
     others = upload(place, owner="bob")
-    for store in (place, BatchStore(place.root, now=clock)):
+    for store in (place, BatchStore(place.root, now=clock, monotonic=clock)):
         assert store.files("alice") == [second, first]
         assert store.file(first.id, "alice") == first
         assert store.file(others.id, "alice") is None
@@ -37,7 +39,7 @@ def test_a_key_has_its_own_files_in_their_order_also_after_a_restart(place, uplo
 def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_order, clock):
     order = make_order(metadata={"a": "b"}, output_expires_s=3600)
     place.add_batch(order)
-    other = BatchStore(place.root, now=clock)
+    other = BatchStore(place.root, now=clock, monotonic=clock)
     assert other.batch(order.id, "alice").order == order
     assert other.batch(order.id, "bob") is None
     progress = Progress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
@@ -59,7 +61,7 @@ def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(stor
         if path.parent.name == "progress":
             store.save(batch_id, Progress(status="completed"))
 
-    monkeypatch.setattr("pipelines.online.batches.store._read", read)
+    monkeypatch.setattr("pipelines.online.batches.store.read_json", read)
     for _ in range(2):
         assert store.batch(batch_id, "alice").progress.status == "completed"
 
@@ -116,3 +118,89 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be written"):
         BatchStore(tmp_path / "file").prepare()
+
+
+def run_with_copies(store, batch):
+    """What a run has of its prompts and answers, and what it has beside."""
+    run = store.run_place(batch.id)
+    names = [
+        "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
+        "suspects/unit-00000000.s.json", "export/jsonl/output.jsonl", "export/jsonl/errors.jsonl",
+        "export/parquet/output.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
+        "run.json", "ledger/session-s.parquet",
+    ]  # fmt: skip
+    for name in names:
+        path = run
+        for part in name.split("/")[:-1]:
+            path = path / part
+            path.mkdir(parents=True, exist_ok=True)
+        write_atomic(path / name.split("/")[-1], b"the prompt")
+    return run
+
+
+def names_in(folder, *below):
+    found = set()
+    for path in folder.iterdir():
+        if path.name in ("data", "failed", "suspects", "export", "ledger", *below):
+            found |= {f"{path.name}/{name}" for name in names_in(path, "jsonl", "parquet", "openai-batch")}
+        else:
+            found.add(path.name)
+    return found
+
+
+def test_a_deleted_input_takes_the_prompts_of_its_runs_along(place, upload, make_order):
+    asked, other = upload(place), upload(place)
+    mine, another = (run_with_copies(place, place.add_batch(make_order(file.id))) for file in (asked, other))
+    before = names_in(another)
+    place.remove_file(asked)
+    assert names_in(mine) == {
+        "run.json", "ledger/session-s.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
+    }  # fmt: skip
+    assert names_in(another) == before
+
+
+@pytest.mark.parametrize("kind", ["output", "errors"])
+def test_a_deleted_output_takes_every_copy_along(place, make_order, kind):
+    batch = place.add_batch(make_order())
+    run = run_with_copies(place, batch)
+    made = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
+    ids = dict(zip(("output", "errors"), made, strict=True))
+    place.remove_file(place.file(ids[kind], "alice"))
+    found = names_in(run)
+    if kind == "output":
+        assert not {name for name in found if name.startswith("data/") or "output" in name}
+        assert {"failed/unit-00000000.0123.jsonl", "export/openai-batch/errors.jsonl"} <= found
+    else:
+        assert not {name for name in found if name.startswith("failed/") or "errors" in name}
+        assert {"data/unit-00000000.parquet", "export/openai-batch/output.jsonl"} <= found
+
+
+def test_no_jump_of_the_wall_clock_deletes_a_file(root, upload, clock):
+    """Also not one that lasts over a restart; what nobody put right in a day is believed."""
+    uptime = SimpleNamespace(now=50.0)
+    store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
+    store.prepare()
+    file = upload(store, expires_at=store.clock.after(3600))
+    for jump_s in (365 * 24 * 3600, -365 * 24 * 3600):
+        clock.now += jump_s
+        store.sweep()
+        restarted = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
+        restarted.prepare()
+        restarted.sweep()
+        assert restarted.file(file.id, "alice") == store.file(file.id, "alice") == file
+        clock.now -= jump_s
+    uptime.now += 3600
+    clock.now += 3600
+    store.sweep()
+    assert store.file(file.id, "alice") is None
+    assert not store.bytes_of(file).exists()
+
+
+def test_what_killed_uploads_left_is_deleted_after_a_day(store, upload):
+    upload(store)
+    old, new = (store.root / "files" / f".file-x.jsonl.{number}.tmp" for number in (1, 2))
+    for path in (old, new):
+        path.write_bytes(b"a prompt")
+    os.utime(old, (1.0, 1.0))
+    store.sweep()
+    assert (old.exists(), new.exists()) == (False, True)

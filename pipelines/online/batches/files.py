@@ -1,0 +1,143 @@
+"""The files of all keys in the folder of the batches: records, and where their bytes are.
+
+    files/ID.json       a file's record; ID.jsonl its bytes, unless a run has them
+
+A record never changes, so it is read once. It knows neither batches nor HTTP.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+from peagle.storage import (
+    READ_AHEAD_BYTES,
+    Place,
+    atomic_file,
+    is_remote,
+    open_to_read,
+    place,
+    presigned_url,
+    remove,
+    write_json,
+)
+from pipelines.online.batches.clock import SteadyClock, boot_id
+from pipelines.online.batches.records import BATCH_PREFIX, FILE_PREFIX, StoredFile
+
+ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
+_PRESIGNED_S = 300
+
+
+class FileStore:
+    """Files of all keys.
+
+    Args:
+        now: Unix time, for what is only shown.
+        monotonic: see `SteadyClock`.
+
+    Attributes:
+        clock: by which files expire.
+    """
+
+    def __init__(
+        self,
+        root: str | Place,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = place(root)
+        self.now = now
+        self.clock = SteadyClock(wall=now, monotonic=monotonic, boot=boot_id())
+        self._files: dict[str, StoredFile] = {}
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a look at it is a request."""
+        return is_remote(self.root)
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        """Bytes that whoever reads a file holds of it."""
+        return READ_AHEAD_BYTES if self.is_remote else 0
+
+    def file(self, file_id: str, owner: str) -> StoredFile | None:
+        """A file of this key; None where it has none of that id."""
+        found = self._file(file_id)
+        return found if found is not None and found.owner == owner and self._is_there(found) else None
+
+    def files(self, owner: str) -> list[StoredFile]:
+        """The files of a key, the newest first."""
+        mine = [file for file in self._all_files() if file.owner == owner and self._is_there(file)]
+        return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def add_file(self, file: StoredFile) -> None:
+        """Keep the record of a file whose bytes are there."""
+        write_json(self.root / "files" / f"{file.id}.json", asdict(file))
+        self._files[file.id] = file
+
+    def bytes_of(self, file: StoredFile) -> Place:
+        """Where its bytes are."""
+        return _descend(self.root, file.at)
+
+    def open(self, file: StoredFile) -> BinaryIO:
+        """Its bytes.
+
+        Raises:
+            FileNotFoundError: they are gone.
+        """
+        return open_to_read(self.bytes_of(file))
+
+    def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
+        """Where a client gets its bytes from a store itself; None where they lie on a disk."""
+        return presigned_url(self.bytes_of(file), _PRESIGNED_S, disposition)
+
+    @contextmanager
+    def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
+        """Where the bytes of a new file go: the `at` of its record, and what to write to."""
+        at = f"files/{file_id}.jsonl"
+        with atomic_file(_descend(self.root, at)) as target:
+            yield at, target
+
+    def drop(self, file: StoredFile) -> None:
+        """Delete its record and its bytes."""
+        remove(self.root / "files" / f"{file.id}.json")
+        self._files.pop(file.id, None)
+        remove(self.bytes_of(file))
+
+    def overdue(self) -> list[StoredFile]:
+        """Those whose time is over."""
+        return [file for file in self._all_files() if not self._is_there(file)]
+
+    def _is_there(self, file: StoredFile) -> bool:
+        return file.expires_at is None or file.expires_at > self.clock()
+
+    def _all_files(self) -> Iterator[StoredFile]:
+        for path in (self.root / "files").glob("*.json"):
+            if (file := self._file(path.stem)) is not None:
+                yield file
+
+    def _file(self, file_id: str) -> StoredFile | None:
+        if file_id not in self._files:
+            if not ID.fullmatch(file_id) or (values := read_json(self.root / "files" / f"{file_id}.json")) is None:
+                return None
+            self._files[file_id] = StoredFile(**values)
+        return self._files[file_id]
+
+
+def read_json(path: Place) -> dict[str, Any] | None:
+    """What a file says; None where it is not there."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return values
+
+
+def _descend(root: Place, at: str) -> Place:
+    for name in at.split("/"):
+        root = root / name
+    return root
