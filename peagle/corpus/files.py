@@ -4,6 +4,8 @@ It knows local disks and `s3://`; it does not know what a row is.
 """
 
 import contextlib
+import fnmatch
+import glob
 import gzip
 import io
 import zlib
@@ -32,13 +34,19 @@ class SourceFile:
     size: int
 
 
-def discover(uri: str, input_format: str = "auto") -> list[SourceFile]:
+def discover(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
     """The files of a corpus, sorted by name: a file, a folder (not its sub-folders) or a glob.
+
+    A name that is there is taken as it stands, whatever its characters. A glob leaves hidden files and folders out
+    unless it names their dot, as shells do.
+
+    Args:
+        outside: a folder from which a glob takes nothing: the run's own.
 
     Raises:
         InputError: nothing there, an unknown scheme, or a suffix whose format is not known.
     """
-    places = _remote(uri) if "://" in uri else _local(uri)
+    places = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(places, _Folder):
         found = _of_folder(uri, places.files, input_format)
     else:
@@ -105,38 +113,58 @@ class _Folder:
         self.files = files
 
 
-def _local(uri: str) -> "list[tuple[str, int]] | _Folder":
+def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
     path = Path(uri).expanduser().absolute()  # workers have other working directories
     if path.is_dir():
         return _Folder(sorted((str(p), p.stat().st_size) for p in path.iterdir() if p.is_file()))
-    files = [path] if path.is_file() else sorted(p for p in Path("/").glob(str(path)[1:]) if p.is_file())
+    files = [path]
+    if not path.is_file():
+        own = None if outside is None or "://" in outside else Path(outside).resolve()
+        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - that one takes hidden ones
+        files = [p for p in matches if p.is_file() and (own is None or not p.resolve().is_relative_to(own))]
     if not files:
-        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
+        raise _no_such_file(uri)
     return [(str(p), p.stat().st_size) for p in files]
 
 
-def _remote(uri: str) -> "list[tuple[str, int]] | _Folder":
+def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
     if not uri.startswith("s3://"):
         raise InputError(f"input {uri!r}: only local files and s3:// are read", hint="copy the corpus to one of them")
     try:
-        store = filesystem(uri)
-        if any(c in uri for c in "*?["):
-            infos, folder = list(store.glob(uri, detail=True).values()), False
-        elif not uri.endswith("/") and store.isfile(uri):
-            infos, folder = [store.info(uri)], False
-        else:
-            infos, folder = store.ls(uri, detail=True), True
+        infos, is_folder = _listing(filesystem(uri), uri, outside)
     except FileNotFoundError as error:
-        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob") from error
+        raise _no_such_file(uri) from error
     except Exception as error:  # the client raises what its layers raise
         raise InputError(
             f"input {uri!r}: the store answers {type(error).__name__}: {error}",
             hint="AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION say where and who",
         ) from error
     files = sorted((f"s3://{i['name']}", int(i["size"])) for i in infos if i["type"] == "file")
-    if not files and not folder:
-        raise InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
-    return _Folder(files) if folder else files
+    if not files and not is_folder:
+        raise _no_such_file(uri)
+    return _Folder(files) if is_folder else files
+
+
+def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
+    """What a store has under a name, and whether the name is a folder's."""
+    if not uri.endswith("/") and store.isfile(uri):
+        return [store.info(uri)], False
+    if not any(c in uri for c in "*?[") or store.isdir(uri):
+        return store.ls(uri, detail=True), True
+    shown = [part for part in PurePosixPath(uri).parts if part.startswith(".")]
+    own = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
+    infos = list(store.glob(uri, detail=True).values())
+    return [i for i in infos if not _is_hidden(i["name"], shown) and not (own and i["name"].startswith(own))], False
+
+
+def _is_hidden(name: str, shown: list[str]) -> bool:
+    """Whether a part of the name begins with a dot, and no part of the glob that does so matches it."""
+    dotted = [part for part in PurePosixPath(name).parts if part.startswith(".")]
+    return not all(any(fnmatch.fnmatchcase(part, pattern) for pattern in shown) for part in dotted)
+
+
+def _no_such_file(uri: str) -> InputError:
+    return InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
 
 
 def _of_folder(uri: str, files: list[tuple[str, int]], input_format: str) -> list[tuple[str, int, str]]:

@@ -29,13 +29,16 @@ from peagle.errors import InputError
 _DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
 
 
-def find(uri: str, input_format: str = "auto") -> list[SourceFile]:
+def find(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
     """The files of a corpus, each with its format; JSON lines that begin as an OpenAI batch are one.
+
+    Args:
+        outside: a folder from which a glob takes nothing.
 
     Raises:
         InputError: nothing there, an unknown format, or a batch beside files that are none.
     """
-    files = discover(uri, input_format)
+    files = discover(uri, input_format, outside=outside)
     if input_format == "auto":
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
     kinds = {file.format: file for file in reversed(files)}

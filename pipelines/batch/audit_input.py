@@ -43,6 +43,7 @@ def _differs(files: list[SourceFile], plan: Plan, limit: int | None) -> str | No
 
 def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        return _differs(find(config["input"], config["input_format"]), plan, limit) is None
+        files = find(config["input"], config["input_format"], outside=config["output"])
+        return _differs(files, plan, limit) is None
     except InputError:
         return False

@@ -161,7 +161,7 @@ def make_plan(
     Raises:
         InputError: the corpus cannot be read, or holds no row.
     """
-    files = find(config.input, config.input_format)
+    files = find(config.input, config.input_format, outside=str(config.output))
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)

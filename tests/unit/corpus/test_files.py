@@ -23,10 +23,54 @@ def test_a_file_a_folder_or_a_glob(write, tmp_path):
     everything = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
     assert found(tmp_path) == everything
     assert found(tmp_path / "a.jsonl") == everything[:1]
-    assert found(tmp_path / "*js*") == [(".hidden.jsonl", "jsonl"), *everything[:2]]
+    assert found(tmp_path / "*js*") == everything[:2]
     assert found(tmp_path, "csv") == [("c.csv.zst", "csv")]
     assert found(tmp_path, "text") == [("notes.txt", "text")]
     assert found(tmp_path, "openai-batch") == [(name, "openai-batch") for name, kind in everything if kind == "jsonl"]
+
+
+HIDDEN = ("set/.ipynb_checkpoints/a.jsonl", "set/._a.jsonl", "set/.b/.c/d.jsonl")
+GLOBS = [
+    ("set/**/*.jsonl", ["set/a.jsonl", "set/sub/b.jsonl"]),
+    ("set/*.jsonl", ["set/a.jsonl"]),
+    ("set/?*.jsonl", ["set/a.jsonl"]),
+    ("set/._*.jsonl", ["set/._a.jsonl"]),
+    ("set/.*/*.jsonl", ["set/.ipynb_checkpoints/a.jsonl"]),
+    ("set/.ipynb_checkpoints/*", ["set/.ipynb_checkpoints/a.jsonl"]),
+    ("set/.b/.c/*", ["set/.b/.c/d.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "names"), GLOBS)
+def test_a_glob_leaves_hidden_files_and_folders_out_unless_it_names_the_dot(write, tmp_path, pattern, names):
+    for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
+        write(name, b"x")
+    assert [str(Path(file.path).relative_to(tmp_path)) for file in discover(f"{tmp_path}/{pattern}")] == names
+
+
+@pytest.mark.parametrize("name", ["set[1]/a.jsonl", "a[0-9]*?.jsonl", "[a].jsonl"])
+def test_a_name_that_is_there_is_no_glob(write, name):
+    path = write(name, b"x")
+    write("a7xy.jsonl", b"x")
+    assert [file.path for file in discover(path)] == [path]
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "runs/*/*.jsonl", "*/*/export/*/*.jsonl"])
+def test_a_glob_takes_nothing_of_the_runs_own_folder(write, tmp_path, pattern):
+    others = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
+    for name in ("a.jsonl", "export/jsonl/output.jsonl", "failed/unit-00000000.0.jsonl"):
+        write(f"runs/second/{name}", b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for own in (tmp_path / "runs/second", tmp_path / "link/second"):
+        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", outside=str(own))}
+        assert files <= set(map(Path, others)), files
+        assert files
+
+
+def test_a_glob_that_covers_nothing_but_the_run_finds_no_file(write, tmp_path):
+    write("run/export/jsonl/output.jsonl", b"x")
+    with pytest.raises(InputError, match="no such file"):
+        discover(f"{tmp_path}/**/*.jsonl", outside=f"{tmp_path}/run")
 
 
 def test_a_folder_of_text_alone_is_a_corpus(write, tmp_path):
@@ -81,6 +125,9 @@ def bucket(monkeypatch):
         def ls(self, uri, detail):
             return [self._bare(info) for info in store.ls(self._path(uri), detail=True)]
 
+        def isdir(self, uri):
+            return store.isdir(self._path(uri))
+
         def isfile(self, uri):
             return store.isfile(self._path(uri))
 
@@ -120,3 +167,32 @@ def test_an_object_store_has_files_folders_and_globs(bucket):
     assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
         discover("s3://prompts/c.jsonl")
+
+
+@pytest.mark.parametrize(("pattern", "names"), GLOBS)
+def test_a_glob_in_an_object_store_leaves_hidden_objects_out_too(bucket, pattern, names):
+    for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
+        bucket(f"prompts/{name}", b"x")
+    assert [file.path for file in discover(f"s3://prompts/{pattern}")] == [f"s3://prompts/{name}" for name in names]
+
+
+def test_a_key_that_is_there_is_no_glob(bucket):
+    for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
+        bucket(f"prompts/{name}", b'{"prompt": "x"}')
+    for name in ("set[1]/a.jsonl", "b*.jsonl"):
+        assert [file.path for file in discover(f"s3://prompts/{name}")] == [f"s3://prompts/{name}"]
+        assert [row.columns["prompt"] for row in corpus.read(_only_span(f"s3://prompts/{name}"))] == ["x"]
+    assert [file.path for file in discover("s3://prompts/set[1]")] == ["s3://prompts/set[1]/a.jsonl"]
+    assert [file.path for file in discover("s3://prompts/set[1]/")] == ["s3://prompts/set[1]/a.jsonl"]
+
+
+def test_a_glob_in_an_object_store_takes_nothing_of_the_runs_own_folder(bucket):
+    for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
+        bucket(f"prompts/{name}", b"x")
+    files = discover("s3://prompts/data/**/*.jsonl", outside="s3://prompts/data/run")
+    assert [file.path for file in files] == ["s3://prompts/data/a.jsonl", "s3://prompts/data/run2/b.jsonl"]
+
+
+def _only_span(uri):
+    (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, Workload())
+    return span
