@@ -1,13 +1,20 @@
 """`peagle serve keys`: make, list and revoke the endpoint's API keys."""
 
 import argparse
+import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from pipelines.online.keys import KeyRecord
+
+_LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
 API keys of the endpoint, in a file that holds only their hashes. A running endpoint sees a change within a second.
 
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
+  peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
   peagle serve keys list --keys keys.json
   peagle serve keys revoke alice --keys keys.json
 
@@ -25,10 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of a new key")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
+    limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="requests to engines under way at once")
     limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests may cost in all")
     limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of files that it may keep")
     limits.add_argument("--max-stored-files", type=int, metavar="N", help="files that it may keep, and batches")
     limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="batches that have not ended")
+    expiry = limits.add_mutually_exclusive_group()
+    expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days from now for which it holds")
+    expiry.add_argument(
+        "--expires-at",
+        metavar="TIME",
+        help="when it stops to hold, as 2027-01-31 or 2027-01-31T12:00+01:00; else in UTC",
+    )
     limits.add_argument(
         "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
     )
@@ -44,8 +59,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if args.action == "list":
         records = read_keys(path)
         for record in records:
-            limits = record.model_dump(exclude={"name", "sha256", "created_at"}, exclude_none=True)
-            print(record.name, *(f"{field}={value}" for field, value in limits.items() if value), sep="  ")
+            print(*_described(record), sep="  ")
         return 0, {"keys": [record.model_dump(mode="json", exclude={"sha256"}) for record in records]}
     if args.name is None:
         raise ConfigError(f"{args.action} needs the name of a key")
@@ -60,16 +74,53 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         models=args.model,
         requests_per_min=args.requests_per_min,
         output_tokens_per_min=args.output_tokens_per_min,
+        max_parallel_requests=args.max_parallel_requests,
         budget_usd=args.budget_usd,
         max_stored_mib=args.max_stored_mib,
         max_stored_files=args.max_stored_files,
         max_unfinished_batches=args.max_unfinished_batches,
+        expires_at=_expiry(args),
         is_operator=args.operator,
     )
     with changing_keys(path, create=True) as records:
         records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
+
+
+def _described(record: "KeyRecord") -> list[str]:
+    """A key's name and what it may do, as the list shows it."""
+    limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at"}, exclude_none=True)
+    words = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
+    if record.expires_at is not None:
+        words.append(f"expires_at={datetime.fromtimestamp(record.expires_at, UTC):%Y-%m-%dT%H:%M:%SZ}")
+    return [*words, *(["expired"] if record.is_expired() else [])]
+
+
+def _expiry(args: argparse.Namespace) -> float | None:
+    """The Unix time at which a new key is to expire.
+
+    Raises:
+        ConfigError: it is no time, or none that is to come.
+    """
+    from peagle.errors import ConfigError
+
+    now = time.time()
+    if args.expires_in_days is not None:
+        expires_at, given = now + 86_400 * float(args.expires_in_days), f"--expires-in-days {args.expires_in_days:g}"
+    elif args.expires_at is not None:
+        given = f"--expires-at {args.expires_at}"
+        try:
+            moment = datetime.fromisoformat(args.expires_at)
+        except ValueError:
+            hint = "write it as 2027-01-31 or 2027-01-31T12:00+01:00"
+            raise ConfigError(f"{given}: this is no time", hint=hint) from None
+        expires_at = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    else:
+        return None
+    if not now < expires_at < _LATEST:
+        raise ConfigError(f"{given}: the key would never hold", hint="name a time to come, before the year 10000")
+    return expires_at
 
 
 def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

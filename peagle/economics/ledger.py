@@ -9,10 +9,11 @@ Bulk keeps a ledger in its run directory and the endpoint in a folder of its own
 cost is `cost.py`.
 """
 
+import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,7 @@ T = TypeVar("T")
 _TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
 _PIECE_BYTES = 64 * 1024  # of a file that is read from its end
 _CLOCKS_S = 60.0  # so far apart two machines' clocks may be
+_MARK_BYTES = 4096  # before a place in a file, by which it is known again: some lines, each with an id of its own
 _log = logging.getLogger(__name__)
 
 
@@ -124,10 +126,11 @@ class SessionReader:
             yield from _readable(path, _lines_backwards(path), lambda line: EngineSession(**json.loads(line)))
 
 
-def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file from its end; a last one without its end, which is torn, is left out."""
+def _lines_backwards(path: Path, end: int | None = None) -> Iterator[bytes]:
+    """The lines of a file from its end, or from an earlier byte; a last one without its end, which is torn, is left
+    out."""
     with path.open("rb") as file:
-        start, rest, has_end = file.seek(0, io.SEEK_END), b"", False
+        start, rest, has_end = file.seek(0, io.SEEK_END) if end is None else end, b"", False
         while start:
             size = min(start, _PIECE_BYTES)
             start -= size
@@ -216,3 +219,39 @@ class RequestReader:
                     position += len(line)
                     self._read_bytes[path] = position
                     yield from _readable(path, [line], RequestUsage.from_json)
+
+    def again(self, since: float) -> Iterator[RequestUsage]:
+        """What has been given, and had ended after a Unix time, from the end of each file."""
+        for path, position in list(self._read_bytes.items()):
+            if path.stat().st_mtime < since - _CLOCKS_S:
+                continue
+            for request in _readable(path, _lines_backwards(path, position), RequestUsage.from_json):
+                if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly in the order of their ends
+                    break
+                if request.usage.finished_at >= since:
+                    yield request
+
+    def marks(self) -> dict[str, tuple[int, str]]:
+        """How far each file has been read, and by what that place is known again.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return {path.name: (position, _mark(path, position)) for path, position in self._read_bytes.items()}
+
+    def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
+        """Go on where another reader of this ledger was. False, and nothing is changed, where the files are not those
+        that it read: one is gone, or shorter, or has something else at that place."""
+        try:
+            if any(_mark(self._folder / name, position) != mark for name, (position, mark) in marks.items()):
+                return False
+        except OSError:
+            return False
+        self._read_bytes = {self._folder / name: position for name, (position, _) in marks.items()}
+        return True
+
+
+def _mark(path: Path, position: int) -> str:
+    with path.open("rb") as file:
+        start = file.seek(max(0, position - _MARK_BYTES))
+        return hashlib.sha256(file.read(position - start)).hexdigest()

@@ -13,7 +13,7 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from peagle.economics.prices import Device
@@ -94,12 +94,20 @@ class UnitUsage:
             PeagleError: not JSON, another version, or not exactly these fields with believable values.
         """
         try:
-            record = json.loads(data)
-            _check_version(record.pop("version", None) if isinstance(record, dict) else None)
-            _check_names(cls, record)
-            return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
+            return cls.from_record(json.loads(data))
         except ValueError as error:
             raise PeagleError(f"not the usage record of a unit: {error}") from error
+
+    @classmethod
+    def from_record(cls, record: Any) -> Self:
+        """The same of JSON that has been read.
+
+        Raises:
+            ValueError: as `from_json` raises PeagleError.
+        """
+        _check_version(record.pop("version", None) if isinstance(record, dict) else None)
+        _check_names(cls, record)
+        return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +124,7 @@ class RequestUsage:
         usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
         usd: price of those seconds; loading and idling is not in it. 0 where it failed before anything of an answer
             was there.
+        num_choices: slots of the engine that its choices took at most.
     """
 
     request_id: str
@@ -126,6 +135,7 @@ class RequestUsage:
     ttft_s: float | None
     usd: float
     usage: UnitUsage
+    num_choices: int = 1
 
     @property
     def is_batch(self) -> bool:
@@ -149,7 +159,9 @@ class RequestUsage:
             record = json.loads(data)
             _check_version(record.pop("version", None) if isinstance(record, dict) else None)
             _check_names(cls, record)
-            return cls(**{**record, "usage": UnitUsage.from_json(json.dumps(record["usage"]))})
+            if type(record.get("num_choices", 1)) is not int or record.get("num_choices", 1) < 1:
+                raise ValueError(f"num_choices must be 1 or more, got {record['num_choices']!r}")
+            return cls(**{**record, "usage": UnitUsage.from_record(record["usage"])})
         except ValueError as error:
             raise PeagleError(f"not the usage record of a request: {error}") from error
 
@@ -276,10 +288,10 @@ def _check_version(version: object) -> None:
 
 
 def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
-    names = {field.name for field in fields(kind)}
-    if unknown := sorted(set(record) - names):
+    names, needed = _NAMES[kind]
+    if unknown := sorted(record.keys() - names):
         raise ValueError(f"unknown fields {', '.join(unknown)}")
-    if missing := sorted(names - set(record)):
+    if missing := sorted(needed - record.keys()):
         raise ValueError(f"missing fields {', '.join(missing)}")
 
 
@@ -294,3 +306,13 @@ def _check_fields(record: UnitUsage | EngineSession) -> None:
             raise ValueError(f"{field.name} must be of type {field.type.__name__}, got {value!r}")
         elif field.type is int and value < 0:
             raise ValueError(f"{field.name} cannot be negative, got {value}")
+
+
+# All fields, and those without a default. Once, as a ledger is read line by line.
+_NAMES = {
+    kind: (
+        frozenset(field.name for field in fields(kind)),
+        frozenset(field.name for field in fields(kind) if field.default is MISSING),
+    )
+    for kind in (UnitUsage, RequestUsage)
+}

@@ -168,6 +168,7 @@ class EngineAccount:
             outcome=outcome,
             ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
             usd=0.0 if is_free else busy_s * engine.num_devices * engine.usd_per_device_s,
+            num_choices=request.num_choices,
             usage=UnitUsage(
                 session_id=self.session_id,
                 num_rows=int(outcome != "failed"),

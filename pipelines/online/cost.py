@@ -1,58 +1,25 @@
 """What the endpoint delivered and what that cost: by key, by model and in all, from its ledger.
 
 Of a request, the cost is that of its share of an engine's busy seconds. What engines cost while they loaded or idled
-belongs to nobody's request; it stands in the account of the whole. It knows records and prices, no HTTP.
-
-Requests are added up by the minute as they are read, so that memory grows with time and keys and not with requests.
+belongs to nobody's request; it stands in the account of the whole. It knows records and prices; `totals.py` reads the
+ledger and adds it up.
 """
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peagle.economics.cost import account
-from peagle.economics.ledger import RequestReader, SessionReader
+from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.speculation import SpeculationStats
-
-_MINUTE_S = 60
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """Which requests were added up."""
-
-    minute: int
-    session_id: str
-    key: str
-    model: str
-
-
-@dataclass(slots=True)
-class Sums:
-    """Requests of one engine process together."""
-
-    usage: UnitUsage
-    num_requests: int = 0
-    num_cut: int = 0
-    usd: float = 0.0
-    request_s: float = 0.0
-    shares_s: float = 0.0
-
-    def add(self, request: RequestUsage) -> None:
-        """One more; the first only counts, since `usage` began with it."""
-        if not request.is_batch:
-            self.request_s += request.usage.finished_at - request.usage.started_at
-            self.shares_s += request.usage.busy_s
-        self.usage = self.usage + request.usage if self.num_requests else request.usage
-        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # one, but of a batch
-        self.num_cut += request.outcome == "cut"
-        self.usd += request.usd
+from pipelines.online.budgets import budgets_of
+from pipelines.online.errors import overloaded
+from pipelines.online.sums import MINUTE_S, Cell, Sums
+from pipelines.online.totals import totals_of
 
 
 class CostView:
@@ -61,15 +28,9 @@ class CostView:
     def __init__(self, folder: Path, price: Price, *, now: Callable[[], float] = time.time) -> None:
         self._price = price
         self._now = now
-        self._requests = RequestReader(folder)
         self._sessions = SessionReader(folder)
-        self._cells: dict[_Cell, Sums] = {}
-        self._listeners: list[Callable[[RequestUsage], None]] = []
-        self._lock = threading.Lock()
-
-    def listen(self, hear: Callable[[RequestUsage], None]) -> None:
-        """Be told of each request when it is read, so that the ledger is read once."""
-        self._listeners.append(hear)
+        self._budgets = budgets_of(folder)
+        self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
         """Figures ready for JSON.
@@ -81,26 +42,36 @@ class CostView:
         Raises:
             PeagleError: the ledger cannot be read.
         """
-        with self._lock:
-            for request in self._requests.each():
-                self._add(request)
+        with self.totals.up_to_now():
             return self._report(key, window_s)
 
-    def spent_usd(self, key: str) -> float:
-        """What this key has spent in all.
+    def spent_usd(self, key: str) -> float | None:
+        """What this key has spent in all; None while the ledger is read for the first time.
 
         Raises:
-            PeagleError: the ledger cannot be read.
+            OSError: the ledger cannot be read.
         """
-        usd: float = self.report(key)["total"]["usd"]
-        return usd
+        if not self.totals.is_known:
+            self.totals.read_in_background()
+            return None
+        self.totals.catch_up()
+        return self._budgets.spent_usd(key)
+
+    async def require(self) -> None:
+        """Wait until the ledger has been read once, and not for long.
+
+        Raises:
+            ApiError: 503, it is large, and no checkpoint knows it.
+        """
+        if not await self.totals.is_known_soon():
+            raise overloaded("the ledger is being read; try again")
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:
         since = (self._now() - window_s) if window_s is not None else 0.0
         chosen = {
             cell: sums
-            for cell, sums in self._cells.items()
-            if cell.minute >= since // _MINUTE_S and key in (None, cell.key)
+            for cell, sums in self.totals.cells.items()
+            if cell.minute >= since // MINUTE_S and key in (None, cell.key)
         }
         report: dict[str, Any] = {
             "window_s": window_s,
@@ -115,16 +86,9 @@ class CostView:
             "account": self._account(units, window_s, since),
         }
 
-    def _add(self, request: RequestUsage) -> None:
-        minute = int(request.usage.finished_at // _MINUTE_S)
-        cell = _Cell(minute, request.usage.session_id, request.key, request.model)
-        self._cells.setdefault(cell, Sums(request.usage)).add(request)
-        for hear in self._listeners:
-            hear(request)
-
     def _account(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
         """With the minute that the window begins in, as the requests have it."""
-        begin = since // _MINUTE_S * _MINUTE_S
+        begin = since // MINUTE_S * MINUTE_S
         sessions = self._sessions.all() if window_s is None else self._sessions.since(begin)
         known = {session.session_id for session in sessions}
         return account((unit for unit in units if unit.session_id in known), sessions, self._price).to_dict()
@@ -161,7 +125,7 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
     }
 
 
-def _grouped(cells: dict[_Cell, Sums], name_of: Callable[[_Cell], str]) -> dict[str, Any]:
+def _grouped(cells: dict[Cell, Sums], name_of: Callable[[Cell], str]) -> dict[str, Any]:
     groups: defaultdict[str, list[Sums]] = defaultdict(list)
     for cell, sums in cells.items():
         groups[name_of(cell)].append(sums)

@@ -78,7 +78,6 @@ class Gate:
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._settlements = Settlements(settings.ledger)
-        self._limiter = self._settlements.limiter
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +103,7 @@ class Gate:
             await self._app(with_pass(scope, route), receive, answer.send)
             return
         key = self._authenticate(scope)
-        self._limiter.count(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
+        self._settlements.limiter.count(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
         if isinstance(route, ApiError):
             raise route
         inward = {KEY_HEADER: key.name, "x-request-id": request_id}
@@ -124,8 +123,13 @@ class Gate:
         settings, key = self._settings, scope[KEY_IN_SCOPE]
         body = await self._read(scope, receive)
         intake = check(route.path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
-        await self._settlements.catch_up()
-        permit = self._limiter.admit(key, intake.output_tokens, intake.model.name)
+        permit = await self._settlements.admit(
+            key,
+            intake.output_tokens,
+            intake.model.name,
+            prompt_tokens=intake.prompt_tokens,
+            request_id=request_id,
+        )
         answer.expect(intake)
         inward = {"content-length": str(len(intake.body)), CHOICES_HEADER: str(intake.num_choices)}
         inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
@@ -152,15 +156,14 @@ class Gate:
             raise ApiError(504, message, code="timeout") from None
         finally:
             if answer.is_complete:
-                self._limiter.settle(permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd)
+                self._settlements.settle(permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd)
             else:
-                self._settlements.defer(request_id, permit)
+                self._settlements.defer(permit)
 
     async def _take_in(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route) -> None:
         """A file or a batch: the ledger says later what it cost."""
         settings = self._settings
-        await self._settlements.catch_up()
-        self._limiter.settle(self._limiter.admit(scope[KEY_IN_SCOPE], 0), output_tokens=0, usd=0.0)
+        await self._settlements.require_budget(scope[KEY_IN_SCOPE])
         if route.rule is Rule.ORDER:
             receive = _replay(await self._read(scope, receive), receive)
         else:
@@ -191,6 +194,8 @@ class Gate:
         record = self._ring.find(key.strip())
         if record is None:
             raise ApiError(401, "this API key does not hold", code="invalid_api_key")
+        if record.is_expired():
+            raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:

@@ -103,12 +103,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     ) -> JSONResponse:
         """What was delivered and what it cost: everybody's for an operator, else one's own."""
         own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
+        await self._cost.require()
         return JSONResponse(await asyncio.to_thread(self._cost.report, own, window_s))
 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
     ) -> JSONResponse:
         """The figures of the last minutes: everybody's and the engines for an operator, else one's own."""
+        await self._cost.require()
         if OPERATOR_HEADER not in request.headers:
             return JSONResponse(await asyncio.to_thread(self._live.report, request.headers[KEY_HEADER], window_s))
         report = await asyncio.to_thread(self._live.report, None, window_s)

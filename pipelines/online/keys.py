@@ -38,9 +38,11 @@ class KeyRecord(BaseModel):
         name: of whom it is; usage and cost carry it.
         sha256: of the key, in hexadecimal.
         models: names of models that it may use.
+        max_parallel_requests: requests to engines that it may have under way at once.
         budget_usd: what all its requests together may cost.
         max_stored_mib, max_stored_files: what it may keep, outputs of its batches included; null is as for all keys.
         max_unfinished_batches: likewise.
+        expires_at: Unix time from which on it does not hold.
         is_operator: it sees the usage of all keys, not only its own.
     """
 
@@ -52,11 +54,17 @@ class KeyRecord(BaseModel):
     models: tuple[str, ...] | None = None
     requests_per_min: int | None = Field(default=None, ge=1)
     output_tokens_per_min: int | None = Field(default=None, ge=1)
+    max_parallel_requests: int | None = Field(default=None, ge=1)
     budget_usd: float | None = Field(default=None, gt=0)
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
     max_unfinished_batches: int | None = Field(default=None, ge=1)
+    expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     is_operator: bool = False
+
+    def is_expired(self) -> bool:
+        """Whether its time is over, by this machine's clock."""
+        return self.expires_at is not None and self.expires_at <= time.time()
 
     def without_hash(self) -> Self:
         """As it may be stored and sent elsewhere."""
@@ -184,14 +192,15 @@ class KeyRing:
         return find(key, self._records())
 
     def present(self, key: KeyRecord) -> KeyRecord | None:
-        """What the key of this name may do now, without its hash; None if it was revoked.
+        """What the key of this name may do now, without its hash; None if it was revoked, or has expired.
 
         Raises:
             ConfigError: as `find`.
         """
         if key == LOCAL:
             return LOCAL  # this machine's, from when there were no keys: nobody can revoke it
-        return next((record.without_hash() for record in self._records() if record.name == key.name), None)
+        there = (record for record in self._records() if record.name == key.name and not record.is_expired())
+        return next((record.without_hash() for record in there), None)
 
     def _records(self) -> tuple[KeyRecord, ...]:
         if self._path is not None and time.monotonic() >= self._next_look:

@@ -17,7 +17,9 @@ from typing import Any
 
 from peagle.bench.summary import percentile
 from peagle.economics.usage import RequestUsage
-from pipelines.online.cost import CostView, Sums, totals
+from pipelines.online.cost import CostView, totals
+from pipelines.online.sums import Sums
+from pipelines.online.totals import Totals
 
 STEP_S = 2
 NUM_POINTS = 30  # of a series, whatever its window
@@ -51,7 +53,7 @@ class LiveView:
         self._steps: dict[int, defaultdict[Whose, _Cell]] = {}
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        cost.listen(self._hear)
+        cost.totals.follow(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
         """Figures ready for JSON; made anew once a second at most, however many pages look.
@@ -65,7 +67,7 @@ class LiveView:
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
-            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `_hear`
+            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `hear`
             with self._lock:
                 report = self._report(key, window_s)
             report |= {} if account is None else {"account": account}
@@ -86,7 +88,13 @@ class LiveView:
             "series": self._series(steps, key),
         }
 
-    def _hear(self, request: RequestUsage) -> None:
+    def begin(self, totals: Totals) -> None:
+        """Take what was read before and is not too old to be shown."""
+        for request in totals.recent(self._now() - MAX_WINDOW_S):
+            self.hear(request)
+
+    def hear(self, request: RequestUsage) -> None:
+        """Take a request that has just been read."""
         with self._lock:
             self._add(request)
 

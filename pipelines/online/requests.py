@@ -21,6 +21,7 @@ COMPLETIONS = "/v1/completions"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
+_TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
 _LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -33,6 +34,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
 _DIGITS_SHOWN = 40
+_OF_A_TEXT_PART = {"type", "text"}
 _DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
 # vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer, of
 # which the model's own are some, only where it has a least length.
@@ -73,6 +75,7 @@ class Intake:
         wants_usage: the client asked for the event with usage at the end of a stream.
         wants_each_usage: and for usage in every event.
         num_choices: of all its prompts.
+        prompt_tokens: of all its choices at most, before anybody has counted them.
         output_tokens: of all its choices at most.
         cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
     """
@@ -83,6 +86,7 @@ class Intake:
     wants_usage: bool
     wants_each_usage: bool
     num_choices: int
+    prompt_tokens: int
     output_tokens: int
     cap_tokens: int | None = None
 
@@ -129,6 +133,7 @@ def check(
         wants_usage=bool(options.get("include_usage")),
         wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         num_choices=num_choices,
+        prompt_tokens=_most_prompt_tokens(values, len(body), model, num_choices),
         output_tokens=max(tokens, _LEAST_MADE) * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
         cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
@@ -218,6 +223,24 @@ def _asked_tokens(
         message = f"{field} is {asked}, and {model.name} gives {limit} at most{each}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)
     return asked
+
+
+def _most_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedModel, num_choices: int) -> int:
+    """Prompt tokens of all choices at most: none is less than a byte of the body, but what a chat's template adds and
+    what an image becomes, and no prompt is longer than the context."""
+    n = int(values.get("n") or 1)
+    num_prompts = num_choices // n
+    most = num_prompts * model.max_model_len
+    return n * (most if _has_media(values) else min(num_bytes + num_prompts * _TEMPLATE_TOKENS, most))
+
+
+def _has_media(values: Mapping[str, Any]) -> bool:
+    """Whether a message has a part that may be something else than text."""
+    messages = values.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
+    return any(isinstance(part, dict) and not part.keys() <= _OF_A_TEXT_PART for part in parts)
 
 
 def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None, num_choices: int = 1) -> int:

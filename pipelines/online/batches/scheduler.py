@@ -59,7 +59,7 @@ class Scheduler:
     """Drives all batches of a store.
 
     Args:
-        spent_usd: what a key has spent until now, batches that have ended included.
+        spent_usd: what a key has spent until now, batches that have ended included; None while nobody knows yet.
         present_key: what the key of an order may do now; None if it was revoked. Without it keys stay as they were.
         now: Unix time, for what is only shown; things expire by the store's clock.
         monotonic: seconds; waits go by it.
@@ -71,7 +71,7 @@ class Scheduler:
         runner: Runner,
         settings: BatchSettings,
         *,
-        spent_usd: Callable[[str], float],
+        spent_usd: Callable[[str], float | None],
         present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
         now: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -163,7 +163,9 @@ class Scheduler:
         if not self._is_its_turn(batch):
             return 0.0
         owner = batch.order.key.name
-        left_usd = budget_usd - self._spent_usd(owner)
+        if (spent_usd := self._spent_usd(owner)) is None:
+            return 0.0
+        left_usd = budget_usd - spent_usd
         if left_usd > 0:
             return self._budgets.hold_rest(batch.id, owner, left_usd)
         self._collect(batch, BUDGET)

@@ -43,7 +43,7 @@ class Batches:
         settings: BatchSettings,
         runner: Runner,
         *,
-        spent_usd: Callable[[str], float],
+        spent_usd: Callable[[str], float | None],
         present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
     ) -> None:
         self.settings = settings

@@ -1,5 +1,8 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
 
 from jobs import cli
 
@@ -27,3 +30,46 @@ def test_changes_at_once_are_all_kept(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(add, range(24))) == {0}
     assert len(json.loads((tmp_path / "keys.json").read_text())) == 24
+
+
+def test_a_key_has_an_end_and_the_list_shows_it(tmp_path, capsys, monkeypatch):
+    path = str(tmp_path / "keys.json")
+
+    def add(*arguments):
+        return cli.run(["serve", "keys", "add", *arguments, "--keys", path])
+
+    monkeypatch.setattr("jobs.serve_keys.time", SimpleNamespace(time=lambda: 1_800_000_000.0))
+    assert add("a", "--expires-in-days", "0.5", "--max-parallel-requests", "4") == 0
+    assert add("b", "--expires-at", "2027-02-01") == 0
+    assert add("c", "--expires-at", "2027-02-01T12:00+01:00") == 0
+    monkeypatch.setattr("pipelines.online.keys.time.time", lambda: 1_800_100_000.0)
+    capsys.readouterr()
+    assert cli.run(["serve", "keys", "list", "--keys", path]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a  max_parallel_requests=4  expires_at=2027-01-15T20:00:00Z  expired",
+        "b  expires_at=2027-02-01T00:00:00Z",
+        "c  expires_at=2027-02-01T11:00:00Z",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--expires-in-days", "0", "the key would never hold"),
+        ("--expires-in-days", "nan", "the key would never hold"),
+        ("--expires-in-days", "inf", "the key would never hold"),
+        ("--expires-at", "2020-01-01", "the key would never hold"),
+        ("--expires-at", "tomorrow", "this is no time"),
+        ("--max-parallel-requests", "0", "max_parallel_requests"),
+    ],
+)
+def test_an_end_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag, value, message):
+    path = tmp_path / "keys.json"
+    assert cli.run(["serve", "keys", "add", "alice", "--keys", str(path), flag, value]) == 2
+    assert message in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_key_has_one_end(tmp_path):
+    with pytest.raises(SystemExit):
+        cli.run(["serve", "keys", "add", "a", "--expires-in-days", "1", "--expires-at", "2099-01-01"])

@@ -1,3 +1,5 @@
+import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ from peagle.economics.prices import Price
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
+from pipelines.online.errors import ApiError
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
 
@@ -123,3 +126,19 @@ def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, 
     (model,) = found.values()
     assert model["requests_at_once"] == pytest.approx(1.5)
     assert model["num_drafts"] == 0
+
+
+def test_while_the_ledger_is_read_nobody_waits_for_long(tmp_path, monkeypatch):
+    """What threads wait for would keep them from everything else that needs one."""
+    may_end = threading.Event()
+    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
+    monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
+    view = CostView(tmp_path, PRICE)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(view.require())
+    assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+    assert view.spent_usd("alice") is None
+    may_end.set()
+    monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
+    asyncio.run(view.require())
+    assert view.spent_usd("alice") == 0

@@ -7,12 +7,15 @@ import tracemalloc
 import httpx
 import pytest
 
+from peagle.economics.ledger import append_request
 from pipelines.online import routes as declared
 from pipelines.online.budgets import budgets_of
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
 from pipelines.online.load import Load
 from pipelines.online.requests import ServedModel
+from pipelines.online.totals import totals_of
+from tests.unit.pipelines.online.ledgers import a_request
 
 CHAT = "/v1/chat/completions"
 ROUTES = (
@@ -113,6 +116,8 @@ def ask(settings, keys):
         **changes,
     ):
         async def run():
+            budgets_of.cache_clear()  # each gate is a process's only one
+            totals_of.cache_clear()
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
             sender = transport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
@@ -471,17 +476,108 @@ def test_a_path_that_cannot_be_printed_is_refused_before_anything(ask, keys, end
 
 
 def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
-    budgets, left = budgets_of(settings["ledger"]), []
+    left = []
 
     class Looks(Engine):
         async def __call__(self, *what):
-            left.append(budgets.hold_rest("batch_1", "small", 1))
+            budgets = budgets_of(settings["ledger"])
+            left.append(budgets.hold_rest("batch_1", "small", 0.2))
             budgets.settle_batch("batch_1", "small", 0)
             await super().__call__(*what)
 
-    ask(post(keys["alice"]), post(keys["small"], model="b", max_tokens=1), app=Looks())
-    ask(post(keys["alice"]), post(keys["small"], max_tokens=1), app=Looks())
-    assert left == [1, 1, 1, 0.875]  # 2 tokens of "a" have cost 0.25
+    append_request(settings["ledger"], a_request(key="alice", model="a"))
+    ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
+    ask(post(keys["small"], max_tokens=1), app=Looks())
+    num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
+    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
+    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
+
+
+def test_a_key_that_has_expired_says_so_whatever_is_asked(ask, settings):
+    key, record = new_key("late", expires_at=time.time() + 3600)
+    gone, old = new_key("gone", expires_at=time.time() - 1)
+    fixed = {"key_file": None, "fixed_keys": (record, old)}
+    answered, refused, listed = ask(post(key), post(gone), get("/v1/models", gone), **fixed)
+    assert answered.status_code == 200
+    assert error_of(refused) == error_of(listed) == (401, "expired_api_key")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda key: {"params": {"api_key": key, "key": key, "access_token": key, "authorization": f"Bearer {key}"}},
+        lambda key: {"headers": {"x-api-key": key, "api-key": key, "x-goog-api-key": key}},
+        lambda key: {"headers": {"cookie": f"authorization=Bearer {key}; api_key={key}"}},
+        lambda key: {"headers": {"authorization": f"Basic {key}"}},
+        lambda key: {"headers": {"authorization": key}},
+        lambda key: {"headers": {"proxy-authorization": f"Bearer {key}"}},
+    ],
+)
+def test_a_key_is_taken_from_nowhere_but_its_header(ask, keys, how):
+    """Addresses are in logs and histories, and cookies are sent by whatever page asks."""
+    (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
+    assert error_of(answer) == (401, "missing_api_key")
+
+
+def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(settings):
+    """The attack: one key takes every slot of every engine."""
+    key, record = new_key("few", max_parallel_requests=2)
+    under_way, may_end = [], asyncio.Event()
+
+    class Slow(Engine):
+        async def __call__(self, *what):
+            under_way.append(what)
+            await may_end.wait()
+            await super().__call__(*what)
+
+    async def run():
+        gate = Gate(Slow(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
+        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            (args, kwargs) = post(key)
+            asked = [asyncio.create_task(http.request(*args, **kwargs)) for _ in range(10)]
+            refused = [await one for one in await first_done(asked, 8)]
+            may_end.set()
+            answers = [await one for one in asked]
+            again = await http.request(*args, **kwargs)
+            return refused, answers, again
+
+    refused, answers, again = asyncio.run(run())
+    assert len(under_way) == 3
+    assert {error_of(one) for one in refused} == {(429, "rate_limit_exceeded")}
+    assert [one.status_code for one in answers].count(200) == 2
+    assert again.status_code == 200
+
+
+async def first_done(tasks, number):
+    async with asyncio.timeout(30):
+        while len(done := [one for one in tasks if one.done()]) < number:
+            await asyncio.sleep(0.01)
+    return done
+
+
+def test_sixty_requests_at_once_of_a_key_with_next_to_nothing_are_one(settings):
+    """The attack: nothing was held until a price was known, so all sixty were answered."""
+    key, record = new_key("poor", budget_usd=1e-7)
+    asked = []
+
+    class Counts(Engine):
+        async def __call__(self, *what):
+            asked.append(what)
+            await asyncio.sleep(0.05)
+            await super().__call__(*what)
+
+    async def run():
+        gate = Gate(Counts(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
+        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            wanted = [post(key, model=model) for model in "ab" for _ in range(30)]
+            return await asyncio.gather(*(http.request(*args, **kwargs) for args, kwargs in wanted))
+
+    answers = asyncio.run(run())
+    assert len(asked) == 1
+    assert [one.status_code for one in answers].count(200) == 1
+    assert {error_of(one)[0] for one in answers if one.status_code != 200} == {429}
 
 
 def test_what_a_request_cost_counts_against_the_budget(ask, keys):

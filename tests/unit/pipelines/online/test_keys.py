@@ -133,3 +133,18 @@ def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_p
             ring.find("a key")
         with pytest.raises(ConfigError, match="cannot be read"):
             ring.present(new_key("alice")[1])
+
+
+def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, monkeypatch):
+    _, record = new_key("alice", expires_at=1000)
+    ring = KeyRing(None, [record])
+    for now, is_there in ((999.9, True), (1000, False), (1e9, False)):
+        monkeypatch.setattr(module.time, "time", lambda now=now: now)
+        assert (ring.present(record) is not None) == is_there
+        assert record.is_expired() != is_there
+
+
+@pytest.mark.parametrize("limits", [{"expires_at": float("inf")}, {"expires_at": "soon"}, {"max_parallel_requests": 0}])
+def test_a_limit_that_is_none_is_refused(limits):
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        new_key("alice", **limits)

@@ -8,6 +8,7 @@ from peagle.speculation import SpeculationStats
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
 from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps
+from pipelines.online.totals import totals_of
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
 NOW = 1_000_000.0  # at the beginning of a step
@@ -127,3 +128,14 @@ def test_shares_of_steps_sum_to_one(begin, end):
     shares = dict(spread_over_steps(begin, end))
     assert sum(shares.values()) == pytest.approx(1)
     assert all(step * STEP_S <= end and (step + 1) * STEP_S >= begin for step in shares)
+
+
+def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path, now, monkeypatch):
+    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    reports = []
+    for number in range(2):
+        ledger(str(number), ended_s_ago=10 * number + 10)
+        totals_of.cache_clear()
+        reports.append(LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now).report()["total"])
+    assert (tmp_path / "ledger" / "totals.jsonl").exists()
+    assert [(one["num_requests"], one["output_tokens_per_s"]) for one in reports] == [(1, 40 / 60), (2, 80 / 60)]

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.economics.ledger import append_request, write_batch
+from peagle.economics.ledger import RequestReader, append_request, write_batch
 from pipelines.online.answers import Tally
 from pipelines.online.budgets import budgets_of
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.settlements import Settlements
+from pipelines.online.totals import totals_of
+from tests.unit.pipelines.online.ledgers import a_request
 
-ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100, budget_usd=1)
+ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100)
+POOR = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
 
 
 def used(account, request_id, tokens, busy_s, clock):
@@ -21,44 +24,69 @@ def used(account, request_id, tokens, busy_s, clock):
     return request.finish("cut")
 
 
-def test_hanging_up_gives_no_tokens_for_nothing(engine_account, clock, tmp_path):
+def admit(settlements, key, tokens, request_id="r", model="m"):
+    return asyncio.run(settlements.admit(key, tokens, model, prompt_tokens=0, request_id=request_id))
+
+
+def refused(settlements, key, tokens, match):
+    with pytest.raises(ApiError, match=match):
+        admit(settlements, key, tokens, "refused")
+
+
+@pytest.fixture
+def settlements(engine_account, tmp_path, clock):
     engine_account.ready()
-    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
-    permit = settlements.limiter.admit(ALICE, 100)
-    settlements.defer("r1", permit)
-    asyncio.run(settlements.catch_up())
-    with pytest.raises(ApiError):
-        settlements.limiter.admit(ALICE, 50)
+    made = Settlements(tmp_path / "ledger", monotonic=clock)
+    assert asyncio.run(made._totals.is_known_soon())
+    return made
+
+
+@pytest.fixture
+def restarted(engine_account, tmp_path, clock):
+    """Another ingress of the same ledger, as its process has it."""
+
+    def start():
+        budgets_of.cache_clear()
+        totals_of.cache_clear()
+        return Settlements(tmp_path / "ledger", monotonic=clock)
+
+    engine_account.ready()
+    return start
+
+
+def test_hanging_up_gives_no_tokens_for_nothing(settlements, engine_account, clock, tmp_path):
+    settlements.defer(admit(settlements, ALICE, 100, "r1"))
+    refused(settlements, ALICE, 50, "output tokens a minute")
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    admit(settlements, ALICE, 60)
+    refused(settlements, ALICE, 1, "output tokens a minute")
+
+
+def test_hanging_up_gives_no_money_for_nothing(settlements, engine_account, clock, tmp_path):
+    settlements.defer(admit(settlements, POOR, 100, "r1"))
+    refused(settlements, POOR, 1, "held by its requests")
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
+    refused(settlements, POOR, 1, "is spent")
+
+
+def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(
+    settlements, engine_account, clock, tmp_path
+):
+    permits = {request_id: admit(settlements, ALICE, 50, request_id) for request_id in ("r1", "r2")}
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
     asyncio.run(settlements.catch_up())
-    settlements.limiter.admit(ALICE, 60)
-    with pytest.raises(ApiError):
-        settlements.limiter.admit(ALICE, 1)
+    settlements.defer(permits["r1"])
+    admit(settlements, ALICE, 10)
+    refused(settlements, ALICE, 1, "output tokens a minute")
+    assert not settlements._waiting
 
 
-def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(engine_account, clock, tmp_path):
-    engine_account.ready()
-    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
-    permits = {request_id: settlements.limiter.admit(ALICE, 50) for request_id in ("r1", "r2")}
+def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(
+    settlements, engine_account, clock, tmp_path, monkeypatch
+):
+    settlements.defer(admit(settlements, ALICE, 100, "r1"))
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
-    append_request(tmp_path / "ledger", used(engine_account, "r2", 50, 2, clock))
-    asyncio.run(settlements.catch_up())
-    settlements.defer("r1", permits["r1"])
-    settlements.limiter.admit(ALICE, 10)
-    clock.now += 121
-    asyncio.run(settlements.catch_up())  # nobody has asked for the other's meanwhile
-    assert not settlements._unclaimed
-    settlements.defer("r2", permits["r2"])
-    with pytest.raises(ApiError):
-        settlements.limiter.admit(ALICE, 41)  # 50 and 10 are reserved still
-
-
-def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(engine_account, clock, tmp_path, monkeypatch):
-    engine_account.ready()
-    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
-    settlements.defer("r1", settlements.limiter.admit(ALICE, 100))
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
-    read, has_begun, may_end = settlements._reader.new, threading.Event(), threading.Event()
+    read, has_begun, may_end = settlements._totals.catch_up, threading.Event(), threading.Event()
 
     def slow():
         has_begun.set()
@@ -77,67 +105,78 @@ def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(engine_account
             while settlements._waiting:
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(settlements._reader, "new", slow)
+    monkeypatch.setattr(settlements._totals, "catch_up", slow)
     asyncio.run(hang_up())
-    settlements.limiter.admit(ALICE, 60)
-    with pytest.raises(ApiError):
-        settlements.limiter.admit(ALICE, 1)
+    admit(settlements, ALICE, 60)
+    refused(settlements, ALICE, 1, "output tokens a minute")
 
 
-def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(tmp_path, clock):
-    settlements = Settlements(tmp_path, monotonic=clock)
-    settlements.defer("r1", settlements.limiter.admit(ALICE, 100))
+def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(settlements, clock):
+    settlements.defer(admit(settlements, ALICE, 100, "r1"))
     clock.now += 121
     asyncio.run(settlements.catch_up())
-    settlements.limiter.admit(ALICE, 100)
+    admit(settlements, ALICE, 100)
 
 
-def test_what_was_spent_before_a_restart_counts(engine_account, clock, tmp_path):
-    engine_account.ready()
+def test_what_was_spent_before_a_restart_counts(restarted, engine_account, clock, tmp_path):
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
-    with pytest.raises(ApiError, match="budget"):
-        Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)
+    refused(restarted(), POOR, 1, "is spent")
 
 
-def test_what_failed_before_its_answer_began_is_not_charged_after_a_restart_either(engine_account, clock, tmp_path):
-    engine_account.ready()
+def test_what_was_under_way_at_a_restart_counts_when_its_engine_has_written_it(
+    restarted, engine_account, clock, tmp_path
+):
+    admit(restarted(), POOR, 1, "r1")
+    after = restarted()
+    permit = admit(after, POOR, 1, "r2")
+    after.settle(permit, output_tokens=1, usd=0.01)
+    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))
+    refused(after, POOR, 1, "is spent")
+
+
+def test_what_failed_before_its_answer_began_is_not_charged_after_a_restart_either(
+    restarted, engine_account, clock, tmp_path
+):
     request = engine_account.begin("r1", "alice")
     clock.now += 51
     append_request(tmp_path / "ledger", request.finish("failed"))
-    Settlements(tmp_path / "ledger", monotonic=clock).limiter.admit(ALICE, 1)
+    admit(restarted(), POOR, 1)
 
 
-def test_a_batch_that_has_ended_is_charged_within_half_a_minute(engine_account, clock, tmp_path):
-    engine_account.ready()
-    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+def test_a_batch_that_has_ended_is_charged_within_half_a_minute(settlements, engine_account, clock, tmp_path):
     asyncio.run(settlements.catch_up())
-    used_by_others = used(engine_account, "r1", 40, 51, clock)  # its own answer has told the gate
-    append_request(tmp_path / "ledger", used_by_others)
-    clock.now += 31
+    clock.now += 121  # what comes soon after a start is looked for each second
     asyncio.run(settlements.catch_up())
-    settlements.limiter.admit(ALICE, 1)
-    batch = replace(used_by_others, request_id="batch_1", usage=replace(used_by_others.usage, session_id="batch_1"))
+    batch = replace(used(engine_account, "batch_1", 40, 0, clock), usd=1.02)
     for _ in range(2):
-        write_batch(tmp_path / "ledger", batch)
+        write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
     asyncio.run(settlements.catch_up())
-    settlements.limiter.admit(ALICE, 1)
+    settlements.settle(admit(settlements, POOR, 1), output_tokens=0, usd=0)
     clock.now += 31
+    refused(settlements, POOR, 1, "is spent")
+
+
+def test_what_tokens_cost_before_a_restart_is_what_requests_hold(restarted, tmp_path):
+    append_request(tmp_path / "ledger", a_request(key="bob"))  # 0.0005 USD an output token
+    after = restarted()
+    admit(after, POOR, 999, "r1")
+    admit(after, POOR, 999, "r2")
+    refused(after, POOR, 99, "held by its requests")
+
+
+def test_a_model_has_a_price_soon_after_its_first_answer(settlements, clock, tmp_path):
+    clock.now += 200
     asyncio.run(settlements.catch_up())
-    with pytest.raises(ApiError, match="budget"):
-        settlements.limiter.admit(ALICE, 1)
+    first = admit(settlements, POOR, 1, "r1")
+    refused(settlements, POOR, 1, "held by its requests")
+    append_request(tmp_path / "ledger", a_request("r1"))
+    settlements.settle(first, output_tokens=41, usd=0.022)
+    clock.now += 1
+    admit(settlements, POOR, 1, "r2")
+    admit(settlements, POOR, 1, "r3")
 
 
-def test_what_tokens_cost_before_a_restart_is_what_requests_hold(engine_account, clock, tmp_path):
-    engine_account.ready()
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 5, clock))  # 0.1 USD
-    limiter = Settlements(tmp_path / "ledger", monotonic=clock).limiter
-    assert limiter.admit(ALICE, 20, "m").held_usd == pytest.approx(0.05)
-    assert limiter.admit(ALICE, 20, "other").held_usd == 0
-
-
-def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(engine_account, clock, tmp_path):
-    engine_account.ready()
-    settlements = Settlements(tmp_path / "ledger", monotonic=clock)
+def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(settlements, engine_account, clock, tmp_path):
     asyncio.run(settlements.catch_up())
     one = used(engine_account, "batch_1", 40, 26, clock)  # 0.52 USD
     batch = replace(one, usage=replace(one.usage, session_id="batch_1"))
@@ -145,5 +184,22 @@ def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(engine_acco
     budgets_of(tmp_path / "ledger").settle_batch("batch_1", "alice", batch.usd)
     clock.now += 31
     asyncio.run(settlements.catch_up())
-    assert budgets_of(tmp_path / "ledger").spent_by_batches("alice") == batch.usd
-    settlements.limiter.admit(ALICE, 1)
+    assert budgets_of(tmp_path / "ledger").spent_usd("alice") == batch.usd
+    admit(settlements, POOR, 1)
+
+
+def test_while_the_ledger_is_read_keys_without_a_budget_are_let_in_and_others_told_to_come_again(
+    restarted, tmp_path, monkeypatch
+):
+    may_end = threading.Event()
+    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
+    monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
+    after = restarted()
+    admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
+    for asked in (after.admit(POOR, 1, "m", prompt_tokens=0, request_id="r2"), after.require_budget(POOR)):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(asked)
+        assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+    may_end.set()
+    monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
+    admit(after, POOR, 1, "r2")

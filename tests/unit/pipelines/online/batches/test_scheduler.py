@@ -315,7 +315,7 @@ def test_what_cannot_be_collected_now_is_collected_later(
     done = shown(store, collected_later)
     assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
     assert done["output_file_id"]
-    assert (budgets.held_by_batches("alice"), budgets.spent_by_batches("alice")) == (0, 0.5)
+    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
@@ -398,11 +398,22 @@ def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, or
     assert sorted(work.arguments[0].owner for work in runner.works if work.kind == "run") == ["alice", "bob"]
 
 
+def test_a_batch_waits_until_it_is_known_what_its_key_has_spent(scheduler, runner, order, make_key, spent):
+    order(key=make_key(budget_usd=2))
+    spent["alice"] = None
+    check_all(scheduler, runner)
+    scheduler.tick()
+    assert [work.kind for work in runner.works] == ["check"]
+    spent["alice"] = 0.5
+    scheduler.tick()
+    assert runner.works[-1].arguments[0].budget_usd == 1.5
+
+
 def test_a_batch_holds_its_budget_from_start_to_end(
     scheduler, runner, store, settings, order, make_key, make_result, clock, spent
 ):
     budgets, batch_id = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
-    budgets.hold_request("alice", 0.25)
+    budgets.hold_request("1", "alice", None, 0.25)
     check_all(scheduler, runner)
     run = runner.works[-1]
     assert (run.arguments[0].budget_usd, budgets.held_by_batches("alice")) == (1.75, 1.75)
@@ -413,15 +424,16 @@ def test_a_batch_holds_its_budget_from_start_to_end(
     scheduler.tick()
     runner.works[-1].answer = make_result(batch_id)
     scheduler.tick()
-    assert (budgets.held_by_batches("alice"), budgets.spent_by_batches("alice")) == (0, 0.5)
+    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner, settings, order, make_key):
     budgets, _ = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
-    budgets.hold_request("alice", 2)
+    for number in "12":
+        budgets.hold_request(number, "alice", None, 1)
     check_all(scheduler, runner)
     assert [work.kind for work in runner.works] == ["check"]
-    budgets.hold_request("alice", -1)
+    budgets.let_go("2", "alice")
     scheduler.tick()
     assert runner.works[-1].arguments[0].budget_usd == 1
 

@@ -1,0 +1,255 @@
+import logging
+import os
+import threading
+from random import Random
+
+import pytest
+
+from peagle.economics.ledger import append_request, write_batch
+from peagle.economics.usage import RequestUsage
+from peagle.speculation import SpeculationStats
+from pipelines.online import totals as module
+from pipelines.online.totals import Totals
+from tests.unit.pipelines.online.ledgers import a_request
+
+DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(15, 10, 5))
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Have each look write what it has read."""
+    monkeypatch.setattr(module, "_LEAST_UNSAVED", 0)
+
+
+def append(folder, *numbers, session="s"):
+    for number in numbers:
+        usage = {"started_at": 1000.0 + 30 * number, "finished_at": 1002.2 + 30 * number, "speculation": DRAFTS}
+        key = ("alice", "bob")[number % 2]
+        append_request(folder, a_request(f"r{number}", session_id=session, key=key, usd=number / 7, **usage))
+
+
+def looked(folder):
+    totals = Totals(folder)
+    totals.catch_up()
+    return totals
+
+
+def said(totals):
+    """All of it but the prices, which are of the lines that were read last."""
+    return totals.cells, dict(totals.spent_usd), totals.batches
+
+
+def whole(folder, monkeypatch):
+    """The same without a checkpoint."""
+    with monkeypatch.context() as without:
+        without.setattr(module, "CHECKPOINT_NAME", "none")
+        without.setattr(module, "_LEAST_UNSAVED", 10**9)
+        return said(looked(folder))
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The lines that were read as records."""
+    lines, read = [], RequestUsage.from_json
+    monkeypatch.setattr(RequestUsage, "from_json", lambda line: lines.append(line) or read(line))
+    return lines
+
+
+def test_the_next_process_reads_what_the_one_before_has_not(tmp_path, monkeypatch, parsed):
+    append(tmp_path, *range(20))
+    batch = a_request("batch_1", session_id="batch_1", usd=3.0)
+    write_batch(tmp_path, batch)
+    looked(tmp_path)
+    append(tmp_path, 20, 21)
+    append(tmp_path, 22, session="another")
+    parsed.clear()
+    found = looked(tmp_path)
+    assert len(parsed) == 3
+    assert found.batches == {"batch_1"}
+    assert said(found) == whole(tmp_path, monkeypatch)
+
+
+def damage(change):
+    def apply(folder):
+        path = folder / "totals.jsonl"
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def shorten(folder):
+    os.truncate(folder / "requests-s.jsonl", 700)
+
+
+def shorten_and_grow(folder):
+    """As after a power cut that took lines which had been read."""
+    path = folder / "requests-s.jsonl"
+    size = path.stat().st_size
+    os.truncate(path, size - len(path.read_bytes().splitlines()[-1]) - 1)
+    append(folder, *range(30, 40))
+    assert path.stat().st_size > size
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        shorten,
+        shorten_and_grow,
+        lambda folder: (folder / "requests-t.jsonl").unlink(),
+        lambda folder: (folder / "requests-t.jsonl").rename(folder / "requests-u.jsonl"),
+        damage(lambda data: data[:-2]),
+        damage(lambda data: data[: len(data) // 2]),
+        damage(lambda data: data.replace(b"alice", b"clive", 1)),
+        damage(lambda data: data.replace(b'"version": 1', b'"version": 2')),
+        damage(lambda data: b""),
+        damage(lambda data: b"[]\n" + data),
+        damage(lambda data: b"\xff" + data),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp_path, monkeypatch, caplog, change):
+    append(tmp_path, *range(20))
+    append(tmp_path, *range(20, 25), session="t")
+    looked(tmp_path)
+    change(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
+    assert "the whole ledger is read" in caplog.text
+    caplog.clear()
+    looked(tmp_path)  # a sound one has taken its place
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_or_counted_twice_whoever_writes_when(tmp_path, monkeypatch, seed):
+    """Two ingresses at once, as in a redeploy, that look and start again while engines append, and torn ends."""
+    random, number = Random(seed), 0
+    ingresses = [looked(tmp_path), looked(tmp_path)]
+    for _ in range(60):
+        what = random.random()
+        if what < 0.5:
+            for _ in range(random.randint(1, 4)):
+                append(tmp_path, number, session=random.choice("stu"))
+                number += 1
+        elif what < 0.6:
+            with (tmp_path / f"requests-{random.choice('stu')}.jsonl").open("ab") as file:
+                file.write(b'{"torn": ' + (b"\n" if random.random() < 0.5 else b""))
+        elif what < 0.85:
+            random.choice(ingresses).catch_up()
+        else:
+            ingresses[random.randrange(2)] = looked(tmp_path)
+    for ingress in ingresses:
+        ingress.catch_up()
+    expected = whole(tmp_path, monkeypatch)
+    for found in (*ingresses, looked(tmp_path)):
+        cells, spent, _ = said(found)
+        assert sum(sums.num_requests for sums in cells.values()) == sum(
+            one.num_requests for one in expected[0].values()
+        )
+        assert spent == pytest.approx(expected[1])
+
+
+def test_lines_that_are_appended_while_it_is_written_are_read_after_it(tmp_path, monkeypatch):
+    append(tmp_path, *range(5))
+    write = module.write_checkpoint
+
+    def slow(path, checkpoint):
+        append(tmp_path, 5, 6)
+        write(path, checkpoint)
+
+    monkeypatch.setattr(module, "write_checkpoint", slow)
+    looked(tmp_path)
+    monkeypatch.setattr(module, "write_checkpoint", write)
+    assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_harms_nothing(tmp_path, monkeypatch, caplog):
+    append(tmp_path, 1)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_checkpoint", fail)
+    totals = looked(tmp_path)
+    append(tmp_path, 2)
+    totals.catch_up()
+    assert "No space left on device" in caplog.text
+    assert said(totals) == whole(tmp_path, monkeypatch)
+
+
+def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_UNSAVED", 4)
+    append(tmp_path, *range(3))
+    totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
+    assert not path.exists()
+    append(tmp_path, *range(3, 5))
+    totals.catch_up()
+    written = path.read_bytes()
+    append(tmp_path, *range(5, 8))
+    totals.catch_up()
+    assert path.read_bytes() == written
+    append(tmp_path, 8)
+    totals.catch_up()
+    assert path.read_bytes() != written
+    assert looked(tmp_path).prices == totals.prices
+
+
+def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_new(tmp_path, monkeypatch):
+    append(tmp_path, *range(41))
+    totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
+    written = path.read_bytes()
+    append(tmp_path, *range(41, 50))
+    totals.catch_up()
+    assert path.read_bytes() == written
+    append(tmp_path, *range(50, 60))
+    totals.catch_up()
+    assert path.read_bytes() != written
+
+
+class Hears:
+    def __init__(self):
+        self.began, self.heard = None, []
+
+    def begin(self, totals):
+        self.began = dict(totals.spent_usd)
+
+    def hear(self, request):
+        self.heard.append(request.request_id)
+
+
+def test_who_follows_is_told_once_of_all_that_it_did_not_begin_with(tmp_path):
+    append(tmp_path, 1)
+    looked(tmp_path)
+    append(tmp_path, 2)
+    totals, early, late = Totals(tmp_path), Hears(), Hears()
+    totals.follow(early)
+    assert not totals.is_known
+    totals.catch_up()
+    totals.follow(late)
+    append(tmp_path, 3)
+    totals.catch_up()
+    assert (early.began, early.heard) == ({"bob": 1 / 7}, ["r2", "r3"])
+    assert (late.began, late.heard) == ({"bob": 1 / 7, "alice": 2 / 7}, ["r3"])
+
+
+def test_who_follows_waits_for_no_look(tmp_path, monkeypatch):
+    append(tmp_path, 1)
+    totals, may_end, hears = Totals(tmp_path), threading.Event(), Hears()
+
+    def slow(reader):
+        may_end.wait(10)
+        yield a_request("late")
+
+    monkeypatch.setattr(module.RequestReader, "each", slow)
+    totals.read_in_background()
+    totals.follow(hears)
+    assert hears.began is None
+    may_end.set()
+    totals._thread.join()
+    assert (hears.began, hears.heard) == ({}, ["late"])
+
+
+def test_recent_requests_are_there_though_a_checkpoint_has_them(tmp_path):
+    append(tmp_path, *range(20))
+    looked(tmp_path)
+    totals = looked(tmp_path)
+    assert {one.request_id for one in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
