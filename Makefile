@@ -4,6 +4,7 @@
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make faults kill each part of the endpoint under load, overload it, and write the table
 # make setup  only the environment, in .venv
+# make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-images  take the pictures of the endpoint's page again, in headless Chromium
 # make lock   resolve requirements/*.txt again
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults setup check docs-bad-inputs docs-images lock clean
+.PHONY: demo test soak chaos faults setup check audit-deps docs-bad-inputs docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -56,6 +57,28 @@ check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A local version such as 2.13.0+cpu is unknown to OSV, which would call it free of faults; the public one is asked for.
+# AUDIT names another service: AUDIT='--vulnerability-service osv --osv-url https://...'.
+AUDIT ?= --vulnerability-service osv
+PIP_AUDIT := $(VENV)/audit/bin/pip-audit
+
+audit-deps: $(PIP_AUDIT)
+	@for lock in cpu cuda; do \
+		sed -E 's/^([^ ;]+==[^ ;+]+)\+[a-z0-9.]+/\1/' requirements/$$lock.txt >$(VENV)/audit/$$lock.txt; \
+		echo "requirements/$$lock.txt:"; \
+		if ! $(PIP_AUDIT) $(AUDIT) --strict --no-deps --disable-pip --progress-spinner off -r $(VENV)/audit/$$lock.txt \
+				2>$(VENV)/audit/$$lock.log; then \
+			if grep -qE 'ConnectionError|ConnectTimeout|ReadTimeout' $(VENV)/audit/$$lock.log; then \
+				echo "nothing was audited: the service cannot be reached from here ($(VENV)/audit/$$lock.log)" >&2; exit 2; \
+			fi; \
+			tail -n 20 $(VENV)/audit/$$lock.log >&2; exit 1; \
+		fi; \
+	done
+
+$(PIP_AUDIT):
+	@$(PYTHON) -m venv --clear $(VENV)/audit
+	@$(VENV)/audit/bin/python -m pip install -qq pip-audit==2.10.1
 
 docs-bad-inputs: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/bad_inputs

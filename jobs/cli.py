@@ -21,6 +21,7 @@ from jobs.throttle import human_output
 from peagle import __version__
 from peagle.errors import PeagleError
 from peagle.files import write_json
+from peagle.private import keep_private
 
 COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
@@ -42,6 +43,7 @@ COMMANDS = {
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }
+_SHARED = ("models add",)  # its result, a catalog, may be for all users of a machine
 _JSON_HELP = "write the result as data ('-' for standard output; the rest is then on standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 
@@ -69,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the command and write its result, or its error, where it is wanted as data; its exit code."""
     try:
+        if args.command not in _SHARED:
+            keep_private()
         with human_output(args):
             code, result = args.module.run(args)
     except PeagleError as error:

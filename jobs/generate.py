@@ -15,7 +15,7 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
 
   peagle generate --input prompts.jsonl --output runs/first --max-tokens 128
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
-  ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
+  RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
 The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
 --budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it

@@ -17,7 +17,7 @@ Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and 
   peagle train --prompts prompts.jsonl --output heads/first
   peagle train --prompts stdlib --limit 4000 --output heads/code
   peagle train --prompts runs/responses --responses given --output heads/second
-  ray job submit --working-dir . -- python -m jobs.train --config train.yaml
+  RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.train --config train.yaml
 
 The target answers the prompts itself first, in two bulk runs in OUTPUT/responses, greedily and by sampling. Its hidden
 states are computed once and kept in OUTPUT/features; the head ends in OUTPUT/head. Stop it whenever you like: the same

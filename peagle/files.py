@@ -10,6 +10,7 @@ the file that was to get its name (`docs/decisions/0015-durable-names.md`).
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
@@ -28,25 +29,31 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV
 _LINKS = "name a folder on a local disk, on NFS version 4 or newer (EFS), on Lustre, or in S3"
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace `path` with `data`; a reader sees the old bytes or the new ones, never a part.
+
+    Args:
+        mode: permissions from the first byte on; the umask takes some away.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    _put(path, data, _rename)
+    _put(path, data, _rename, mode)
 
 
-def write_once(path: Path, data: bytes) -> bool:
+def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create `path` with `data` unless it exists; the first writer wins.
 
     A hard link is the one local operation that both creates a name and fails when it is taken, so of two writers
     exactly one gets True, whatever is killed in between.
 
+    Args:
+        mode: as `write_atomic`.
+
     Raises:
         OSError: the disk is full, or the folder cannot be written. The file may be there all the same.
     """
-    return _put(path, data, _link)
+    return _put(path, data, _link, mode)
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -196,12 +203,12 @@ def sha256(path: Path) -> str:
 _Placing = Callable[[BinaryIO, Path, Path], bool]
 
 
-def _put(path: Path, data: bytes, place: _Placing) -> bool:
+def _put(path: Path, data: bytes, place: _Placing, mode: int) -> bool:
     """Write a temporary file, and have `place` give it its name; whether it got it."""
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = _temporary_name(path)
         try:
-            with temporary.open("xb") as file:
+            with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
                 _flush(file)  # else a power cut may keep the name and lose the bytes
                 placed = place(file, temporary, path)

@@ -19,11 +19,16 @@ from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.ports import require_free
+from pipelines.batch import ray_token
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
 from pipelines.failures import explain
 
 _POLL_S = 5.0
 _NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
+_NO_JOIN = (
+    "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
+    "docs/security.md says how it gets there"
+)
 _abandoned = False
 _exit_code = StoppedEarly.exit_code
 _asked = False
@@ -42,22 +47,25 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     own end of a process, Ray's takes its place, so that Ray is stopped.
 
     Args:
-        metrics_port: of Ray's Prometheus exporter, where Ray is started here; one that is free if None.
+        metrics_port: of Ray's Prometheus exporter, where Ray is started here. Where it is None a free one is taken,
+            and nothing of Ray can be reached from another machine.
 
     Raises:
         CapacityError: it did not come up, or cannot be joined.
-        ConfigError: a metrics port is named for a cluster that runs, or something else has it.
+        ConfigError: a metrics port is named for a cluster that runs, or something else has it; or the cluster that
+            runs asks for no token.
     """
-    import ray
-
     if metrics_port is not None:
         _check_metrics_port(metrics_port)
-    if ray.is_initialized():
+    has_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if not has_joined:
+        _set_up_environment(has_metrics_port=metrics_port is not None)
+    import ray
+
+    if has_joined:
         yield
         return
     remote = is_remote()
-    # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
-    os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -71,15 +79,30 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
         )
     except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
-        raise explain(error, what, hint=_NO_RAY, otherwise=CapacityError) from error
+        raise explain(error, what, hint=_NO_JOIN if remote else _NO_RAY, otherwise=CapacityError) from error
     except SystemExit:  # Ray's answer to a SIGTERM while it starts
         raise KeyboardInterrupt from None
     try:
         _give_back(handler)
+        if remote:
+            ray_token.require_token()
         yield
     finally:
         if not _abandoned:
             ray.shutdown()
+
+
+def _set_up_environment(*, has_metrics_port: bool) -> None:
+    """What Ray reads from the environment, some of it when it is imported."""
+    # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
+    os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
+    if is_remote():
+        ray_token.prepare_to_join()
+        return
+    ray_token.prepare_to_start()
+    if not has_metrics_port:
+        # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def _give_back(handler: Any) -> None:

@@ -7,13 +7,12 @@ minute if it grew, and when its process ends. Of a process that is killed the la
 
 import contextlib
 import hashlib
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from peagle.private import temporary_folder
 from peagle.storage import WRITE_ERRORS, Place, is_remote, write_atomic
 
 COPY_S = 60.0
@@ -24,9 +23,7 @@ def logs_folder(root: Place) -> Path:
     """Where the processes of this node write the logs of a run."""
     if not is_remote(root):
         return cast(Path, root / "logs")
-    return (
-        Path(tempfile.gettempdir()) / f"peagle-{os.getuid()}-logs-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}"
-    )
+    return temporary_folder(f"logs-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}")
 
 
 class LogCopy:

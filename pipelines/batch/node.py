@@ -8,7 +8,6 @@ import fcntl
 import functools
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from peagle import hardware
@@ -19,6 +18,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.start import follow_engine, start_engine
 from peagle.engine.vllm_engine import VllmEngine
 from peagle.errors import CapacityError
+from peagle.private import SECRET_MODE, temporary_folder
 
 _MAX_SLOTS = 1024
 # With 4 requests at once and fewer an engine on 2 cores was mostly faster with yields, with 16 without.
@@ -32,10 +32,9 @@ def claim_slot(places: str) -> int:
     Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
     process ends, however it ends; so a restarted engine takes the place of the one that died.
     """
-    folder = Path(tempfile.gettempdir()) / f"peagle-{os.getuid()}-{places}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = temporary_folder(f"places-{places}")
     for slot in range(_MAX_SLOTS):
-        descriptor = os.open(folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, SECRET_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

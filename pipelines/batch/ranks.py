@@ -15,6 +15,7 @@ from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
+from peagle.private import keep_private
 from pipelines.batch.logs import copied
 from pipelines.batch.node import claim_slot, follow_vllm, redirect_output
 from pipelines.batch.rundir import RunDirectory
@@ -41,6 +42,7 @@ class Follower:
     """One of the other nodes' part of an engine."""
 
     def __init__(self, job: FollowerJob, number: int) -> None:
+        keep_private()
         self._job, self._number = job, number
         self._run = RunDirectory(job.run_dir)
         self._log = self._run.logs / f"engine-{job.session_id}-node-{number}.log"

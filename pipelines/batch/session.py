@@ -8,6 +8,7 @@ import threading
 import time
 
 from peagle.economics.prices import Device
+from peagle.private import keep_private
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.logs import COPY_S, LogCopy
 from pipelines.batch.meter import EngineMeter, new_session_id
@@ -25,6 +26,7 @@ class Session:
     """
 
     def __init__(self, run: RunDirectory, *, places: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
+        keep_private()
         self.meter = EngineMeter()
         self._started_at = time.time()
         self.session_id = new_session_id()

@@ -21,6 +21,7 @@ from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
 from pipelines.batch.cluster import inspect, num_nodes
 from pipelines.batch.placing import Placement
+from pipelines.batch.ray_token import require_token
 from pipelines.online.batches.setup import batch_settings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelKeys
@@ -59,8 +60,9 @@ def build(arguments: ServeConfig) -> Any:
     """The application, for Serve's own commands: `import_path: pipelines.online.app:build`.
 
     Raises:
-        PeagleError: what was asked for cannot be served.
+        PeagleError: what was asked for cannot be served, or the cluster asks for no token.
     """
+    require_token()
     here = inspect()
     return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))
 

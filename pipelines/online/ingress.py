@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
 from peagle.economics.prices import Price
+from peagle.private import keep_private
 from pipelines.online.answers import WholeAnswer
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
@@ -65,6 +66,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         price: Price,
         batches: BatchSettings | None = None,
     ) -> None:
+        keep_private()
         super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
+from peagle.private import SECRET_MODE
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
@@ -123,8 +124,7 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
         raise ConfigError(f"keys {path}: there is a key called {min(repeated)} already", hint="choose another name")
     data = json.dumps([record.model_dump(mode="json") for record in records], indent=2) + "\n"
     try:
-        write_atomic(path, data.encode())
-        path.chmod(0o600)
+        write_atomic(path, data.encode(), mode=SECRET_MODE)
     except OSError as error:
         raise ConfigError(f"keys {path}: cannot be written: {error}") from error
 

@@ -20,6 +20,7 @@ from peagle import hardware
 from peagle.engine.environment import environment
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import compile_seconds
+from peagle.private import keep_private
 from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.coalesce import Pace
@@ -63,6 +64,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
+        keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)

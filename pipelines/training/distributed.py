@@ -23,6 +23,7 @@ from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, 
 from peagle.drafter.prompts import is_code_source
 from peagle.drafter.workers import Distributed
 from peagle.errors import DivergedError, PeagleError
+from peagle.private import keep_private
 from peagle.storage import place
 from pipelines.batch.cluster import abandon, has_gpus, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
@@ -144,6 +145,7 @@ def _work(told: dict[str, Any]) -> DivergedError | None:
     trainings. A loss is not finite for all workers at once, and would be again: so the error is returned, for Ray would
     start them again for one that is raised.
     """
+    keep_private()
     prepared = prepare(TrainConfig(**told["settings"]), Listener(), extract=_leave, verify=False)
     workers = Distributed(prepared.device)
     head = prepared.new_head(is_told=workers.rank > 0)

@@ -16,6 +16,7 @@ from peagle.drafter.features import FeatureJob, open_store, shard_tensors
 from peagle.drafter.hidden_states import load_reader
 from peagle.drafter.store import write_shard
 from peagle.errors import PeagleError
+from peagle.private import keep_private
 from pipelines.batch import cluster
 from pipelines.batch.node import localize
 from pipelines.failures import explain
@@ -84,6 +85,7 @@ class _ShardWriter:
     """An actor with a target; a block of documents in, their shard's checksum out."""
 
     def __init__(self, reference: str, aux_layers: tuple[int, ...], folder: str, device: str) -> None:
+        keep_private()
         self._reader = load_reader(Path(localize(reference)), aux_layers, device)
         self._folder, self._device = Path(folder), device
 

@@ -7,6 +7,7 @@ started; the next ingress continues the run.
 from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.errors import PeagleError
+from peagle.private import keep_private
 from pipelines.failures import explain
 from pipelines.online.batches.validation import Checked, Rules, check_input
 from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, collect, run_batch
@@ -68,6 +69,7 @@ class BatchActor:
     """The process of one piece of work."""
 
     def __init__(self) -> None:
+        keep_private()
         self._stop, self._counts = Stop(), Counts()
 
     def check(self, path: str, rules: Rules) -> Checked:

@@ -1,0 +1,128 @@
+"""Ray's token. Whoever has it may run anything on the cluster's nodes; whoever has not gets nothing from them.
+
+Ray 2.60 asks for a token where RAY_AUTH_MODE=token stands in the environment of each process, and by default only on
+a cluster that `ray.init` starts. Here every cluster that is started or joined has one, unless the user says
+RAY_AUTH_MODE=disabled, which is Ray's own word for it. It knows Ray's variables and its file; no runs.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from peagle.errors import CapacityError, ConfigError
+from peagle.files import write_once
+from peagle.private import SECRET_MODE
+
+_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# A call that every Ray answers, asks nothing of, and refuses without the token where there is one.
+_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+_TIMEOUT_S = 20.0
+_OPEN_HINT = (
+    "start its nodes with a token: `. deploy/ray.env` sets RAY_AUTH_MODE=token, and docs/security.md shows all of it.\n"
+    "Where the network and all users of the machine may run anything, say RAY_AUTH_MODE=disabled"
+)
+_log = logging.getLogger(__name__)
+
+
+def is_disabled() -> bool:
+    """Whether the user wants no token."""
+    return os.environ.get(_MODE, "").lower() == "disabled"
+
+
+def token_file() -> Path:
+    """Where Ray looks for the token when no variable names it."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def prepare_to_start() -> None:
+    """Have the Ray that is about to be started here ask for a token: the one that there is, or a new one.
+
+    Ray would create the file with whatever the umask allows, which mostly is for everybody to read.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if is_disabled():
+        return
+    _ask_for_token()
+    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
+        return
+    path = token_file()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_once(path, secrets.token_hex(32).encode(), mode=SECRET_MODE)
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token {path}: cannot be written: {error.strerror}", hint=f"set {_TOKEN} to a long random string"
+        ) from error
+    _close_to_others(path)
+
+
+def prepare_to_join() -> None:
+    """Present the token that this machine has to the cluster that is about to be joined.
+
+    Ray itself does so only where RAY_AUTH_MODE says so.
+    """
+    if is_disabled():
+        return
+    path = token_file()
+    if path.is_file():
+        _close_to_others(path)
+    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
+        _ask_for_token()
+
+
+def require_token() -> None:
+    """Refuse the cluster that this process has joined if it takes orders without a token.
+
+    Raises:
+        ConfigError: it does, and the user has not said that it may.
+        CapacityError: it cannot be asked.
+    """
+    if is_disabled():
+        return
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    if _is_open(address):
+        raise ConfigError(
+            f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run commands on its nodes",
+            hint=_OPEN_HINT,
+        )
+
+
+def _ask_for_token() -> None:
+    os.environ[_MODE] = "token"  # whatever it was: to Ray any other word, a misspelt one too, means none
+
+
+def _is_open(address: str) -> bool:
+    """Whether the cluster at this address answers somebody without a token."""
+    import grpc
+
+    has_tls = os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(_CALL, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            call(b"", timeout=_TIMEOUT_S, wait_for_ready=not has_tls)
+        except grpc.RpcError as error:
+            # Ray's TLS lets nobody in without a certificate: there the connection itself fails.
+            if has_tls or error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise CapacityError(
+                f"the Ray cluster at {address} does not say whether it asks for a token: {error.code().name}",
+                hint="make sure that the cluster is up; the same command tries again",
+            ) from error
+    return True
+
+
+def _close_to_others(path: Path) -> None:
+    """Take a token's file away from others, where Ray or a copy has left it open to them."""
+    status = path.stat()
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+        with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed
+            path.chmod(SECRET_MODE)
+        _log.warning(
+            "%s could be read by others: if anybody else uses this machine, delete it while no Ray of yours runs", path
+        )

@@ -1,0 +1,281 @@
+"""Ray as the documentation starts it, seen by a stranger: what listens where, and what it does without the token."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from peagle.ports import free_port
+from tests.chaos.processes import descendants, kill
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+START_S = 150
+
+pytestmark = pytest.mark.timeout(2 * START_S + 60)
+
+# A call of each of Ray's services: without the token it is refused before it is read.
+CALLS = (
+    "/ray.rpc.NodeInfoGcsService/CheckAlive",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.ObjectManagerService/Pull",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+    "/ray.rpc.ReporterService/HealthCheck",
+    "/ray.rpc.RayletDriver/ClusterInfo",
+)
+# A part of the command line or the title of each of Ray's processes, and its name in docs/security.md.
+PROCESSES = {
+    "gcs_server": "GCS",
+    "raylet/raylet": "raylet",
+    "ray::DashboardAgent": "dashboard agent",
+    "ray::RuntimeEnvAgent": "runtime environment agent",
+    "dashboard/dashboard.py": "dashboard",
+    "autoscaler/_private/monitor.py": "autoscaler",
+    "ray.util.client.server": "client server",
+    "ray::IDLE": "worker",
+    "ray::wait": "worker",
+}
+
+
+def environment_of(home, *, with_token=True):
+    """The environment in which deploy/ray.env is read."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "HOME": str(home), "PATH": f"{BIN}:{kept['PATH']}", "PYTHONPATH": str(ROOT)} | (
+        {} if with_token else {"RAY_AUTH_MODE": "disabled"}
+    )
+
+
+class Node:
+    """A head node with ports of its own."""
+
+    def __init__(self, home, *, with_token):
+        self.environment = environment_of(home, with_token=with_token)
+        self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
+        first, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
+        if not with_token:  # as it was before the token
+            first, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
+        own = (
+            f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
+            f" --dashboard-agent-listen-port={self.ports['agent']} --ray-client-server-port={self.ports['client']}"
+            " --min-worker-port=0 --max-worker-port=0 --object-store-memory=100000000 --disable-usage-stats"
+        )
+        script = f"{first.split('#')[0]} && {start} {own}"
+        self._log = home / "ray.log"
+        with self._log.open("wb") as sink:
+            self._shell = subprocess.Popen(
+                ["sh", "-c", script], cwd=ROOT, env=self.environment, stdout=sink, stderr=subprocess.STDOUT
+            )
+        self.address = ""
+
+    def wait(self):
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started." not in (said := self._log.read_text(errors="replace")):
+            assert self._shell.poll() is None, said[-3000:]
+            assert time.monotonic() < deadline, said[-3000:]
+            time.sleep(0.2)
+        self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", said)[1]
+        self.address = f"{self.host}:{self.ports['gcs']}"
+        while self.answer(self.agent) is None:
+            assert time.monotonic() < deadline, "the agent did not come up"
+            time.sleep(0.5)
+        return self
+
+    @property
+    def agent(self):
+        return f"http://{self.host}:{self.ports['agent']}/api/job_agent/jobs/"
+
+    @property
+    def dashboard(self):
+        return f"http://127.0.0.1:{self.ports['dashboard']}/api/jobs/"
+
+    def answer(self, url, body=None):
+        """Status of an HTTP request without a token; None where nobody answers."""
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def sockets(self):
+        """(process, address, port) of each listening TCP socket of the node's processes."""
+        found = set()
+        for pid in descendants(self._shell.pid):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                title = " ".join(process.cmdline())
+                name = next((name for part, name in PROCESSES.items() if part in title), title)
+                found |= {(name, *one.laddr) for one in process.net_connections("tcp") if one.status == "LISTEN"}
+        return found
+
+    def stop(self):
+        kill(*descendants(self._shell.pid), self._shell.pid)
+        self._shell.wait()
+
+
+@contextlib.contextmanager
+def started(home, *, with_token=True):
+    node = Node(home, with_token=with_token)
+    try:
+        yield node.wait()
+    finally:
+        node.stop()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("home")) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def open_node(tmp_path_factory):
+    """The same without a token."""
+    with started(tmp_path_factory.mktemp("open"), with_token=False) as node:
+        yield node
+
+
+def grpc_status(address, call):
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code().name
+    return "OK"
+
+
+def http_answer(host, port, path):
+    """Status and body; status 0 where the port does not speak HTTP/1."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read(100_000)
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+
+
+def seen_by_a_stranger(host, port):
+    """`metrics`, `token` or `open`: what a port gives to somebody without the token."""
+    metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
+    if b"# HELP" in metrics[1]:
+        return "metrics"
+    if api[0]:
+        return "token" if api[0] == 401 else f"open: {api[0]}"
+    answers = {grpc_status(f"{host}:{port}", call) for call in CALLS}
+    return "token" if "UNAUTHENTICATED" in answers and "OK" not in answers else f"open: {answers}"
+
+
+def documented():
+    """{process: {(address, what a stranger gets)}} of the table in docs/security.md."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
+    found = {}
+    for line in table:
+        process, _, addresses, asks, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        kind = "metrics" if asks.startswith("no: metrics") else asks
+        found.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
+    return found
+
+
+def test_what_listens_is_what_the_documentation_says_and_asks_for_the_token(node):
+    def address(ip):
+        if ip in ("0.0.0.0", "::"):
+            return "all"
+        return "loopback" if ip.removeprefix("::ffff:").startswith("127.") else "node"
+
+    found = {}
+    for process, ip, port in node.sockets():
+        host = "127.0.0.1" if address(ip) == "loopback" else node.host
+        found.setdefault(process, set()).add((address(ip), seen_by_a_stranger(host, port)))
+    table = documented()
+    assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= found.keys()
+    assert {process: kinds - table.get(process, set()) for process, kinds in found.items()} == {
+        process: set() for process in found
+    }
+
+
+def test_nobody_runs_a_command_without_the_token(node, tmp_path):
+    mark = tmp_path / "mark"
+    job = json.dumps({"entrypoint": f"touch {mark}"}).encode()
+    assert [node.answer(node.agent, job), node.answer(node.dashboard, job)] == [401, 401]
+    assert grpc_status(f"{node.host}:{node.ports['client']}", "/ray.rpc.RayletDriver/ClusterInfo") == "UNAUTHENTICATED"
+    assert grpc_status(node.address, "/ray.rpc.JobInfoGcsService/GetNextJobID") == "UNAUTHENTICATED"
+    assert not mark.exists()
+
+
+def test_the_attack_works_on_a_node_without_one(open_node, tmp_path):
+    """Else the test above would prove nothing."""
+    mark = tmp_path / "mark"
+    assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
+    deadline = time.monotonic() + 60
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert mark.exists()
+
+
+def generate(address, environment, corpus, output):
+    command = [sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", output]
+    return subprocess.run(
+        command, cwd=ROOT, env={**environment, "RAY_ADDRESS": address}, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_run_on_a_cluster_without_a_token_is_refused_unless_that_is_wanted(open_node, write_jsonl, tmp_path):
+    corpus, output = write_jsonl([{"prompt": "a"}]), tmp_path / "run"
+    refused = generate(open_node.address, environment_of(tmp_path), corpus, output)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert f"{open_node.address} asks for no token" in refused.stderr
+    assert not output.exists()
+    wanted = generate(open_node.address, environment_of(tmp_path, with_token=False), corpus, output)
+    assert wanted.returncode == 0, wanted.stdout + wanted.stderr
+
+
+def test_a_run_presents_the_token_of_its_user(node, write_jsonl, tmp_path):
+    done = generate(node.address, node.environment, write_jsonl([{"prompt": "a"}]), tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = Path(node.environment["HOME"])
+    assert [(home / ".ray" / name).stat().st_mode & 0o777 for name in ("", "auth_token")] == [0o700, 0o600]
+
+
+def test_a_run_without_the_token_of_the_cluster_is_told_about_it(node, write_jsonl, tmp_path):
+    done = generate(node.address, environment_of(tmp_path), write_jsonl([{"prompt": "a"}]), tmp_path / "run")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN)" in done.stderr
+
+
+LOCAL = """
+import json, psutil, ray
+from pipelines.batch.cluster import ray_cluster
+with ray_cluster():
+    ray.get(ray.remote(lambda: None).remote())
+    mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [one for process in mine for one in process.net_connections("tcp") if one.status == "LISTEN"]
+    print(json.dumps([one.laddr.ip for one in sockets]))
+"""
+
+
+def test_a_ray_that_peagle_starts_listens_on_this_machine_alone(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL],
+        cwd=ROOT,
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {ip.removeprefix("::ffff:") for ip in json.loads(done.stdout.splitlines()[-1])} == {"127.0.0.1"}

@@ -1,0 +1,117 @@
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from peagle import private
+from peagle.errors import ConfigError
+from peagle.files import write_atomic, write_once
+from peagle.private import keep_private, temporary_folder
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """A folder for temporary files that everybody can write to, and the user's own umask, all permissive."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = os.umask(0)
+    yield folder
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_temporary_files_go_to_a_folder_of_the_users_own(shared):
+    folder = temporary_folder()
+    assert folder == shared / f"peagle-{os.geteuid()}"
+    assert temporary_folder("slots") == folder / "slots"
+    assert [mode(folder), mode(folder / "slots")] == [0o700, 0o700]
+
+
+def test_a_private_tmpdir_is_taken_as_it_is(shared):
+    shared.chmod(0o700)
+    assert temporary_folder() == shared
+
+
+def test_a_folder_that_was_left_open_is_closed(shared):
+    folder = shared / f"peagle-{os.geteuid()}"
+    folder.mkdir(mode=0o777)
+    temporary_folder()
+    assert mode(folder) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "file"])
+def test_a_name_that_somebody_else_took_is_refused_and_not_followed(shared, tmp_path, kind):
+    theirs, name = tmp_path / "theirs", shared / f"peagle-{os.geteuid()}"
+    if kind == "file":
+        name.touch()
+    else:
+        name.symlink_to(theirs)
+    if kind == "link to a folder":
+        theirs.mkdir(mode=0o777)
+    with pytest.raises(ConfigError, match=rf"{name} (is not a folder of this user|.*)(.|\n)*set TMPDIR"):
+        temporary_folder("slots")
+    assert not theirs.exists() or list(theirs.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(shared):
+    name = shared / f"peagle-{os.geteuid()}"
+    name.mkdir(mode=0o777)
+    os.chown(name, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"belongs to another user \(uid 12345\)"):
+        temporary_folder()
+    assert mode(name) == 0o777
+
+
+@pytest.mark.parametrize(
+    ("before", "file", "folder"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
+)
+def test_others_get_nothing_and_the_group_what_the_umask_says(shared, tmp_path, before, file, folder):
+    os.umask(before)
+    keep_private()
+    keep_private()  # as where an actor and its command are one process
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
+
+
+def test_children_keep_it_too(shared):
+    keep_private()
+    said = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
+
+
+@pytest.mark.parametrize("write", [write_atomic, write_once])
+def test_a_secret_is_readable_by_nobody_else_while_it_is_written(shared, tmp_path, monkeypatch, write):
+    seen, fsync = [], os.fsync
+
+    def look(descriptor):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    write(tmp_path / "keys.json", b"secret", mode=private.SECRET_MODE)
+    assert set(seen) == {0o600}
+    assert mode(tmp_path / "keys.json") == 0o600
+
+
+def test_the_command_makes_everything_private(shared, tmp_path):
+    """`peagle` itself, under a umask that hides nothing."""
+    root = Path(__file__).parents[2]
+    out = tmp_path / "made" / "prompts.jsonl"
+    command = [sys.executable, "-m", "jobs.cli", "prompts", "--output", str(out)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path for path in (out, out.parent) if mode(path) & 0o007] == []
