@@ -110,8 +110,8 @@ def test_a_secret_is_readable_by_nobody_else_while_it_is_written(shared, tmp_pat
 def test_the_command_makes_everything_private(shared, tmp_path):
     """`peagle` itself, under a umask that hides nothing."""
     root = Path(__file__).parents[2]
-    out = tmp_path / "made" / "prompts.jsonl"
-    command = [sys.executable, "-m", "jobs.cli", "prompts", "--output", str(out)]
+    keys, result = tmp_path / "keys" / "keys.json", tmp_path / "made" / "result.json"
+    command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [path for path in (out, out.parent) if mode(path) & 0o007] == []
+    assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]

@@ -1,0 +1,131 @@
+"""A run and an endpoint leave nothing to others, on the disk and on the network, under a umask that hides nothing."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from pipelines.online.keys import new_key, write_keys
+from tests.chaos.processes import descendants
+from tests.faults.endpoint import MODEL, Endpoint, Size
+
+ROOT = Path(__file__).parents[2]
+START_S = 180
+
+pytestmark = pytest.mark.timeout(2 * START_S)
+
+
+@pytest.fixture(autouse=True)
+def permissive(tmp_path, monkeypatch):
+    """No umask, a home without a token, and a folder for temporary files that everybody shares."""
+    shared = Path("/tmp") / f"shared-{os.getpid()}"  # short: Ray's sockets are in it
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(shared))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    before = os.umask(0)
+    yield shared
+    os.umask(before)
+    subprocess.run(["rm", "-rf", shared], check=True)
+
+
+def open_to_others(folder):
+    """Files and folders below that others may read, write or enter; what is in a folder of the user alone is not."""
+    found = []
+    for path in folder.iterdir():
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            continue
+        if mode & 0o007:
+            found.append((str(path), oct(stat.S_IMODE(mode))))
+        if stat.S_ISDIR(mode) and mode & 0o077:
+            found += open_to_others(path)
+    return found
+
+
+def test_a_finished_run_is_for_its_user(permissive, write_jsonl, tmp_path):
+    corpus, made = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
+    command = [
+        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", made / "run",
+        "--rows-per-unit", "2", "--output-format", "jsonl",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (made / "run").iterdir()} >= {
+        "data",
+        "failed",
+        "ledger",
+        "logs",
+        "run.json",
+        "export",
+    }
+    assert open_to_others(made) == []
+    assert stat.S_IMODE(made.stat().st_mode) == 0o770
+    check_around(permissive)
+
+
+def test_an_endpoint_keeps_what_it_was_told_and_listens_where_it_was_asked_to(permissive, tmp_path):
+    key, record = new_key("alice")
+    keys, folder = tmp_path / "keys.json", tmp_path / "made"
+    write_keys(keys, [record])
+    flags = [*Size(min_replicas=1, max_replicas=1).flags(), "--batches", str(folder / "batches"), "--log-prompts"]
+    endpoint = Endpoint(folder, [*flags, "--host", "0.0.0.0", "--keys", str(keys)])
+    port = int(endpoint.url.rpartition(":")[2])
+    endpoint.url = f"http://0.0.0.0:{port}"
+    try:
+        endpoint.wait_until_up(START_S)
+        use(f"http://{own_address()}:{port}/v1", key)
+        assert reachable(endpoint.process.pid) == {port}
+    finally:
+        endpoint.stop()
+    (folder / "serve.log").chmod(0o600)  # the test's own
+    assert {path.name for path in (folder / "state").iterdir()} >= {"ledger", "logs", "prompts"}
+    assert open_to_others(folder) == []
+    check_around(permissive)
+
+
+def use(url, key):
+    """A request, and a batch from its upload to its answers."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=2) as client:
+        assert client.chat.completions.create(**body).usage.completion_tokens == 4
+        file = client.files.create(file=("input.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        deadline = time.monotonic() + START_S
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.5)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed", batch
+        assert b"custom_id" in client.files.content(batch.output_file_id).read()
+
+
+def own_address():
+    """An address of this machine that others could reach; the loopback one where there is none."""
+    addresses = [one for some in psutil.net_if_addrs().values() for one in some if one.family == socket.AF_INET]
+    return next((one.address for one in addresses if not one.address.startswith("127.")), "127.0.0.1")
+
+
+def reachable(pid):
+    """Ports of a process and its children on which other machines reach them."""
+    sockets = [one for child in [pid, *descendants(pid)] for one in psutil.Process(child).net_connections("tcp")]
+    listening = [one.laddr for one in sockets if one.status == "LISTEN"]
+    return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
+
+
+def check_around(shared):
+    """Ray's session, sockets and claims are in the user's own folder, and Ray's token is nobody else's."""
+    assert [path.name for path in shared.iterdir()] == [f"peagle-{os.geteuid()}"]
+    assert stat.S_IMODE((shared / f"peagle-{os.geteuid()}").stat().st_mode) == 0o700
+    assert open_to_others(Path.home()) == []
+    assert stat.S_IMODE((Path.home() / ".ray" / "auth_token").stat().st_mode) == 0o600
