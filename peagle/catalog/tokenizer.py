@@ -20,7 +20,8 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, **({"revision": revision} if revision else {}))
+    # Without the word, transformers asks on the terminal whether code of the folder's own may run.
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **({"revision": revision} if revision else {}))
 
 
 def _kind(folder: Path) -> tuple[Any, Any] | None:

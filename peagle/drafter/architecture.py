@@ -92,7 +92,7 @@ def read_architecture(folder: Path) -> Architecture:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(reason)}") from error

@@ -56,8 +56,8 @@ def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | 
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the command has one of its own
-    auto_class = auto_class_of(AutoConfig.from_pretrained(target))
-    model = auto_class.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
+    auto_class = auto_class_of(AutoConfig.from_pretrained(target, trust_remote_code=False))
+    model = auto_class.from_pretrained(target, dtype=torch.bfloat16, trust_remote_code=False).to(device).eval()
     return HiddenStateReader(model, aux_layers)
 
 

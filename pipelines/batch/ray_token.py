@@ -46,13 +46,15 @@ def prepare_to_start() -> None:
     """
     if is_disabled():
         return
-    _ask_for_token()
+    if os.environ.get(_MODE, "").lower() != "token":
+        os.environ.pop(_MODE, None)  # to Ray any word but "token" means none, a misspelt one too; without one it asks
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
         return
     path = token_file()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_once(path, secrets.token_hex(32).encode(), mode=SECRET_MODE)
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_once(path, secrets.token_hex(32).encode(), mode=SECRET_MODE)
     except OSError as error:
         raise ConfigError(
             f"Ray's token {path}: cannot be written: {error.strerror}", hint=f"set {_TOKEN} to a long random string"
@@ -71,7 +73,7 @@ def prepare_to_join() -> None:
     if path.is_file():
         _close_to_others(path)
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
-        _ask_for_token()
+        os.environ[_MODE] = "token"  # it is read when Ray is imported
 
 
 def require_token() -> None:
@@ -91,10 +93,6 @@ def require_token() -> None:
             f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run commands on its nodes",
             hint=_OPEN_HINT,
         )
-
-
-def _ask_for_token() -> None:
-    os.environ[_MODE] = "token"  # whatever it was: to Ray any other word, a misspelt one too, means none
 
 
 def _is_open(address: str) -> bool:

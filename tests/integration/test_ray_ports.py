@@ -259,9 +259,10 @@ def test_a_run_without_the_token_of_the_cluster_is_told_about_it(node, write_jso
 
 
 LOCAL = """
-import json, psutil, ray
+import json, psutil
 from pipelines.batch.cluster import ray_cluster
 with ray_cluster():
+    import ray
     ray.get(ray.remote(lambda: None).remote())
     mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
     sockets = [one for process in mine for one in process.net_connections("tcp") if one.status == "LISTEN"]

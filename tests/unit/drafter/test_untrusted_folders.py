@@ -1,0 +1,77 @@
+"""A model or head from somewhere else is data: code in its folder, or in its weights, never runs."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+
+from peagle.catalog.tokenizer import load_tokenizer
+from peagle.catalog.weights import read_shapes
+from peagle.drafter.architecture import read_architecture
+from peagle.drafter.hidden_states import load_reader
+from peagle.errors import PeagleError
+
+
+class _Bomb:
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """What the code makes when it runs."""
+    return tmp_path / "it-ran"
+
+
+@pytest.fixture
+def with_code(speaking_target, mark, tmp_path):
+    """A target that names classes in a module of its own, of an architecture that nobody knows."""
+    folder = shutil.copytree(speaking_target, tmp_path / "with-code")
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        names = ("AutoConfig", "AutoModelForCausalLM") if name == "config.json" else ("AutoTokenizer",)
+        auto_map = {one: ["own.Own", None] if one == "AutoTokenizer" else "own.Own" for one in names}
+        values |= {"auto_map": auto_map, "model_type": "own", "tokenizer_class": "Own", "architectures": ["Own"]}
+        (folder / name).write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture
+def with_pickle(speaking_target, mark, tmp_path):
+    """A target whose weights are a pickle that runs a command."""
+    folder = shutil.copytree(speaking_target, tmp_path / "with-pickle")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark)))
+    return folder
+
+
+@pytest.mark.parametrize("read", [load_tokenizer, read_architecture, lambda folder: load_reader(folder, (0, 1), "cpu")])
+@pytest.mark.parametrize("kind", ["with_code", "with_pickle"])
+def test_what_a_target_brings_is_not_run(request, mark, kind, read):
+    folder = request.getfixturevalue(kind)
+    try:
+        read(folder)
+    except Exception as error:
+        said = str(error)
+    else:
+        said = ""
+    assert not mark.exists()
+    assert "[y/N]" not in said  # nor is anybody asked whether it may
+
+
+def test_the_weights_of_such_a_target_are_refused(with_pickle, mark):
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsupported|safetensors"):
+        load_reader(with_pickle, (0, 1), "cpu")
+    assert not mark.exists()
+
+
+def test_a_head_that_is_a_pickle_is_refused(with_pickle, mark):
+    with pytest.raises(PeagleError, match="safetensors"):
+        read_shapes(with_pickle)
+    assert not mark.exists()

@@ -1,0 +1,22 @@
+"""Each promise of docs/security.md names tests that are there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_tests_that_it_names_are_there():
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    there = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        there |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+    assert len(named) > 20
+    assert named - there == set()
+
+
+def test_each_promise_names_one():
+    table = (ROOT / "docs" / "security.md").read_text().split("| promise | shown by |")[1].split("\n\n")[0]
+    rows = table.splitlines()[2:]
+    assert [row for row in rows if "`test_" not in row] == []
