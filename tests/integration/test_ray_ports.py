@@ -1,7 +1,6 @@
 """Ray as the documentation starts it, seen by a stranger: what listens where, and what it does without the token."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -12,9 +11,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
+from strangers import grpc_status, seen_by_a_stranger
 
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
@@ -25,15 +24,6 @@ START_S = 150
 
 pytestmark = pytest.mark.timeout(2 * START_S + 60)
 
-# A call of each of Ray's services: without the token it is refused before it is read.
-CALLS = (
-    "/ray.rpc.NodeInfoGcsService/CheckAlive",
-    "/ray.rpc.NodeManagerService/GetNodeStats",
-    "/ray.rpc.ObjectManagerService/Pull",
-    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
-    "/ray.rpc.ReporterService/HealthCheck",
-    "/ray.rpc.RayletDriver/ClusterInfo",
-)
 # A part of the command line or the title of each of Ray's processes, and its name in docs/security.md.
 PROCESSES = {
     "gcs_server": "GCS",
@@ -146,38 +136,6 @@ def open_node(tmp_path_factory):
     """The same without a token."""
     with started(tmp_path_factory.mktemp("open"), with_token=False) as node:
         yield node
-
-
-def grpc_status(address, call):
-    with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
-        try:
-            ask(b"", timeout=10)
-        except grpc.RpcError as error:
-            return error.code().name
-    return "OK"
-
-
-def http_answer(host, port, path):
-    """Status and body; status 0 where the port does not speak HTTP/1."""
-    try:
-        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
-            return answer.status, answer.read(100_000)
-    except urllib.error.HTTPError as error:
-        return error.code, b""
-    except (OSError, http.client.HTTPException):
-        return 0, b""
-
-
-def seen_by_a_stranger(host, port):
-    """`metrics`, `token` or `open`: what a port gives to somebody without the token."""
-    metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
-    if b"# HELP" in metrics[1]:
-        return "metrics"
-    if api[0]:
-        return "token" if api[0] == 401 else f"open: {api[0]}"
-    answers = {grpc_status(f"{host}:{port}", call) for call in CALLS}
-    return "token" if "UNAUTHENTICATED" in answers and "OK" not in answers else f"open: {answers}"
 
 
 def documented():

@@ -1,0 +1,51 @@
+"""Somebody who reaches a port of Ray and has no token."""
+
+import http.client
+import urllib.error
+import urllib.request
+
+import grpc
+
+# A call of each of Ray's services: without the token it is refused before it is read.
+CALLS = (
+    "/ray.rpc.NodeInfoGcsService/CheckAlive",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.ObjectManagerService/Pull",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+    "/ray.rpc.ReporterService/HealthCheck",
+    "/ray.rpc.RayletDriver/ClusterInfo",
+    "/ray.serve.ASGIService/HandleRequest",
+)
+
+
+def grpc_status(address, call):
+    """What a call without the token gets."""
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code().name
+    return "OK"
+
+
+def http_answer(host, port, path):
+    """Status and body; status 0 where the port does not speak HTTP/1."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read(100_000)
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+
+
+def seen_by_a_stranger(host, port):
+    """`metrics`, `token` or `open`: what a port gives to somebody without the token."""
+    metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
+    if b"# HELP" in metrics[1]:
+        return "metrics"
+    if api[0]:
+        return "token" if api[0] == 401 else f"open: {api[0]}"
+    answers = {grpc_status(f"{host}:{port}", call) for call in CALLS}
+    return "token" if "UNAUTHENTICATED" in answers and "OK" not in answers else f"open: {answers}"
