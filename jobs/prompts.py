@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         action="append",
         metavar="TEXT",
-        help="evaluation set to keep out: humaneval, a .jsonl or .parquet file, or none; may be repeated"
+        help="evaluation set to keep out: humaneval, a corpus of prompts, or none; may be repeated"
         " (default: humaneval)",
     )
 

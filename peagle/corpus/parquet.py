@@ -80,6 +80,22 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
     _readers.put_back(span.path, reader)
 
 
+def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
+    """All rows of a file.
+
+    Raises:
+        InputError: it is not readable as Parquet, or has a column that rows cannot hold.
+    """
+    with _open(file.path) as parquet:
+        _require_readable(file.path, parquet)
+        num_rows = parquet.metadata.num_rows
+    reader = _ForwardParquet(file.path, 0)
+    try:
+        yield from reader.rows(num_rows)
+    finally:
+        reader.close()
+
+
 def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
     """Refuse columns of which something would be lost on the way through a row."""
     schema = storage_schema(parquet.schema_arrow)

@@ -18,7 +18,7 @@ from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.lines import Lines
 from peagle.corpus.openai_batch import BATCH_SCHEMA, is_batch
-from peagle.corpus.parquet import count_parquet, read_parquet, scan_parquet
+from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
 from peagle.corpus.rows import RawRow, Span
 from peagle.corpus.schema import Columns, unify
 from peagle.corpus.text import Record, first_object, read_records, records
@@ -124,6 +124,27 @@ def read(span: Span) -> Iterator[RawRow]:
             f"{span.path}: {count} rows where the plan has {span.num_rows}: the file changed after planning",
             hint="put the file back as it was, or start a new run directory",
         )
+
+
+def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
+    """The rows of all files, for those who take a corpus as a whole: a row that is none ends it.
+
+    Raises:
+        InputError: a file that cannot be read, or a row that is none, with its file and line.
+    """
+    for file in files:
+        for row in read_parquet_file(file) if file.format == "parquet" else _read_text(file):
+            if row.error is not None:
+                raise InputError(f"input {row.error}", hint="correct that row, or leave it out")
+            yield row.columns
+
+
+def _read_text(file: SourceFile) -> Iterator[RawRow]:
+    lines = Lines(file.path)
+    try:
+        yield from (record.row for record in records(file.format, lines))
+    finally:
+        lines.close()
 
 
 class _TextScan:

@@ -24,7 +24,7 @@ class TrainConfig(BaseModel):
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
     prompts: list[str] = Field(
         min_length=1,
-        description="JSONL, Parquet or a bulk run's directory, local or s3://; or code: stdlib, or package:NAME"
+        description="a corpus as generate reads it, or a bulk run's directory; or code: stdlib, or package:NAME"
         " (see `peagle prompts`)",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
@@ -65,8 +65,8 @@ class TrainConfig(BaseModel):
     exclude: list[str] = Field(
         default_factory=lambda: list(DEFAULT),
         min_length=1,
-        description="drop rows that share 10 words in a row with this evaluation set: humaneval, a JSONL or Parquet "
-        "file, or none; default: humaneval",
+        description="drop rows that share 10 words in a row with this evaluation set: humaneval, a corpus "
+        "of prompts, or none; default: humaneval",
     )
     held_out: float = Field(
         0.03, ge=0, lt=0.5, description="share of documents to estimate the acceptance on, never trained"

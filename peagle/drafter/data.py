@@ -1,18 +1,19 @@
 """Prompts and responses to token ids with a loss mask: what a head is trained on.
 
-Reads a bulk run's directory or one JSONL or Parquet file, applies the target's chat template, and says by id
+Reads a bulk run's directory or a corpus, applies the target's chat template, and says by id
 and reason which rows give no sample. Knows tokenizers; knows nothing of hidden states or heads.
 """
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from peagle.errors import InputError, did_you_mean
+from peagle.corpus.files import SourceFile
+from peagle.corpus.scan import find, read_all
+from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.messages import parse_messages
-from peagle.storage import Place, open_to_read
+from peagle.storage import Place
 from peagle.storage.s3_path import SCHEME, S3Path
 
 Row = dict[str, Any]
@@ -56,13 +57,12 @@ class Rejected:
 
 
 def read_responses(source: str | Path) -> Iterator[Row]:
-    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a `.parquet` or `.jsonl` file; local or `s3://`.
+    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a corpus; local or `s3://`.
 
     Raises:
-        InputError: nothing there, an unknown suffix, invalid JSON, or no `response` column.
+        InputError: nothing there, an unknown format, a row that is none, or no `response` column.
     """
-    rows = (row for file in source_files(source) for row in read_rows(file))
-    for number, row in enumerate(rows):
+    for number, row in enumerate(read_all(source_files(source))):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
         yield row
@@ -141,81 +141,30 @@ def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
     return [{"role": "user", "content": row[prompt_column]}]
 
 
-def source_files(source: str | Path) -> list[Place]:
-    """The files of a bulk run's directory, or the file itself.
+def source_files(source: str | Path) -> list[SourceFile]:
+    """The units of a bulk run's directory, or the files of a corpus as `peagle generate` finds them.
 
     Raises:
-        InputError: nothing there.
+        InputError: nothing there, or nothing of a known format.
         StorageError: the store refuses, or does not answer.
     """
-    found = source_place(source)
-    if is_file(found):
-        return [found]
-    units = sorted((found / "data").glob("unit-*.parquet"), key=str)
-    if not units:
+    if units := _units(str(source)):
+        return [SourceFile(path=str(unit), format="parquet", size=unit.stat().st_size) for unit in units]
+    try:
+        return find(str(source))
+    except InputError as error:
         raise InputError(
-            f"{source}: no prompts or responses there",
-            hint="give the directory of a bulk run, or a .jsonl or .parquet file",
-        )
-    return units
+            f"{source}: no prompts or responses there: {error.message}",
+            hint="give the directory of a bulk run, or a corpus that peagle generate reads",
+        ) from error
 
 
-def source_place(source: str | Path) -> Place:
-    """What a user names, under the user's own name for it.
-
-    Raises:
-        ConfigError: an S3 URL that names nothing in a bucket.
-    """
-    return S3Path.parse(str(source)) if str(source).startswith(SCHEME) else Path(source).expanduser()
-
-
-def is_file(found: Place) -> bool:
-    """Whether there is such a file or object."""
-    return found.is_file() if isinstance(found, Path) else found.exists()
-
-
-def read_rows(file: Place) -> Iterator[Row]:
-    """Rows of one `.parquet` or `.jsonl` file.
-
-    Raises:
-        InputError: an unknown suffix, no such file, damaged Parquet, invalid JSON, or another encoding than UTF-8.
-        StorageError: the store refuses, or does not answer.
-    """
-    suffix = PurePath(file.name).suffix
-    if suffix not in (".parquet", ".jsonl"):
-        raise InputError(f"{file}: cannot read '{suffix}'", hint="give a .jsonl or .parquet file")
+def _units(source: str) -> Sequence[Place]:
+    """The committed units, where the source is a run directory."""
+    if not source.startswith(SCHEME):
+        return sorted((Path(source).expanduser() / "data").glob("unit-*.parquet"))
     try:
-        yield from _read_parquet(file) if suffix == ".parquet" else _read_jsonl(file)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
-
-
-def _read_parquet(file: Place) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with open_to_read(file) as opened:
-            for batch in pq.ParquetFile(opened).iter_batches():
-                yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise InputError(f"{file}: not whole Parquet: {error}") from error
-
-
-def _read_jsonl(file: Place) -> Iterator[Row]:
-    with open_to_read(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse(line, file, number)
-
-
-def _parse(line: bytes, file: Place, number: int) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}:{number}: not UTF-8: {error}", hint="convert the file to UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}:{number}: invalid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise InputError(f"{file}:{number}: expected an object, got {type(row).__name__}")
-    return row
+        folder = S3Path.parse(source)
+    except ConfigError:
+        return []  # a whole bucket, say
+    return sorted((folder / "data").glob("unit-*.parquet"), key=str)

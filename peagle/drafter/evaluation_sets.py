@@ -4,10 +4,10 @@ It reads them; how an overlap is found is decontamination.py's.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from peagle.drafter.data import Row, read_rows
+from peagle.corpus.scan import find, read_all
+from peagle.drafter.data import Row
 from peagle.drafter.decontamination import NUM_WORDS, NgramIndex, humaneval_references
 from peagle.errors import ConfigError, InputError
 from peagle.measurement.keys import HUMANEVAL
@@ -45,12 +45,14 @@ def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
 def _references(name: str) -> list[str]:
     if name == HUMANEVAL:
         return humaneval_references()
-    if not Path(name).is_file():
+    try:
+        files = find(name)
+    except InputError as error:
         raise ConfigError(
-            f"--exclude {name}: no such evaluation set",
-            hint=f"{HUMANEVAL}, {NONE}, or a .jsonl or .parquet file on this machine",
-        )
-    return [text for row in read_rows(Path(name)) for text in _texts(_with_messages(row))]
+            f"--exclude {name}: no such evaluation set: {error.message}",
+            hint=f"{HUMANEVAL}, {NONE}, or a corpus that peagle generate reads",
+        ) from error
+    return [text for row in read_all(files) for text in _texts(_with_messages(row))]
 
 
 def _with_messages(row: Row) -> Row:

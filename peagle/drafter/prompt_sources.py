@@ -6,12 +6,15 @@ It knows files and the source that ships; it knows neither the target nor who ha
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
+from peagle.corpus.openai_batch import is_batch
+from peagle.corpus.scan import read_all
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Row, id_of, read_rows, row_text, source_files
+from peagle.drafter.data import Row, id_of, row_text, source_files
 from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, tell_dropped
 from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
 from peagle.errors import InputError, did_you_mean
+from peagle.openai_body import parse_body
 
 MESSAGES = "messages"
 PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run's own, such as `response`
@@ -110,7 +113,7 @@ def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row]
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     """What is asked in each row; a response that stands beside it is left behind."""
     number = -1
-    for number, row in enumerate(row for file in source_files(source) for row in read_rows(file)):
+    for number, row in enumerate(map(_of_request, read_all(source_files(source)))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
                 f"{source}: neither a column {prompt_column!r} nor {MESSAGES!r}",
@@ -120,6 +123,16 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
         yield {"id": id_of(row, number), **asked}
     if number < 0:
         raise InputError(f"{source}: there is no row in it")
+
+
+def _of_request(row: Row) -> Row:
+    """The row; of a request in an OpenAI batch its prompt or messages, under its `custom_id`."""
+    if not is_batch(row):
+        return row
+    body = parse_body(row["url"], row["body"])
+    if isinstance(body, str):
+        raise InputError(f"request {row['custom_id']!r}: {body}")
+    return {"id": row["custom_id"], MESSAGES if body.is_chat else PROMPT: body.content}
 
 
 def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:

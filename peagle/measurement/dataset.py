@@ -5,17 +5,20 @@ data is found here, before an engine starts.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from peagle.drafter.data import Row, is_file, read_rows, source_place
+from peagle.corpus.openai_batch import is_batch
+from peagle.corpus.scan import find, read_all
+from peagle.drafter.data import Row
 from peagle.errors import InputError
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.measurement.keys import HUMANEVAL, MeasurementKeys
+from peagle.openai_body import parse_body
+from peagle.plain_json import is_nan, to_json
 from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer, resolve_prompts
 
 
@@ -80,7 +83,8 @@ def build_dataset(
     if config.dataset == HUMANEVAL and not _names_a_source(config):
         keys = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template))
+    body_column = "body" if is_batch(rows[0]) else None
+    spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template), body_column=body_column)
     prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), category_column)
     if not prompts:
         raise InputError(f"dataset {config.dataset}: no row gives a prompt; the first: {first}")
@@ -96,13 +100,13 @@ def build_dataset(
 def _rows(dataset: str) -> Iterable[Row]:
     if dataset == HUMANEVAL:
         return read_humaneval()
-    file = source_place(dataset)
-    if not is_file(file):
+    try:
+        return read_all(find(dataset))
+    except InputError as error:
         raise InputError(
-            f"dataset {dataset}: no such file",
-            hint=f"give {HUMANEVAL}, or a .jsonl or .parquet file of prompts, local or s3://",
-        )
-    return read_rows(file)
+            f"dataset {dataset}: {error.message}",
+            hint=f"give {HUMANEVAL}, or a corpus of prompts as peagle generate reads it",
+        ) from error
 
 
 def _names_a_source(config: MeasurementKeys) -> bool:
@@ -117,7 +121,7 @@ def _build(
     rejected: dict[str, int] = {}
     first = None
     for row in rows:
-        built = builder.build(row)
+        built = _prompt(row, builder)
         if isinstance(built, RowError):
             rejected[built.reason] = rejected.get(built.reason, 0) + 1
             first = first or built.message
@@ -126,13 +130,23 @@ def _build(
     return prompts, rejected, first
 
 
+def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
+    """The tokens of the row's prompt; of a request in an OpenAI batch its own sampling parameters count for nothing."""
+    if builder.spec.body_column is None:
+        return builder.build(row)
+    body = parse_body(row["url"], row[builder.spec.body_column])
+    if isinstance(body, str):
+        return RowError(reason="invalid", message=body)
+    return builder.of_body(body.content, chat=body.is_chat)
+
+
 def _category(row: Mapping[str, Any], column: str | None) -> str | None:
     value = row.get(column) if column else None
-    return None if value is None else str(value)
+    return None if value is None or is_nan(value) else str(value)
 
 
 def _fingerprint(rows: Sequence[Row]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        digest.update(to_json(row, sort_keys=True, ensure_ascii=True).encode() + b"\n")
     return digest.hexdigest()[:16]

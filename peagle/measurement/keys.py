@@ -22,7 +22,7 @@ class MeasurementKeys(PromptKeys):
         "auto", description="weights and KV cache of the target"
     )
 
-    dataset: str = Field(HUMANEVAL, description="humaneval, or a JSONL or Parquet file of prompts, local or s3://")
+    dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts as generate reads it")
     limit: int | None = Field(None, ge=1, description="take only the first rows")
     output: Path | None = Field(None, description="folder of results; a measurement there goes on")
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.drafter.data import Sample, build_samples, id_of, read_responses, read_rows, row_text
+from peagle.drafter.data import Sample, build_samples, id_of, read_responses, row_text
 from peagle.errors import InputError
 from peagle.storage import Place, atomic_file, write_atomic
 
@@ -114,11 +115,11 @@ def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", '{"response": "x"}\n{broken', "rows.jsonl:2: invalid JSON"),
-        ("rows.jsonl", "[1]", "rows.jsonl:1: expected an object, got list"),
+        ("rows.jsonl", '{"response": "x"}\n{broken', "rows.jsonl line 2: not valid JSON"),
+        ("rows.jsonl", "[1]", "rows.jsonl line 1: a JSON list, not an object"),
         ("rows.jsonl", '{"respones": "x"}', "no column 'response'"),
-        ("rows.csv", "x", "cannot read '.csv'"),
-        ("rows.parquet", "text", "rows.parquet: not whole Parquet"),
+        ("rows.docx", "x", "unknown format '.docx'"),
+        ("rows.parquet", "text", "rows.parquet: not readable as Parquet"),
     ],
 )
 def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -132,13 +133,28 @@ def test_another_encoding_is_refused_with_the_line_and_a_mark_is_passed_over(tmp
     file.write_bytes(b'\xef\xbb\xbf{"response": "x"}\n{"response": "caf\xe9"}\n')
     rows = read_responses(file)
     assert next(rows) == {"response": "x"}
-    with pytest.raises(InputError, match=r"rows\.jsonl:2: not UTF-8"):
+    with pytest.raises(InputError, match=r"rows\.jsonl line 2: not valid JSON: 'utf-8' codec"):
         next(rows)
 
 
 def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rows\.jsonl: cannot be read: No such file"):
-        list(read_rows(tmp_path / "rows.jsonl"))
+    with pytest.raises(InputError, match=r"rows\.jsonl: no prompts or responses there: .*no such file"):
+        list(read_responses(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"response,prompt\nx,p\n"),
+        ("a.ndjson", b'{"response": "x", "prompt": "p"}\n'),
+        ("a.jsonl.gz", gzip.compress(b'{"response": "x", "prompt": "p"}\n')),
+    ],
+)
+def test_every_corpus_of_a_bulk_run_gives_responses(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / ".hidden.jsonl").write_bytes(content)
+    for source in (tmp_path / name, tmp_path, f"{tmp_path}/*"):
+        assert list(read_responses(source)) == [{"response": "x", "prompt": "p"}]
 
 
 def test_what_a_row_says_is_read_of_messages_alone() -> None:

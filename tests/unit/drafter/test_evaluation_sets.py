@@ -10,7 +10,7 @@ import pytest
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.evaluation_sets import index_of
-from peagle.errors import ConfigError, InputError
+from peagle.errors import ConfigError
 
 Write = Callable[..., Path]
 TEXT = "one two three four five six seven eight nine ten"
@@ -72,7 +72,12 @@ def test_sets_that_cannot_be_are_refused(names: list[str], message: str) -> None
         index_of(names)
 
 
-@pytest.mark.parametrize("rows", [[], [{"prompt": "too short to be found"}]])
-def test_a_file_that_would_keep_nothing_out_is_refused(rows: list[dict[str, str]], write_jsonl: Write) -> None:
-    with pytest.raises(InputError, match="no text in it has 10 words"):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([], "the file is empty"), ([{"prompt": "too short to be found"}], "no text in it has 10 words")],
+)
+def test_a_file_that_would_keep_nothing_out_is_refused(
+    rows: list[dict[str, str]], message: str, write_jsonl: Write
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         index_of([str(write_jsonl(rows))])

@@ -68,6 +68,20 @@ def test_a_prompt_column_may_have_the_name_of_one_of_a_runs(write_jsonl: Write, 
     ]
 
 
+def test_a_corpus_of_text_and_a_batch_give_what_a_bulk_run_would_ask(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert [row["prompt"] for row in _read(tmp_path / "a.txt")] == ["one", "two"]
+    chat = [{"role": "user", "content": "hi"}]
+    envelope = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
+    text = {**envelope, "url": "/v1/completions", "body": {"prompt": "go on"}}
+    requests = [{"custom_id": "a", **envelope}, {"custom_id": "b", **text}]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    assert _read(tmp_path / "b.jsonl") == [
+        {"id": "a", "messages": chat},
+        {"id": "b", "messages": [{"role": "user", "content": "go on"}]},
+    ]
+
+
 def test_where_one_row_has_messages_all_have(write_jsonl: Write) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
@@ -115,9 +129,10 @@ def test_code_is_a_source() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "there is no row in it"),
+        ("", "the file is empty"),
+        ("\n", "there is no row in it"),
         ('{"promt": "x"}', "neither a column 'prompt' nor 'messages'"),
-        ("{", "invalid JSON"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_a_source_without_prompts_is_refused(tmp_path: Path, content: str, message: str) -> None:

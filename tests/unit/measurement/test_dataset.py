@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,11 @@ def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl: Callable[...
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "there is no row in it"),
+        ([], "the file is empty"),
+        ([""], "there is no row in it"),
         ([{"text": "a"}], "neither a column 'prompt' nor 'messages'"),
         ([{"prompt": 3}], "no row gives a prompt; the first: column 'prompt' holds a int"),
-        (["{"], "invalid JSON"),
+        (["{"], "not valid JSON"),
     ],
 )
 def test_data_that_cannot_be_used(lines: list[Any], message: str, write_jsonl: Callable[..., Path]) -> None:
@@ -83,5 +85,18 @@ def test_data_that_cannot_be_used(lines: list[Any], message: str, write_jsonl: C
 @pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize("name", ["nothing.jsonl", "s3://bucket/rows.jsonl", "gs://bucket/rows.jsonl", "humanevil"])
 def test_data_that_is_not_there(name: str) -> None:
-    with pytest.raises(InputError, match=r"no such file(.|\n)*humaneval"):
+    with pytest.raises(InputError, match=r"(no such file|only local files)(.|\n)*humaneval"):
         load(dataset=name)
+
+
+def test_a_batch_and_a_table_are_asked_as_a_bulk_run_asks_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,category\nab,x\n")
+    chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "ab"}]}}  # fmt: skip
+    text = {**chat, "custom_id": "b", "url": "/v1/completions", "body": {"prompt": "ab"}}
+    unknown = {**chat, "custom_id": "c", "body": {**chat["body"], "tempreature": 1}}
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(request) + "\n" for request in (chat, text, unknown)))
+    table, batch = load(dataset=str(tmp_path / "a.csv")), load(dataset=str(tmp_path / "b.jsonl"))
+    assert batch.prompts[0].token_ids == table.prompts[0].token_ids
+    assert bytes(batch.prompts[1].token_ids) == b"ab"
+    assert batch.rejected == {"invalid": 1}
