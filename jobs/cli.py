@@ -43,7 +43,7 @@ COMMANDS = {
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "doctor": "say what this machine can do",
 }
-_SHARED = ("models add",)  # its result, a catalog, may be for all users of a machine
+_SHARED = ("models add", "quantize-drafter")  # a catalog and its heads may be for all users of a machine
 _JSON_HELP = "write the result as data ('-' for standard output; the rest is then on standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 

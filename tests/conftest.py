@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 
 import pytest
 
@@ -18,6 +19,20 @@ for name in [name for name in os.environ if name.startswith("PEAGLE_") and name 
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # A shell without job control has what it starts in the background ignore Ctrl-C; the commands under test inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """What a command sets for its whole process, and for those it starts (`peagle/private.py`), ends with the test."""
+    umask, folder, variable = os.umask(0o077), tempfile.tempdir, os.environ.get("TMPDIR")
+    os.umask(umask)
+    yield
+    os.umask(umask)
+    tempfile.tempdir = folder
+    if variable is None:
+        os.environ.pop("TMPDIR", None)
+    else:
+        os.environ["TMPDIR"] = variable
 
 
 @pytest.fixture(scope="session")
