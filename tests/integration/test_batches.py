@@ -122,6 +122,7 @@ def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(s
         check_restarted(client, batch, RunDirectory(second.batches.store.run_place(batch.id)))
         cancelled = check_cancelled(client)
         assert [one.id for one in client.batches.list()] == [cancelled.id, batch.id]
+        check_forgotten(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
         check_hidden(stranger, batch)
     charged = RequestReader(tmp_path / "ledger").new()
@@ -147,6 +148,17 @@ def check_restarted(client, batch, run):
     assert not list(run.data.iterdir())
     with pytest.raises(openai.NotFoundError):
         client.files.content(done.output_file_id)
+
+
+def check_forgotten(client, batches, folder):
+    """With their inputs nothing is left of what was asked: neither in the runs nor in a log."""
+    for batch in batches:
+        client.files.delete(batch.input_file_id)
+        run = RunDirectory(folder / "batches" / "runs" / batch.id)
+        assert run.exists
+        assert not [*run.data.iterdir(), *run.failed.iterdir()]
+    left = [path for path in folder.rglob("*") if path.is_file() and b"say 17" in path.read_bytes()]
+    assert left == []
 
 
 def check_cancelled(client):

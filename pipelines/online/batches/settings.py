@@ -54,6 +54,7 @@ class BatchSettings:
         max_downloads_bytes, max_downloads_bytes_of_key: of files, under way at once.
         presigns: the store gives files to clients itself, where it is S3.
         max_upload_bytes: of a request that uploads a file.
+        max_line_bytes: of a request in one.
         shares: what keys may have whose records do not say.
     """
 
@@ -66,4 +67,5 @@ class BatchSettings:
     max_downloads_bytes_of_key: int = 32 * MIB
     presigns: bool = True
     max_upload_bytes: int = 200 * MIB
+    max_line_bytes: int = MIB
     shares: Shares = field(default_factory=Shares)

@@ -13,6 +13,7 @@ from pipelines.online.batches.settings import MIB, BatchSettings, Recipe, Shares
 from pipelines.online.config import ServeConfig
 from pipelines.online.gate import GateSettings
 
+_ENVELOPE_BYTES = 4096  # what a line of a batch has around its body
 _ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
 
 
@@ -65,6 +66,7 @@ def batch_settings(
         max_downloads_bytes_of_key=config.max_downloads_mib_per_key * MIB,
         presigns=config.presigned_downloads,
         max_upload_bytes=gate.max_upload_bytes,
+        max_line_bytes=gate.max_body_bytes + _ENVELOPE_BYTES,
         shares=Shares(
             max_stored_mib=config.max_stored_mib,
             max_stored_files=config.max_stored_files,

@@ -19,6 +19,7 @@ def make_rules(order: Order, settings: BatchSettings) -> Rules:
         key=order.key,
         models=tuple(recipe.model for recipe in settings.recipes.values()),
         max_output_tokens=settings.max_output_tokens,
+        max_line_bytes=settings.max_line_bytes,
     )
 
 

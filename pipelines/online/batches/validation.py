@@ -18,16 +18,22 @@ from pipelines.online.requests import ServedModel, check
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
 _MAX_ERRORS = 100
+_MAX_MESSAGE_CHARS = 400  # of an error, which may repeat what was sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a request of a batch is held against."""
+    """What a request of a batch is held against.
+
+    Attributes:
+        max_line_bytes: of a request; as JSON it takes many times as much memory.
+    """
 
     endpoint: str
     key: KeyRecord
     models: Sequence[ServedModel]
     max_output_tokens: int | None = None
+    max_line_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +115,15 @@ class _Reader:
 
     def note(self, number: int | None, wrong: _Wrong) -> None:
         """Remember what is wrong."""
-        self.errors.append({"code": wrong.code, "message": wrong.message, "param": wrong.param, "line": number})
+        message = (
+            wrong.message if len(wrong.message) <= _MAX_MESSAGE_CHARS else wrong.message[:_MAX_MESSAGE_CHARS] + "..."
+        )
+        self.errors.append({"code": wrong.code, "message": message, "param": wrong.param, "line": number})
 
     def _read(self, number: int, line: bytes) -> None:
+        if len(line) > self._rules.max_line_bytes:
+            message = f"this line has {len(line)} bytes, and a request may have {self._rules.max_line_bytes}"
+            raise _Wrong("line_too_large", message)
         request = _parsed(line)
         if wrong := envelope_error(request):
             raise _Wrong("invalid_request", wrong)

@@ -1,10 +1,12 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from peagle.economics.ledger import RequestReader
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
+from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
 from pipelines.online.budgets import budgets_of
 
@@ -52,6 +54,26 @@ def pass_check(scheduler, work, num_requests=3):
     work.answer = Checked(num_requests=num_requests, model="m")
     scheduler.tick()
     scheduler.tick()
+
+
+@pytest.mark.parametrize("jump_s", [365 * 24 * 3600, -365 * 24 * 3600])
+def test_no_jump_of_the_wall_clock_ends_a_batch_or_holds_one_up(tmp_path, runner, settings, make_order, clock, jump_s):
+    uptime = SimpleNamespace(now=50.0)
+    store = BatchStore(tmp_path / "jumps", now=clock, monotonic=lambda: uptime.now)
+    store.prepare()
+    store.is_scheduling = True
+    scheduler = Scheduler(store, runner, settings, spent_usd=lambda key: 0.0, now=clock, monotonic=lambda: uptime.now)
+    batch_id = store.add_batch(make_order()).id
+    scheduler.tick()
+    pass_check(scheduler, runner.works[-1])
+    clock.now += jump_s
+    runner.works[-1].answer = EngineError("it broke off")
+    scheduler.tick()
+    uptime.now += 20  # it is tried again after ten seconds, by whichever clock
+    scheduler.tick()
+    assert [work.kind for work in runner.works] == ["check", "run", "run"]
+    assert runner.works[-1].reason is None
+    assert store.batch(batch_id, "alice").progress.status == "in_progress"
 
 
 def test_one_keys_batches_do_not_keep_anothers_waiting(make_scheduler, runner, order, make_key, make_result, store):

@@ -84,3 +84,22 @@ def test_requests_and_errors_are_limited(check, monkeypatch):
     monkeypatch.setattr(validation, "MAX_REQUESTS", 2)
     (error,) = check(*(line(str(n)) for n in range(3))).errors
     assert error["code"] == "too_many_requests"
+
+
+def test_a_line_is_no_longer_than_a_request_may_be(check):
+    """As JSON it would take many times as much memory, before anybody has looked at what it is."""
+    long = line("2", messages=[{"role": "user", "content": "x" * 2000}])
+    checked = check(line("1"), long, max_line_bytes=2000)
+    (error,) = checked.errors
+    assert (error["code"], error["line"]) == ("line_too_large", 2)
+    assert check(line("1"), long, max_line_bytes=3000).errors == ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [line("1" * 5000), line("2", url="/v1/" + "x" * 5000), line("2", model="x" * 5000), '{"' + "x" * 5000 + '": 1}'],
+)
+def test_an_error_repeats_little_of_what_was_sent(check, wrong):
+    checked = check(wrong, wrong)
+    assert checked.errors
+    assert all(len(error["message"]) < 500 for error in checked.errors)

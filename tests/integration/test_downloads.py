@@ -1,0 +1,85 @@
+"""Downloads through real Ray Serve, to clients that do not read."""
+
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from peagle.ports import free_port
+from pipelines.online.keys import new_key, write_keys
+from tests.chaos.processes import command_line, descendants
+
+pytestmark = pytest.mark.timeout(300)
+MIB = 1 << 20
+NUM_CLIENTS = 12
+DATA = bytes(range(256)) * (48 * MIB // 256)
+
+
+@pytest.fixture
+def endpoint(peagle, tmp_path):
+    """The process, its address and two keys."""
+    keys = {name: new_key(name) for name in ("alice", "bob")}
+    write_keys(tmp_path / "keys.json", [record for _, record in keys.values()])
+    port = free_port()
+    process = peagle(
+        *("serve", "--engine", "fake", "--usd-per-hour", 1, "--port", port, "--state", tmp_path / "state"),
+        *("--keys", tmp_path / "keys.json", "--batches", tmp_path / "batches", "--drain-s", 1),
+    )
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("http://"):
+            break
+    else:
+        raise AssertionError("".join(said))
+    yield process, port, {name: key for name, (key, _) in keys.items()}
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def client_of(port, key):
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", headers=headers, timeout=60)
+
+
+def memory_mib(process):
+    """Of the ingress and the proxy, what they share counted twice."""
+    pids = [pid for pid in descendants(process.pid) if any(n in command_line(pid) for n in ("PeagleIngress", "Proxy"))]
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1024
+
+
+def stalled(port, key, path):
+    """A client that asks for a file and does not read it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.sendall(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+    return client
+
+
+def test_clients_that_do_not_read_cost_little_and_keep_nobody_waiting(endpoint):
+    process, port, keys = endpoint
+    with client_of(port, keys["alice"]) as alice, client_of(port, keys["bob"]) as bob, ExitStack() as stack:
+        ids = {}
+        for name, client in (("alice", alice), ("bob", bob)):
+            sent = client.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", DATA)})
+            ids[name] = sent.json()["id"]
+        theirs = f"/files/{ids['bob']}/content"
+        assert bob.get(theirs).content == DATA
+        before = memory_mib(process)
+        for _ in range(NUM_CLIENTS):
+            stack.enter_context(stalled(port, keys["alice"], f"/v1/files/{ids['alice']}/content"))
+        time.sleep(5)
+        assert memory_mib(process) - before < 200  # it was 12 times 48, in the ingress and once more in shared memory
+        part = bob.get(theirs, headers={"range": "bytes=1000-1999"})
+        assert (part.status_code, part.content) == (206, DATA[1000:2000])
+        assert bob.get(theirs).content == DATA
+        for _ in range(NUM_CLIENTS):  # beyond the key's share
+            stack.enter_context(stalled(port, keys["alice"], f"/v1/files/{ids['alice']}/content"))
+        time.sleep(2)
+        assert alice.get(f"/files/{ids['alice']}/content").status_code == 429
+        assert bob.get(theirs).content == DATA
