@@ -1,12 +1,15 @@
-"""Back-pressure for downloads: the ingress learns how much of an answer its client has taken.
+"""Back-pressure between a client and the ingress, which Serve does not have: files would pile up in between.
 
-Ray Serve 2.60 pulls an answer out of the ingress as fast as it is made, and keeps in its proxy what the client has not
-taken: only `send` in the proxy waits for the client. The messages of `receive` go the other way, from the proxy to the
-ingress, as they are. So the proxy's end puts notes of what was taken among them, and the ingress waits for these.
+Ray Serve 2.60 pulls an answer out of the ingress as fast as it is made, and a body out of the client as fast as it
+comes; only the server in the proxy knows to wait. The messages of the other direction go through Serve as they are. So
+each end that takes says among these how much it has taken, and the other waits for that.
 
-    client <- server <- Notes (in the proxy, see `front.py`) <- Serve <- Window (in the ingress)
+    client <- server <- Notes   <- Serve <- Window (`batches/downloads.py`)
+    client -> server -> Reading -> Serve -> Upload (`uploads.py`)
 
-A client cannot write a note: a server knows no message with such a key. It knows ASGI, no Ray.
+A client can say nothing of the kind: a server makes no message with such a key or of such a type. The middle ones are
+in the proxy (`front.py`). Where they are not, as on nodes that somebody started in another environment, the ingress
+sees that in the first message. It knows ASGI, no Ray.
 """
 
 import asyncio
@@ -14,7 +17,10 @@ import contextlib
 
 from starlette.types import Message, Receive, Send
 
-_TAKEN = "peagle.taken"  # of a message's keys: bytes of the answer that the client has taken until now
+_TAKEN = "peagle.taken"  # a key of a message: bytes of the answer that the client has taken until now
+_IS_TOLD = "peagle.is_told"  # a key of a message: that its sender waits to be told what was read
+_READ = "peagle.read"  # a type of messages: bytes of the body that were read until now
+UPLOAD_WINDOW_BYTES = 1 << 21
 
 
 class Notes:
@@ -58,6 +64,47 @@ class Notes:
             pass  # a body: nobody reads it, so it must not pile up
         self._disconnect = message
         self._news.set()
+
+
+class Reading:
+    """The proxy's end of an upload: `receive` and `send` that hand on no more of the body than the ingress is to have.
+
+    What is more stays with the client: a server stops reading where nobody asks for more.
+    """
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._num_passed = self._num_read = 0
+        self._is_answered = False
+        self._news = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        """Send a message to the client, or hear what the ingress has read."""
+        if message["type"] == _READ:
+            self._num_read = message["num_bytes"]
+        else:
+            self._is_answered = True  # the rest of the body is nobody's any more
+            await self._send(message)
+        self._news.set()
+
+    async def receive(self) -> Message:
+        """The next piece of the body, when there is room for it."""
+        while self._num_passed - self._num_read >= UPLOAD_WINDOW_BYTES and not self._is_answered:
+            self._news.clear()
+            await self._news.wait()
+        message = await self._receive()
+        self._num_passed += len(message.get("body", b""))
+        return {**message, _IS_TOLD: True}
+
+
+def wants_to_be_told(message: Message) -> bool:
+    """Whether the sender of this piece of a body waits to be told that it was read."""
+    return _IS_TOLD in message
+
+
+def read_note(num_bytes: int) -> Message:
+    """What tells that so much of a body was read, to be sent as the answer's messages are."""
+    return {"type": _READ, "num_bytes": num_bytes}
 
 
 class Window:

@@ -5,15 +5,17 @@ or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's
 error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
 which no client asks again: that is a 503 too. The proxy also takes orders from anybody's headers, before the gate has
 seen a key, and fails where it cannot read them; so they are left out. What other applications of the cluster say, and
-are told, passes. The proxy would fetch a whole file from the ingress for a client that does not read, so the ingress is
-told what the client has taken (`flow.py`).
+are told, passes. The proxy would fetch a whole file for a client that does not read it, and press a whole upload on an
+ingress that is not as fast; so files go with back-pressure (`flow.py`).
 
 Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows
 ASGI, and of Ray that one text and those headers.
 """
 
+import contextlib
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online import slow_headers
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.flow import Notes
+from pipelines.online.flow import Notes, Reading
 from pipelines.online.paths import path_refusal
 
 IMPORT_PATH = f"{__name__}:middlewares"
@@ -46,7 +48,7 @@ _NOT_FOUND = 404
 # The proxy's own words where no application has the path; the status alone may be another application's.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
-_FILE, _CONTENT = "/v1/files/", "/content"
+_FILES, _CONTENT = "/v1/files/", "/content"
 _DIED = "the endpoint is being restarted; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
 _log = logging.getLogger("ray.serve")
@@ -75,17 +77,11 @@ class Front:
         if _is_for_api(scope) and (refusal := path_refusal(scope)):
             await answer.refuse(refusal)  # the gate would say so too, but Serve writes the path into its logs before
             return
-        notes = Notes(receive, answer.send) if _is_download(scope) else None
         try:
-            if notes is not None:
-                await self._app(scope, notes.receive, notes.send)
-            else:
-                await self._app(scope, receive, answer.send)
+            async with _flow(scope, receive, answer.send) as (receive, send_):
+                await self._app(scope, receive, send_)
         except Exception:  # the HTTP server would answer in plain text
             _log.exception("Serve's proxy failed on a request")
-        finally:
-            if notes is not None:
-                notes.close()
         await answer.close()
 
 
@@ -161,9 +157,18 @@ def _is_for_api(scope: Scope) -> bool:
     return _API in scope.get("path", "")
 
 
-def _is_download(scope: Scope) -> bool:
-    path = scope.get("path", "")
-    return scope.get("method") == "GET" and _FILE in path and path.endswith(_CONTENT)
+@contextlib.asynccontextmanager
+async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
+    """The `receive` and `send` with which Serve is to answer: where files go either way, with back-pressure."""
+    method, path = scope.get("method"), scope.get("path", "")
+    if method == "GET" and _FILES in path and path.endswith(_CONTENT):
+        with contextlib.closing(Notes(receive, send)) as notes:
+            yield notes.receive, notes.send
+    elif method == "POST" and path.endswith(_FILES.rstrip("/")):
+        reading = Reading(receive, send)
+        yield reading.receive, reading.send
+    else:
+        yield receive, send
 
 
 def _for_proxy(scope: Scope) -> Scope:

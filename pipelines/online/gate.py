@@ -168,7 +168,8 @@ class Gate:
             receive = _replay(await self._read(scope, receive), receive)
         else:
             _require_length(scope, settings.max_upload_bytes)
-            upload = Upload(receive, settings.max_upload_bytes, settings.body_timeout_s, settings.request_timeout_s)
+            times = settings.body_timeout_s, settings.request_timeout_s
+            upload = Upload(receive, answer.send, settings.max_upload_bytes, *times)
             answer.close_unless_read(upload)
             receive = upload
         await self._app(with_pass(scope, route), receive, answer.send)

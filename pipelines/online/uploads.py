@@ -6,9 +6,10 @@ It knows ASGI; what is in the body is for whoever reads it.
 import asyncio
 import time
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Send
 
 from pipelines.online.errors import ApiError
+from pipelines.online.flow import UPLOAD_WINDOW_BYTES, read_note, wants_to_be_told
 
 
 def too_large(limit: int) -> ApiError:
@@ -20,6 +21,7 @@ class Upload:
     """The `receive` of a request that may be large.
 
     Args:
+        send: where it says what was read, if somebody waits for that.
         piece_timeout_s: for each piece.
         timeout_s: for all of them.
 
@@ -27,8 +29,9 @@ class Upload:
         is_whole: its end was read.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
-        self._receive = receive
+    def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
+        self._receive, self._send = receive, send
+        self._num_told: int | None = None
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
         self._give_up_at = time.monotonic() + timeout_s
@@ -42,12 +45,17 @@ class Upload:
         """
         if self.is_whole:
             return await self._receive()
+        if self._num_told is not None and self._num_bytes - self._num_told >= UPLOAD_WINDOW_BYTES // 4:
+            self._num_told = self._num_bytes
+            await self._send(read_note(self._num_bytes))
         left_s = self._give_up_at - time.monotonic()
         try:
             async with asyncio.timeout(min(self._piece_timeout_s, left_s)):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
+        if self._num_told is None and wants_to_be_told(message):
+            self._num_told = 0
         self._num_bytes += len(message.get("body", b""))
         self.is_whole = not message.get("more_body")
         if self._num_bytes > self._max_bytes:

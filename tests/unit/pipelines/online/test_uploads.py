@@ -3,7 +3,15 @@ import asyncio
 import pytest
 
 from pipelines.online.errors import ApiError
+from pipelines.online.flow import UPLOAD_WINDOW_BYTES
+from pipelines.online.front import Front
 from pipelines.online.uploads import Upload
+
+PIECE_BYTES, NUM_PIECES = 1 << 17, 100
+
+
+async def nobody(message):
+    raise AssertionError(f"nobody waits for {message}")
 
 
 def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.0):
@@ -12,7 +20,7 @@ def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.
         return pieces.pop(0)
 
     async def run():
-        upload, body = Upload(receive, max_bytes, piece_timeout_s, timeout_s), b""
+        upload, body = Upload(receive, nobody, max_bytes, piece_timeout_s, timeout_s), b""
         while True:
             message = await upload()
             body += message.get("body", b"")
@@ -47,3 +55,69 @@ def test_what_the_client_does_later_has_no_limit():
     pieces = [piece(b"x", more=False), {"type": "http.disconnect"}]
     _, upload = read(pieces, timeout_s=0.5)
     assert asyncio.run(upload())["type"] == "http.disconnect"
+
+
+def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
+    """Serve takes all that comes from the client, at once: the rest has to stay with the client."""
+    num_sent, most_under_way = 0, 0
+
+    async def client():
+        nonlocal num_sent
+        await asyncio.sleep(0)
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES, more=num_sent < NUM_PIECES)
+
+    async def serve(scope, receive, send):
+        arrived = asyncio.Queue()
+
+        async def take_all():
+            while (message := await receive()).get("more_body"):
+                await arrived.put(message)
+            await arrived.put(message)
+
+        taking = asyncio.create_task(take_all())
+        upload = Upload(arrived.get, send, NUM_PIECES * PIECE_BYTES, 5, 5)
+        nonlocal most_under_way
+        num_read = 0
+        while not upload.is_whole:
+            await asyncio.sleep(0.001)
+            await upload()
+            num_read += 1
+            most_under_way = max(most_under_way, num_sent - num_read)
+        await taking
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": []}
+    asyncio.run(Front(serve)(scope, client, send))
+    assert num_sent == NUM_PIECES
+    assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_a_body_that_is_refused_is_not_held_up():
+    num_sent = 0
+
+    async def client():
+        nonlocal num_sent
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES, more=num_sent < NUM_PIECES)
+
+    async def serve(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 413, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+        while (await receive())["more_body"]:
+            pass
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/prefix/v1/files", "headers": []}
+    asyncio.run(asyncio.wait_for(Front(serve)(scope, client, send), 10))
+    assert num_sent == NUM_PIECES
