@@ -20,7 +20,7 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
 The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
 --budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it
 is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job goes
-on. RAY_ADDRESS names the cluster to run on;
+on. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless RAY_AUTH_MODE=disabled says otherwise;
 without it one is started on this machine and stopped at the end.
 """
 EPILOG = """\

@@ -26,9 +26,10 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
   peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json --batches runs/batches
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
-the YAML under `models`. RAY_ADDRESS names the cluster to run on; without it one is started on this machine. Ctrl-C or
-SIGTERM stop it: new requests are refused, those under way get --drain-s; a second one ends it at once. `serve deploy
-deploy/serve.yaml` runs the same without this command.
+the YAML under `models`. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless
+RAY_AUTH_MODE=disabled says otherwise; without it one is started on this machine. Ctrl-C or SIGTERM stop it: new
+requests are refused, those under way get --drain-s; a second one ends it at once. `serve deploy deploy/serve.yaml` runs
+the same without this command.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>

@@ -38,6 +38,16 @@ def settings(tmp_path, **keys):
     return gate_settings(config, CPU, served(config))
 
 
+def test_serve_deploy_takes_no_cluster_without_a_token(tmp_path, monkeypatch):
+    def refuse():
+        raise ConfigError("it asks for no token")
+
+    monkeypatch.setattr(app, "require_token", refuse)
+    monkeypatch.setattr(app, "inspect", lambda: pytest.fail("it went on"))
+    with pytest.raises(ConfigError, match="no token"):
+        app.build(ServeConfig(state=tmp_path))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_without_keys_it_listens_on_loopback(tmp_path, host):
     assert not settings(tmp_path, host=host).requires_key
