@@ -10,7 +10,6 @@ Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and r
 import argparse
 import difflib
 import importlib
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from jobs.throttle import human_output
 from peagle import __version__
 from peagle.errors import PeagleError
 from peagle.files import write_json
+from peagle.plain_json import to_json
 from peagle.private import keep_private
 
 COMMANDS = {
@@ -131,7 +131,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 def _write_result(path: Path, result: Any) -> None:
     if str(path) == "-":
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print(to_json(result, indent=2))
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result)

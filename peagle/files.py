@@ -13,7 +13,6 @@ import errno
 import functools
 import hashlib
 import io
-import json
 import os
 import time
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from peagle.errors import CapacityError, ConfigError
+from peagle.plain_json import to_json
 
 TEMPORARY_SUFFIX = ".tmp"
 _ATTEMPTS = 5
@@ -171,7 +171,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def json_bytes(value: Any) -> bytes:
     """A value as an indented JSON file has it."""
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (to_json(value, indent=2) + "\n").encode()
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:

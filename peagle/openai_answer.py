@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from peagle.plain_json import logprob_number
+
 ANSWER_COLUMNS = frozenset(
     {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
      "completions"}
@@ -77,7 +79,11 @@ def _chat_choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token": token["token"], "logprob": token["logprob"], "bytes": list(token["token"].encode())}
+    return {
+        "token": token["token"],
+        "logprob": logprob_number(token["logprob"]),
+        "bytes": list(token["token"].encode()),
+    }
 
 
 def _choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +94,10 @@ def _choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
             offsets.append(offsets[-1] + len(token["token"]))
         logprobs = {
             "tokens": [token["token"] for token in tokens],
-            "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in token["top"]} for token in tokens],
+            "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
+            "top_logprobs": [
+                {top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens
+            ],
             "text_offset": offsets[:-1],
         }
     return {

@@ -8,6 +8,8 @@ import math
 import uuid
 from typing import Any
 
+_LEAST_LOGPROB = -9999.0
+
 
 def to_json(value: Any, **layout: Any) -> str:
     """A value as JSON text: bytes in base64, times as ISO 8601, null for NaN and infinity.
@@ -29,9 +31,40 @@ def to_json(value: Any, **layout: Any) -> str:
         return json.dumps(_finite(value), allow_nan=False, default=_finite_as_json, **layout)
 
 
+def from_json(text: str | bytes, **options: Any) -> Any:
+    """What JSON text says. Python's own parser also takes NaN and infinities, written so or as 1e999.
+
+    Args:
+        options: as `json.loads` has them.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite_float, **options)
+
+
+def logprob_number(logprob: float) -> float:
+    """A log-probability for formats that promise a number: what cannot be has the least one, as in OpenAI's API.
+
+    >>> logprob_number(-0.5), logprob_number(float("-inf"))
+    (-0.5, -9999.0)
+    """
+    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+
+
 def is_nan(value: Any) -> bool:
     """Whether it is a number that is none."""
     return isinstance(value, float) and math.isnan(value)
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite_float(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is more than a number can be")
+    return number
 
 
 def _as_json(value: Any) -> Any:

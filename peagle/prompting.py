@@ -18,7 +18,7 @@ from peagle.templates import Template
 class PromptKeys(BaseModel):
     """What a user can ask of prompts; commands that read a corpus have these keys among their own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
     prompt_template: str | None = Field(

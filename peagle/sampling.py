@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from peagle.answer_size import DEFAULT_MIB, AnswerShape
 from peagle.constraints import schema_error
 from peagle.errors import did_you_mean
+from peagle.plain_json import from_json
 
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 _MOST_SHOWN = 200  # characters of a value that is wrong
@@ -23,9 +24,9 @@ _MOST_SHOWN = 200  # characters of a value that is wrong
 class SamplingKeys(BaseModel):
     """The parameters, each with its limits; a row's own ones are checked by the same fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False, description="0 is greedy, and exactly repeatable")
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     top_k: int = Field(0, ge=0, description="0 keeps every token")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
@@ -170,7 +171,7 @@ def _schema_error(text: str) -> str | None:
     if wrong := schema_error(text):
         return wrong
     try:
-        schema = json.loads(text)
+        schema = from_json(text)
     except (ValueError, RecursionError) as error:
         return f"not valid JSON: {error}"
     if not isinstance(schema, dict):

@@ -14,7 +14,7 @@ RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Source(_Strict):

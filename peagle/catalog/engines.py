@@ -45,7 +45,7 @@ FAKE_MODEL = ResolvedModel(
 class EngineKeys(BaseModel):
     """What a user can ask of an engine; commands that run engines have these keys among their own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     profile: Path | None = Field(
         None, description="YAML of `peagle tune`: engine keys where flags, environment and --config say nothing"

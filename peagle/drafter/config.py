@@ -19,7 +19,7 @@ WAYS = ("greedy", "sampled")
 class TrainConfig(BaseModel):
     """One training. A description is the help text of its flag; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
     prompts: list[str] = Field(

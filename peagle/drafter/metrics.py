@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.plain_json import to_json
+
 METRICS = "metrics.jsonl"
 
 
@@ -57,7 +59,7 @@ class Metrics:
     def append(self, progress: Progress) -> None:
         """Add a step."""
         with self._file.open("a") as stream:
-            stream.write(json.dumps(asdict(progress)) + "\n")
+            stream.write(to_json(asdict(progress)) + "\n")
 
     def cut(self, num_bytes: int) -> None:
         """Drop what stands behind `num_bytes`: steps that will be done again. A file that was lost begins anew."""

@@ -20,7 +20,7 @@ PRICE_KEYS = ("instance_type", "market", "provider", "region", "usd_per_hour", "
 class PriceKeys(BaseModel):
     """What a user can say of the price; commands that run engines have these keys among their own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     instance_type: str | None = Field(None, description="what the engines run on, as in the price table")
     market: Literal["on_demand", "spot"] = Field("on_demand", description="which of the instance's prices")

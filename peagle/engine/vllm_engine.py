@@ -13,6 +13,7 @@ from typing import Any
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.engine.interrupts import interruptible
 from peagle.errors import EngineError
+from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
 
 _COUNTERS = "vllm:spec_decode_"
@@ -261,6 +262,6 @@ def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -
     likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
     return TokenLogprob(
         token=candidates[token_id].decoded_token or "",
-        logprob=candidates[token_id].logprob,
-        top=tuple((c.decoded_token or "", c.logprob) for c in likeliest),
+        logprob=logprob_number(candidates[token_id].logprob),
+        top=tuple((c.decoded_token or "", logprob_number(c.logprob)) for c in likeliest),
     )

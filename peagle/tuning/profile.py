@@ -39,7 +39,7 @@ _TOGETHER = ({"drafter", "num_speculative_tokens"}, {"max_num_seqs", "max_num_ba
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class MeasuredCell(Cell):

@@ -180,7 +180,7 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:
-            return Path(value).expanduser().read_text(encoding="utf-8")
+            return Path(value).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"no schema can be read there ({error})") from error
 

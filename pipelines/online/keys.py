@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
+from peagle.plain_json import from_json
 from peagle.private import SECRET_MODE
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
@@ -47,7 +48,7 @@ class KeyRecord(BaseModel):
         is_operator: it sees the usage of all keys, not only its own.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -60,7 +61,7 @@ class KeyRecord(BaseModel):
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
     max_unfinished_batches: int | None = Field(default=None, ge=1)
-    expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    expires_at: float | None = Field(default=None, gt=0)
     is_operator: bool = False
 
     def is_expired(self) -> bool:
@@ -103,7 +104,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
         ConfigError: it is no file of keys.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:

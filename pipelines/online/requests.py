@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import did_you_mean
+from peagle.plain_json import from_json
 from pipelines.online.answer_room import answer_shape, within_room
 from pipelines.online.contents import check_contents
 from pipelines.online.errors import ApiError
@@ -142,7 +143,7 @@ def check(
 
 def _parse(path: str, body: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(body, parse_int=_whole_number)
+        values = from_json(body, parse_int=_whole_number)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     if not isinstance(values, dict):

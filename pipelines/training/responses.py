@@ -7,7 +7,6 @@ Each is a run like any other: a killed one continues, a finished one does nothin
 refused with the difference named. No seed is set: vLLM on CPU dies of seeds, and the responses are kept anyway.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from peagle.drafter.prompt_sources import MESSAGES, PROMPT, part_by_hash, read_p
 from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError
 from peagle.files import write_atomic, writing
+from peagle.plain_json import to_json
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.progress import Progress
 from pipelines.batch.run import generate
@@ -87,5 +87,5 @@ def _write(rows: Sequence[Row], run: Path) -> Path:
     corpus = run.with_suffix(".jsonl")
     with writing(corpus, hint="free some space, or name another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(corpus, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        write_atomic(corpus, "".join(to_json(row) + "\n" for row in rows).encode())
     return corpus

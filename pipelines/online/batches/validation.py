@@ -12,6 +12,7 @@ from typing import Any
 from peagle.corpus.lines import Lines
 from peagle.corpus.openai_batch import envelope_error
 from peagle.errors import InputError
+from peagle.plain_json import from_json
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import ServedModel, check
@@ -146,7 +147,7 @@ class _Reader:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        request = json.loads(line)
+        request = from_json(line)
     except (ValueError, RecursionError):
         raise _Wrong("invalid_json_line", "this line is not valid JSON") from None
     if not isinstance(request, dict):

@@ -258,3 +258,23 @@ def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
     rows = lines(run, "jsonl") if output_format == "jsonl" else pq.read_table(exported(run)).to_pylist()
     assert [int(row["id"]) for row in rows] == [0, 1, 2, 3, 4, 5, 6, 8]
     assert (done.num_rows, done.num_failed_rows, done.num_units) == (8, 0, 5)
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_answers_have_numbers_for_log_probabilities_and_nothing_that_json_has_not(make_run, url):
+    run = make_run("openai-batch")
+    least = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
+    kinds = OUTPUT_SCHEMA.field("completions").type
+    completion = {"text": "a", "finish_reason": "stop", "num_output_tokens": 1, "logprobs": [least]}
+    table = output(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
+    index = table.schema.get_field_index("completions")
+    table = table.set_column(index, "completions", pa.array([[completion], None], kinds))
+    assert run.commit(0, table, usage(0), [])
+    export(run, "openai-batch", partial=True)
+    text = (run.root / "export" / "openai-batch" / "output.jsonl").read_bytes().splitlines()[0]
+    logprobs = json.loads(text, parse_constant=pytest.fail)["response"]["body"]["choices"][0]["logprobs"]
+    if url == "/v1/completions":
+        assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([-9999.0], [{"b": -9999.0}])
+    else:
+        (token,) = logprobs["content"]
+        assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)

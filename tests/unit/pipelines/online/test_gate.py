@@ -289,6 +289,8 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     [
         ({"raw": "{"}, (400, "invalid_json")),
         ({"raw": "[" * 1000}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "x", "temperature": NaN}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "x", "temperature": 1e999}'}, (400, "invalid_json")),
         ({"raw": '{"model": "a", "prompt": "\\ud800"}'}, (400, "invalid_json")),
         ({"raw": "[]"}, (422, "invalid_type")),
         ({"stream": "yes"}, (422, "invalid_type")),

@@ -35,6 +35,7 @@ def test_a_good_input_has_a_number_and_a_model(check):
     [
         ("{", "invalid_json_line", None),
         ("[1]", "invalid_json_line", None),
+        ('{"custom_id": "a", "body": {"temperature": NaN}}', "invalid_json_line", None),
         (b'{"custom_id": "\xff"}', "invalid_json_line", None),
         ('{"custom_id": "2"}', "invalid_request", None),
         (line("1"), "duplicate_custom_id", "custom_id"),

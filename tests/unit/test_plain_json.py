@@ -1,0 +1,87 @@
+import datetime
+import decimal
+import json
+import math
+import uuid
+
+import numpy as np
+import pandas as pd
+import pydantic
+import pytest
+
+from peagle.bench.config import BenchConfig
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.evaluation.config import EvaluateConfig
+from peagle.files import write_json
+from peagle.plain_json import from_json, logprob_number, to_json
+from peagle.planning.config import PlanConfig
+from peagle.tuning.config import TuneConfig
+from pipelines.batch.config import GenerateConfig
+from pipelines.online.config import ServeConfig
+from pipelines.online.keys import KeyRecord
+
+NONE = [math.nan, math.inf, -math.inf]
+
+
+def strict(text):
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+@pytest.mark.parametrize("number", [*NONE, np.float64("nan"), np.float32("inf")])
+def test_a_number_that_json_has_not_is_null_at_any_depth(number, tmp_path):
+    value = {"a": number, "b": [1.5, (number,)], "c": np.array([number, 1.0])}
+    assert strict(to_json(value)) == {"a": None, "b": [1.5, [None]], "c": [None, 1.0]}
+    write_json(tmp_path / "a.json", value)
+    assert strict((tmp_path / "a.json").read_text())["a"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"\xff", '"/w=="'),
+        (datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), '"2026-01-02T00:00:00+00:00"'),
+        (datetime.time(1, 2), '"01:02:00"'),
+        (datetime.timedelta(days=-1, microseconds=5), '"P-1DT0H0M0.000005S"'),
+        (pd.Timedelta(1, "ns"), '"P0DT0H0M0.000000001S"'),
+        (decimal.Decimal("1.50"), '"1.50"'),
+        (uuid.UUID(int=1), '"00000000-0000-0000-0000-000000000001"'),
+        (np.int64(3), "3"),
+        (np.arange(3000), json.dumps(list(range(3000)))),
+    ],
+)
+def test_what_json_has_no_form_for_is_written_whole(value, text):
+    assert to_json(value) == text
+
+
+def test_what_could_only_be_printed_is_refused():
+    with pytest.raises(TypeError, match="a object has no form in JSON"):
+        to_json({"a": object()})
+
+
+@pytest.mark.parametrize("text", ["NaN", '{"a": Infinity}', "[-Infinity]", b"[NaN]", "[1e999]", "-1e999"])
+def test_json_that_only_python_reads_is_none(text):
+    with pytest.raises(ValueError, match=r"is no JSON|is more than a number can be"):
+        from_json(text)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf, -1e9])
+def test_a_log_probability_is_always_a_number(logprob):
+    assert logprob_number(logprob) == -9999.0
+    assert logprob_number(-0.25) == -0.25
+
+
+def floats():
+    """Each key of each configuration that takes a float."""
+    kinds = [GenerateConfig, ServeConfig, EvaluateConfig, BenchConfig, TuneConfig, TrainConfig, PlanConfig, KeyRecord]
+    for kind in kinds:
+        for name, field in kind.model_fields.items():
+            if field.annotation in (float, float | None):
+                yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "name"), [*floats()])
+@pytest.mark.parametrize("number", [*NONE, "nan", "inf"])
+def test_no_configuration_takes_a_number_that_json_has_not(kind, name, number):
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind(**{name: number})
+    assert any(error["loc"] == (name,) for error in caught.value.errors()), name
