@@ -74,6 +74,7 @@ _GROUPS = {
         "allowed_media_domains",
         "state",
         "log_prompts",
+        "share_prefix_cache",
     ],
     "files and batches": [
         "batches",

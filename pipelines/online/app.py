@@ -197,6 +197,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         max_output_tokens=config.max_output_tokens,
         max_upload_bytes=config.max_file_mib * 1024 * 1024,
         prompts=_state(config) / "prompts" if config.log_prompts else None,
+        shares_prefix_cache=config.share_prefix_cache,
     )
 
 

@@ -135,6 +135,11 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         False, description="write every request that is let in, with its prompt, into the folder prompts of --state"
     )
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
+    share_prefix_cache: bool = Field(
+        False,
+        description="keys share the engines' prefix cache: beginnings that several have in common are computed once, "
+        "and the time and cached_tokens of an answer tell one key what another asked",
+    )
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
     request_timeout_s: float = Field(600, gt=0, description="time for an answer, waiting for an engine included")

@@ -7,10 +7,13 @@ pass through; prompts are written down where the settings say so, answers never.
 """
 
 import asyncio
+import functools
+import hmac
 import logging
+import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +51,8 @@ class GateSettings:
         requires_key: without, only this machine is let in.
         ledger: says what keys have spent before this process started.
         prompts: folder in which requests are written down; None where they are not.
+        shares_prefix_cache: a key's requests may find in an engine's cache what another key's have left there.
+        cache_secret: of this endpoint; a new one, as of an endpoint that is deployed anew, only empties caches.
     """
 
     models: tuple[ServedModel, ...]
@@ -61,6 +66,14 @@ class GateSettings:
     request_timeout_s: float = 600.0
     max_output_tokens: int | None = None
     prompts: Path | None = None
+    shares_prefix_cache: bool = False
+    cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
+
+    def cache_salt(self, key: KeyRecord) -> str | None:
+        """What sets the cached prompts of a key apart; None where there is nobody to keep them from."""
+        if self.shares_prefix_cache or not self.requires_key:
+            return None
+        return hmac.digest(self.cache_secret, key.name.encode(), "sha256").hex()
 
 
 class Gate:
@@ -122,7 +135,14 @@ class Gate:
         """An engine's answer: its tokens and cost are held until it is known what it used."""
         settings, key = self._settings, scope[KEY_IN_SCOPE]
         body = await self._read(scope, receive)
-        intake = check(route.path, body, key, self._models, max_output_tokens=settings.max_output_tokens)
+        intake = check(
+            route.path,
+            body,
+            key,
+            self._models,
+            max_output_tokens=settings.max_output_tokens,
+            cache_salt=settings.cache_salt(key),
+        )
         permit = await self._settlements.admit(
             key,
             intake.output_tokens,
@@ -232,8 +252,9 @@ def _header(scope: Scope, name: str) -> str | None:
 
 def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
     """The scope with these headers in place of the client's. What begins with x- is not the client's to say: ours would
-    be believed, and vLLM reads others, of which it can fail (X-Vllm-Priority). The key is nobody's business."""
-    kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith(b"x-")]
+    be believed, and vLLM and Ray read others, of which they can fail (X-Vllm-Priority, x_session_id). The key is
+    nobody's business."""
+    kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith((b"x-", b"x_"))]
     kept = [(name, value) for name, value in kept if name.lower() != b"authorization"]
     return {**scope, "headers": [*kept, *encoded(headers)]}
 

@@ -36,6 +36,9 @@ _WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a who
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
 _DIGITS_SHOWN = 40
 _OF_A_TEXT_PART = {"type", "text"}
+# What vLLM takes from anybody and the endpoint decides: whose cache a request reads, and by which ids it is known.
+_OF_THE_ENDPOINT = ("cache_salt", "request_id", "session_id")
+_REFUSED = {"vllm_xargs": "engines have no extensions that read it", "priority": "requests are served as they come"}
 _DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
 # vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer, of
 # which the model's own are some, only where it has a least length.
@@ -99,17 +102,22 @@ def check(
     models: Mapping[str, ServedModel],
     *,
     max_output_tokens: int | None,
+    cache_salt: str | None = None,
 ) -> Intake:
     """Decide on a request.
 
     A stream is always asked for its usage, in every event, so that what was sent is known when the client leaves in
     between; `answers.py` takes out what the client did not ask for.
 
+    Args:
+        cache_salt: requests share cached prompts with those of the same salt; None is without one.
+
     Raises:
         ApiError: 400, 403, 404 or 422, with the field that is at fault.
     """
     values = _parse(path, body)
     model = _model(values, key, models)
+    _require_nothing_of_others(values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
@@ -127,6 +135,7 @@ def check(
     if is_stream:
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
+    values |= {"cache_salt": cache_salt} if cache_salt else {}
     return Intake(
         body=_to_bytes(values),
         model=model,
@@ -164,6 +173,15 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
         raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
     return values
+
+
+def _require_nothing_of_others(values: dict[str, Any]) -> None:
+    """Leave out by what a request could reach another's cache or be taken for it, or be served before it."""
+    for field, reason in _REFUSED.items():
+        if values.get(field):
+            raise ApiError(400, f"{field} is not taken: {reason}", code="unsupported_parameter", param=field)
+    for field in _OF_THE_ENDPOINT:
+        values.pop(field, None)
 
 
 def _depth(values: Any) -> int:

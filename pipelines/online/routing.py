@@ -83,28 +83,41 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
 
 
 def _blocks_of(request: PendingRequest | None) -> list[int]:
-    """A number for each whole block of the request's prompt, which stands for it and all that comes before it."""
-    text = "".join(_texts(_prompt_of(request)))[:_MOST_CHARS]
+    """A number for each whole block of the request's prompt, which stands for it and all that comes before it, and for
+    the salt of the cache in which an engine keeps them."""
+    prompt, salt = _prompt_of(request)
+    text = _beginning(prompt)
     blocks: list[int] = []
     for start in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
-        blocks.append(hash((blocks[-1] if blocks else 0, text[start : start + _BLOCK_CHARS])))
+        blocks.append(hash((blocks[-1] if blocks else salt, text[start : start + _BLOCK_CHARS])))
     return blocks
 
 
-def _prompt_of(request: PendingRequest | None) -> Any:
+def _prompt_of(request: PendingRequest | None) -> tuple[Any, str | None]:
     for argument in request.args if request is not None else ():
         for field in ("messages", "prompt"):
             if (prompt := getattr(argument, field, None)) is not None:
-                return prompt
-    return ""
+                return prompt, getattr(argument, "cache_salt", None)
+    return "", None
+
+
+def _beginning(prompt: Any) -> str:
+    """What decides; no more of a long prompt is looked at, since all streams wait meanwhile."""
+    pieces, num_chars = [], 0
+    for piece in _texts(prompt):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars >= _MOST_CHARS:
+            break
+    return "".join(pieces)[:_MOST_CHARS]
 
 
 def _texts(value: Any) -> Iterator[str]:
     """What a prompt says in any of its forms: text, token ids, several of either, messages, parts of messages."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, int):
-        yield f"{value} "
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
+        yield " ".join(map(str, value[: _MOST_CHARS // 2])) + " "
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _texts(one)

@@ -20,7 +20,7 @@ from tests.chaos.processes import command_line, descendants, kill
 MODEL = "smollm2-135m"
 START_S = 240
 NUM_SAMPLED = 8
-NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED  # the last three in check_sampling
+NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED + 4  # seven, one and the sampled ones in check_sampling, four in check_cache
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 # The third likeliest token is well behind the second here, and after each of these.
 CODE = "class Stack:\n    def __init__(self"
@@ -30,13 +30,14 @@ pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 
 def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):
-    process, url, metrics, key = served(peagle, tmp_path)
+    process, url, metrics, key, other_key = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         check_models(client)
         check_whole_answers(client)
         check_streams(client)
         check_formats(client)
         check_sampling(client, AutoTokenizer.from_pretrained(embedded_target))
+        check_cache(client, client.with_options(api_key=other_key))
         check_errors(client, url)
         check_cost(client)
         check_page(client, url)
@@ -47,7 +48,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
 
 @pytest.mark.soak
 def test_a_batch_is_answered_by_an_engine_of_its_own(peagle, embedded_target, tmp_path):
-    process, url, _, key = served(peagle, tmp_path)
+    process, url, _, key, _ = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         check_batch(client)
         check_cost(client)
@@ -61,7 +62,7 @@ def test_a_batch_is_answered_by_an_engine_of_its_own(peagle, embedded_target, tm
 
 @pytest.mark.soak
 def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_replaced(peagle, embedded_target, tmp_path):
-    process, url, _, key = served(peagle, tmp_path)
+    process, url, _, key, _ = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client, ThreadPoolExecutor(1) as pool:
         long = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         stream = client.chat.completions.create(**long, stream=True)
@@ -86,9 +87,9 @@ def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_repl
 
 
 def served(peagle, folder):
-    """A process that is up: its addresses (of the API, of the Prometheus exporter) and a key."""
-    key, record = new_key("alice", is_operator=True)
-    write_keys(folder / "keys.json", [record])
+    """A process that is up: its addresses (of the API, of the Prometheus exporter) and two keys."""
+    (key, alice), (other_key, bob) = new_key("alice", is_operator=True), new_key("bob")
+    write_keys(folder / "keys.json", [alice, bob])
     port = free_port()
     process = peagle(
         *("serve", "--port", port, "--state", folder / "state", "--keys", folder / "keys.json"),
@@ -98,7 +99,7 @@ def served(peagle, folder):
     )
     url, metrics = wait_until_up(process)
     assert url == f"http://127.0.0.1:{port}/v1"
-    return process, url, metrics, key
+    return process, url, metrics, key, other_key
 
 
 def stop(process):
@@ -211,6 +212,20 @@ def token_ids(choice):
     return tuple(int(token.removeprefix("token_id:")) for token in choice.logprobs.tokens)
 
 
+def check_cache(client, other):
+    """What a key has asked is cached for that key alone, whatever salt another one names."""
+    body = {"model": MODEL, "prompt": "word " * 400, "max_tokens": 1, "temperature": 0}
+
+    def num_cached(asking, **more):
+        details = asking.completions.create(**body, **more).usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
+
+    assert num_cached(client) == 0
+    assert num_cached(client) > 0
+    assert num_cached(other, extra_body={"cache_salt": "alice"}) == 0
+    assert num_cached(other, extra_body={"cache_salt": "another"}) > 0
+
+
 def check_errors(client, url):
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
@@ -292,7 +307,7 @@ def check_ledger(folder):
     outcomes = [request.outcome for request in requests]
     assert outcomes.count("cut") == 1
     assert outcomes.count("ok") == NUM_ANSWERED
-    assert {request.key for request in requests} == {"alice"}
+    assert {request.key for request in requests} == {"alice", "bob"}
     assert all(request.ttft_s > 0 for request in requests if request.outcome != "failed")
     answered = [request.usage for request in requests if request.outcome == "ok"]
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)

@@ -1,3 +1,4 @@
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,16 @@ def test_keys_of_a_file_or_of_the_environment_open_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
     (record,) = settings(tmp_path, host="0.0.0.0").fixed_keys
     assert record.name == "ci"
+
+
+def test_keys_have_prefix_caches_of_their_own_unless_the_operator_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
+    (record,) = settings(tmp_path).fixed_keys
+    apart = settings(tmp_path)
+    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(
+        record
+    )  # as of an ingress restarted
+    assert settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
 def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):

@@ -274,12 +274,13 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
 
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     engine = Engine()
-    said = {"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x", "X-Vllm-Priority": "9", "a": "b"}
+    said = {"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x", "X-Vllm-Priority": "9", "a": "b",
+            "x_session_id": "s"}  # fmt: skip
     ask(post(keys["alice"], headers=said, n=2), app=engine)
     assert (engine.headers["x-peagle-key"], engine.headers["x-peagle-choices"]) == ("alice", "2")
     assert len(engine.headers["x-request-id"]) == 32
     assert engine.headers["a"] == "b"
-    assert not {"x-peagle-operator", "authorization", "x-vllm-priority"} & set(engine.headers)
+    assert not {"x-peagle-operator", "authorization", "x-vllm-priority", "x_session_id"} & set(engine.headers)
     ask(get("/v1/cost", keys["boss"]), app=engine)
     assert engine.headers["x-peagle-operator"] == "1"
 
@@ -318,6 +319,40 @@ def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expe
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
     assert engine.asked is None
+
+
+def salt_of(ask, request_of, **settings):
+    engine = Engine()
+    assert ask(request_of, app=engine, **settings)[0].status_code == 200
+    return engine.asked.get("cache_salt")
+
+
+def test_each_key_has_a_part_of_the_prefix_cache_to_itself(ask, keys):
+    """As vLLM keeps apart what has different salts; a client cannot name one, nor guess that of another key."""
+    secret = {"cache_secret": b"s" * 32}
+    alice, boss = (salt_of(ask, post(keys[name]), **secret) for name in ("alice", "boss"))
+    assert len(alice) == len(boss) == 64
+    assert alice != boss
+    for path in (CHAT, "/v1/completions"):
+        forged = post(keys["alice"], path=path, cache_salt=boss, prompt="x")
+        assert salt_of(ask, forged, **secret) == alice
+    assert salt_of(ask, post(keys["alice"]), cache_secret=b"t" * 32) != alice
+    assert b"ssss" not in repr(GateSettings(models=(), ledger=None, **secret)).encode()
+
+
+def test_nothing_is_salted_where_keys_share_or_there_are_none(ask, keys):
+    for how in ({"shares_prefix_cache": True}, {"requires_key": False, "key_file": None}):
+        assert salt_of(ask, post(keys["alice"], cache_salt="mine"), **how) is None
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys, path):
+    engine = Engine()
+    named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
+    assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
+    assert not {"request_id", "session_id"} & set(engine.asked)
+    for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
+        assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(

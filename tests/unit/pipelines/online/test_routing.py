@@ -1,6 +1,7 @@
 """Which of several engines gets a request. The engines are names; Ray's routing around the choice is its own."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -156,5 +157,29 @@ def test_only_the_latest_blocks_are_remembered_and_the_beginning_of_a_prompt_lon
         router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
         assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
         assert await first_group(router, request(prompt="y" * 600)) == {"b"}
+
+    routed(check)
+
+
+def test_a_prompt_of_another_key_draws_nothing_to_its_engine():
+    """Engines keep it apart by its salt, so nothing of it would be computed already."""
+
+    async def check(router):
+        router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
+        assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}
+        assert await first_group(router, request(prompt=LONG, cache_salt="alice")) == {"b"}
+
+    routed(check)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 524_000, [[1] * 524_000], ["x"] * 250_000, "x" * 2**20], ids=["ids", "prompts", "texts", "text"]
+)
+def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
+    async def check(router):
+        started = time.perf_counter()
+        router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
+        assert await first_group(router, request(prompt=prompt)) == {"b"}
+        assert time.perf_counter() - started < 0.3
 
     routed(check)
