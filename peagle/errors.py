@@ -19,8 +19,13 @@ A message says what was wrong and where; `hint` says what to do about it. `asser
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
+
+_MOST_SHOWN = 100  # characters of a user's own value
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _MOST_SHOWN
 
 
 class PeagleError(Exception):
@@ -106,6 +111,17 @@ class StoppedEarly(PeagleError):  # noqa: N818 - it is an outcome, not a fault
     exit_code = 3
 
 
+def shown(value: Any) -> str:
+    """A value of the user's own as a message may repeat it: the beginning of what is long.
+
+    >>> shown("gpt-4"), len(shown("x" * 1_000_000)), len(shown([[0] * 1_000] * 1_000)) < 1_000
+    ("'gpt-4'", 105, True)
+    """
+    if isinstance(value, str):
+        return repr(value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}...")
+    return _SHORT.repr(value)
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """The nearest valid names as a hint, or all of them when none is near.
 
@@ -113,7 +129,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     'did you mean temperature?'
     """
     choices = sorted(valid)
-    near = difflib.get_close_matches(name, choices, n=2, cutoff=0.6)
+    near = difflib.get_close_matches(name[:_MOST_SHOWN], choices, n=2, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"valid names: {', '.join(choices)}" if choices else "there is none to choose from"

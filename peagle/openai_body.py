@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.errors import did_you_mean
+from peagle.errors import did_you_mean, shown
 from peagle.sampling import MAX_LOGPROBS, parse_overrides
 
 CHAT_URL = "/v1/chat/completions"
@@ -42,9 +42,9 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
     known = (*_SAME_NAME, *(_CHAT if is_chat else _COMPLETION), *_LEFT_ASIDE)
     for key, value in given.items():
         if key in _NEUTRAL and value not in _NEUTRAL[key]:
-            return f"body.{key}: {value!r} is not supported"
+            return f"body.{key}: {shown(value)} is not supported"
         if key not in known and key not in _NEUTRAL:
-            return f"body: unknown parameter {key!r}: {did_you_mean(key, known)}"
+            return f"body: unknown parameter {shown(key)}: {did_you_mean(key, known)}"
     source = "messages" if is_chat else "prompt"
     if source not in given:
         return f"body: the request has no {source}"
@@ -70,9 +70,9 @@ def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any] | str:
 def _chat_logprobs(given: Mapping[str, Any]) -> int | str | None:
     asked, top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if not isinstance(asked, bool):
-        return f"logprobs: must be true or false, not {asked!r}"
+        return f"logprobs: must be true or false, not {shown(asked)}"
     if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
-        return f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {top!r}"
+        return f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}"
     if top and not asked:
         return "top_logprobs: needs logprobs: true"
     return top if asked else None
@@ -85,7 +85,7 @@ def _schema(response_format: Any) -> dict[str, Any] | str | None:
     if kind == "json_object":
         return {"type": "object"}
     if kind != "json_schema":
-        return f"response_format: its type must be text, json_object or json_schema, not {kind!r}"
+        return f"response_format: its type must be text, json_object or json_schema, not {shown(kind)}"
     named = response_format.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     return schema if isinstance(schema, dict) else "response_format: json_schema needs a schema that is an object"

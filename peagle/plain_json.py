@@ -40,7 +40,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
     Raises:
         ValueError: it is not JSON.
     """
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite_float, **options)
+    return json.loads(text, parse_constant=_refuse, **{"parse_float": finite_float, **options})
 
 
 def logprob_number(logprob: float) -> float:
@@ -61,7 +61,12 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def _finite_float(text: str) -> float:
+def finite_float(text: str) -> float:
+    """A number of JSON text.
+
+    Raises:
+        ValueError: it is more than a number can be.
+    """
     if math.isinf(number := float(text)):
         raise ValueError(f"{text} is more than a number can be")
     return number

@@ -14,11 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from peagle.answer_size import DEFAULT_MIB, AnswerShape
 from peagle.constraints import schema_error
-from peagle.errors import did_you_mean
+from peagle.errors import did_you_mean, shown
 from peagle.plain_json import from_json
 
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
-_MOST_SHOWN = 200  # characters of a value that is wrong
 
 
 class SamplingKeys(BaseModel):
@@ -158,10 +157,8 @@ def _overrides(values: Any) -> dict[str, Any] | str:
 def _explain(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}: {did_you_mean(name, SAMPLING_KEYS)}"
-    given = repr(error["input"])
-    shown = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}... ({len(given):,} characters)"
-    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown}"
+        return f"unknown parameter {shown(name)}: {did_you_mean(name, SAMPLING_KEYS)}"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown(error['input'])}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from peagle.corpus.rows import RawRow
 from peagle.corpus.schema import json_text
+from peagle.errors import shown
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
@@ -33,14 +34,14 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
     if missing:
         return f"the request has no {' and no '.join(missing)}"
     if unknown := sorted(set(columns) - set(BATCH_COLUMNS)):
-        return f"unknown key {unknown[0]!r}: a request has {', '.join(BATCH_COLUMNS)}"
+        return f"unknown key {shown(unknown[0])}: a request has {', '.join(BATCH_COLUMNS)}"
     custom_id, url = columns["custom_id"], columns["url"]
     if not isinstance(custom_id, str) or not custom_id:
-        return f"custom_id must be text that is not empty, not {custom_id!r}"
+        return f"custom_id must be text that is not empty, not {shown(custom_id)}"
     if columns["method"] != "POST":
-        return f"method must be POST, not {columns['method']!r}"
+        return f"method must be POST, not {shown(columns['method'])}"
     if url not in URLS:
-        return f"url must be {' or '.join(URLS)}, not {url!r}"
+        return f"url must be {' or '.join(URLS)}, not {shown(url)}"
     if not isinstance(columns["body"], dict):
         return f"body must be a JSON object, not a {type(columns['body']).__name__}"
     return None

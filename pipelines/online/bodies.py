@@ -2,7 +2,8 @@
 
 vLLM 0.29 checks bodies in validators that meet values before these have types, and then raise whatever Python does
 (`'list' object has no attribute 'get'`); none of that is a fault of the server. Lists that pydantic would check only
-when they are read are read here. A chat may be given a cap on its output tokens, which vLLM itself does not know.
+when they are read are read here. Of a list its first fault is told: a mebibyte of messages that are none has five
+million, which take minutes. A chat may be given a cap on its output tokens, which vLLM itself does not know.
 """
 
 from dataclasses import replace
@@ -10,17 +11,20 @@ from typing import Annotated, Any
 
 from pydantic import PrivateAttr, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
 
 from pipelines.online.errors import ApiError, from_exception
 
 _LAZY = ("content", "tool_calls")  # of a message
+_MOST_PARTS = 1024  # of a message
+_LISTS = ("list", "tuple", "set", "frozenset")
 
 
 def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, Chat | Completion):
+        return value
     try:
-        request = handler(value)
-        for message in getattr(request, "messages", ()):
-            _read_lists(message)
+        return handler(value)
     except ValidationError:
         raise  # it says where
     except Exception as error:
@@ -28,18 +32,37 @@ def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         if refusal.status < 500:
             raise refusal from error
         raise ApiError(422, "body: a field has the wrong type", code="invalid_type") from error
-    return request
 
 
-def _read_lists(message: Any) -> None:
+def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """One message, by itself: threads take turns between two of them."""
+    content = value.get("content") if isinstance(value, dict) else None
+    if isinstance(content, list) and len(content) > _MOST_PARTS:
+        message = f"a message has {len(content)} parts, and may have {_MOST_PARTS}"
+        raise ApiError(400, message, code="invalid_value", param="messages")
+    message = handler(value)
     for name in _LAZY:
         if not isinstance(message.get(name), str | list | None):
             message[name] = list(message[name])
+    return message
+
+
+def _fail_fast(schema: Any) -> None:
+    """Have every list of a schema of pydantic's stop at its first fault."""
+    if isinstance(schema, dict):
+        if schema.get("type") in _LISTS:
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
     """A chat whose output tokens may be capped by the endpoint, where the client named no number."""
 
+    messages: list[Annotated[ChatCompletionMessageParam, WrapValidator(_message)]]
     _is_capped: bool = PrivateAttr(default=False)
 
     def cap(self, tokens: int) -> None:
@@ -54,5 +77,12 @@ class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are un
         return replace(params, max_output_tokens=0) if self._is_capped else params
 
 
+class Completion(CompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
+    """A completion."""
+
+
+for _kind in (Chat, Completion):
+    _fail_fast(_kind.__pydantic_core_schema__)
+
 ChatBody = Annotated[Chat, WrapValidator(_checked)]
-CompletionBody = Annotated[CompletionRequest, WrapValidator(_checked)]
+CompletionBody = Annotated[Completion, WrapValidator(_checked)]

@@ -20,7 +20,7 @@ _TYPES = {
 }
 _OF_A_REQUEST_UNDER_WAY = (408, 413, 431)
 _OVERLOADED_RETRY_S = 5
-_MAX_SHOWN_CHARS = 80
+_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # of an error: no client gets back a mebibyte that it sent
 # Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
 # vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
 _OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
@@ -52,7 +52,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message, param = _cut(self.message, _MOST_CHARS), self.param and _cut(self.param, _MOST_PARAM_CHARS)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Retry-After in whole seconds, where waiting helps; the end of the connection, where more of a request that is
@@ -61,9 +62,9 @@ class ApiError(Exception):
         return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
 
 
-def shown(text: str) -> str:
-    """What a client sent, as a message repeats it: not all of it."""
-    return repr(text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "...")
+def _cut(text: str, most: int) -> str:
+    """A text that may repeat what a client sent, or what vLLM says of it."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def overloaded(message: str) -> ApiError:

@@ -19,6 +19,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online.errors import ApiError, from_exception
+from pipelines.online.heavy import HeavyWork
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
 from pipelines.online.local import require_local
@@ -26,8 +27,9 @@ from pipelines.online.outgoing import NOTE_IN_SCOPE, Outgoing, encoded
 from pipelines.online.paths import path_refusal
 from pipelines.online.prompt_log import PromptLog
 from pipelines.online.requests import ServedModel, check
-from pipelines.online.routes import Route, Rule, find_route, with_pass
+from pipelines.online.routes import HEAVY, Route, Rule, find_route, with_pass
 from pipelines.online.settlements import Settlements
+from pipelines.online.shape import ORDER
 from pipelines.online.uploads import Upload, too_large
 
 KEY_HEADER = "x-peagle-key"
@@ -91,6 +93,7 @@ class Gate:
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._settlements = Settlements(settings.ledger)
+        self._heavy = HeavyWork()
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +126,7 @@ class Gate:
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
         # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
         inward |= {"content-type": "application/json"} if route.rule in _JSON_RULES else {}
-        scope = {**_with_headers(scope, inward), KEY_IN_SCOPE: key}
+        scope = {**_with_headers(scope, inward), KEY_IN_SCOPE: key, HEAVY: (self._heavy, key.name)}
         if route.rule is Rule.GENERATION:
             await self._generate(scope, receive, answer, route, request_id)
         elif route.rule in (Rule.ORDER, Rule.UPLOAD):
@@ -135,7 +138,10 @@ class Gate:
         """An engine's answer: its tokens and cost are held until it is known what it used."""
         settings, key = self._settings, scope[KEY_IN_SCOPE]
         body = await self._read(scope, receive)
-        intake = check(
+        intake = await self._heavy.run(
+            key.name,
+            len(body),
+            check,
             route.path,
             body,
             key,
@@ -185,7 +191,9 @@ class Gate:
         settings = self._settings
         await self._settlements.require_budget(scope[KEY_IN_SCOPE])
         if route.rule is Rule.ORDER:
-            receive = _replay(await self._read(scope, receive), receive)
+            body = await self._read(scope, receive)
+            ORDER.check(body)
+            receive = _replay(body, receive)
         else:
             _require_length(scope, settings.max_upload_bytes)
             times = settings.body_timeout_s, settings.request_timeout_s

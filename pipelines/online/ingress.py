@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
 from peagle.economics.prices import Price
+from peagle.errors import shown
 from peagle.private import keep_private
 from pipelines.online.answers import WholeAnswer
 from pipelines.online.batches.actors import RayRunner
@@ -87,7 +88,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def model_data(self, model: str) -> JSONResponse:
         """One of them."""
         if model not in self._cards:
-            raise ApiError(404, f"there is no model {model!r}", code="model_not_found")
+            raise ApiError(404, f"there is no model {shown(model)}", code="model_not_found")
         return JSONResponse(self._cards[model])
 
     async def chat(self, body: ChatBody, request: Request) -> Response:

@@ -12,6 +12,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from peagle.errors import shown
 from pipelines.online.errors import ApiError
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
@@ -30,9 +31,9 @@ def require_local(scope: Scope) -> None:
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _HOST.fullmatch(host):
-        raise _refusal(f"is not called {host!r}: {_WHAT_TO_DO}")
+        raise _refusal(f"is not called {shown(host)}: {_WHAT_TO_DO}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
-        raise _refusal(f"answers no page of {origin!r}: {_WHAT_TO_DO}")
+        raise _refusal(f"answers no page of {shown(origin)}: {_WHAT_TO_DO}")
 
 
 def _is_loopback(scope: Scope) -> bool:

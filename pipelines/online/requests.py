@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.errors import did_you_mean
-from peagle.plain_json import from_json
+from peagle.errors import did_you_mean, shown
+from peagle.plain_json import finite_float, from_json
 from pipelines.online.answer_room import answer_shape, within_room
 from pipelines.online.contents import check_contents
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
+from pipelines.online.shape import REQUEST
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,6 +40,8 @@ _OF_A_TEXT_PART = {"type", "text"}
 # What vLLM takes from anybody and the endpoint decides: whose cache a request reads, and by which ids it is known.
 _OF_THE_ENDPOINT = ("cache_salt", "request_id", "session_id")
 _REFUSED = {"vllm_xargs": "engines have no extensions that read it", "priority": "requests are served as they come"}
+_MOST_FRACTIONS = 10_000
+_MOST_FIELDS, _LONGEST_FIELD = 200, 100  # of a request; vLLM has some seventy
 _DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
 # vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer, of
 # which the model's own are some, only where it has a least length.
@@ -151,12 +154,16 @@ def check(
 
 
 def _parse(path: str, body: bytes) -> dict[str, Any]:
+    REQUEST.check(body)
     try:
-        values = from_json(body, parse_int=_whole_number)
+        values = from_json(body, parse_int=_whole_number, parse_float=_Fractions().read)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(422, "the body must be a JSON object", code="invalid_type")
+    if len(values) > _MOST_FIELDS or any(len(field) > _LONGEST_FIELD for field in values):
+        message = f"a request has {_MOST_FIELDS} fields at most, with names of {_LONGEST_FIELD} characters"
+        raise ApiError(400, message, code="too_many_values")
     for field, kinds in _TYPES.items():
         value = values.get(field)
         is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
@@ -197,6 +204,20 @@ def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:
     return path == COMPLETIONS and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
+class _Fractions:
+    """Numbers that are no whole ones, of one body: they take the longest to write down, and nothing has many."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def read(self, digits: str) -> float:
+        """The next one."""
+        self._num += 1
+        if self._num > _MOST_FRACTIONS:
+            raise ApiError(400, f"the body has more than {_MOST_FRACTIONS:,} fractions", code="too_many_values")
+        return finite_float(digits)
+
+
 def _whole_number(digits: str) -> int:
     is_short = len(digits) <= len(str(_LEAST_INT))  # Python itself refuses thousands of digits
     if is_short and _LEAST_INT <= (number := int(digits)) <= _MOST_INT:
@@ -222,9 +243,9 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
         (name,) = models
     if name not in models:
         hint = did_you_mean(name, allowed)
-        raise ApiError(404, f"there is no model {name!r}; {hint}", code="model_not_found", param="model")
+        raise ApiError(404, f"there is no model {shown(name)}; {hint}", code="model_not_found", param="model")
     if name not in allowed:
-        raise ApiError(403, f"this key may not use the model {name!r}", code="model_not_allowed", param="model")
+        raise ApiError(403, f"this key may not use the model {shown(name)}", code="model_not_allowed", param="model")
     return models[name]
 
 

@@ -7,13 +7,15 @@ and never an answer that nobody counted. It knows ASGI and FastAPI, no keys and 
 
 import enum
 import functools
+import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette._utils import get_route_path
 from starlette.routing import compile_path
@@ -22,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from pipelines.online.errors import ApiError
 
 PASS = "peagle.pass"  # in the scope, where no client can write
+HEAVY = "peagle.heavy"  # likewise: the threads for bodies, and whose body this is
 _log = logging.getLogger("ray.serve")
 
 
@@ -78,7 +81,21 @@ def delete(path: str) -> Route:
 
 
 class GuardedRoute(APIRoute):
-    """A route of the application that answers only what the gate has let in for it."""
+    """A route that answers only what the gate has let in for it, and reads its bodies beside the loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's, given the body as its handler wants it: FastAPI itself would read it while all streams wait."""
+        handle, field = super().get_route_handler(), self.body_field
+        if field is None:
+            return handle
+
+        async def read_and_handle(request: Request) -> Response:
+            heavy, key = request.scope[HEAVY]
+            body = await request.body()
+            value = await heavy.run(key, len(body), _read, body, field)
+            return await handle(_ReadRequest(request.scope, value))
+
+        return read_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, before anything of its body is read.
@@ -90,6 +107,38 @@ class GuardedRoute(APIRoute):
             _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, scope.get(PASS))
             raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
         await super().handle(scope, receive, send)
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read, and is what the handler wants."""
+
+    def __init__(self, scope: Scope, value: Any) -> None:
+        super().__init__(scope)
+        self._value = value
+
+    async def body(self) -> bytes:
+        """For FastAPI, which asks whether there is one."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """For FastAPI, to which a value of the right type is valid as it is."""
+        return self._value
+
+
+def _read(body: bytes, field: Any) -> Any:
+    """The value of a body.
+
+    Raises:
+        RequestValidationError: it is none of this type; its first fault of each list.
+    """
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+    value, errors = field.validate(values, {}, loc=("body",))
+    if errors:
+        raise RequestValidationError(errors)
+    return value
 
 
 def guarded_app(**options: Any) -> FastAPI:

@@ -21,8 +21,8 @@ from peagle.sampling import SamplingLimits, conflict
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.requests import CHAT, COMPLETION_TOKENS, COMPLETIONS
 
-# Of a stream, or Ray's own: nothing that an engine is told.
-_NOT_OF_THE_BODY = {"stream", "stream_options", "request_id"}
+# Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
+_NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from starlette.responses import Response
 
+from peagle.errors import shown
 from pipelines.online.errors import ApiError
 
 FOLDER = "/page/"
@@ -52,5 +53,5 @@ def page_response(name: str = _INDEX) -> Response:
     folder = Path(__file__).with_name("page")
     path = next((path for path in folder.iterdir() if path.name == name and path.suffix in _KINDS), None)
     if path is None:
-        raise ApiError(404, f"there is no {FOLDER}{name}", code="not_found")
+        raise ApiError(404, f"there is no {shown(FOLDER + name)}", code="not_found")
     return Response(path.read_bytes(), media_type=_KINDS[path.suffix], headers=HEADERS)

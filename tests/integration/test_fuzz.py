@@ -1,166 +1,79 @@
 """Every route of the endpoint, fuzzed from its own OpenAPI schema; and what no schema says: slow, huge, broken.
 
-The real gate, routes, batches and ledger in this process behind a real HTTP server; the fake engine answers, without
-Ray Serve between. In `make soak` what a schema says is also asked of `peagle serve` with vLLM. The cases are the same
+The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that no engine may
+answer. In `make soak` what a schema says is also asked of `peagle serve` with vLLM. The cases are the same
 in each run.
 """
 
 import contextlib
 import json
 import socket
-import threading
 import time
 
 import httpx
 import pytest
-import uvicorn
 
-from peagle import hardware
-from peagle.economics.prices import Price
-from peagle.hardware import Hardware
-from pipelines.batch.placing import Neighbours, Placement
-from pipelines.online import ingress as module
-from pipelines.online.account import Engine, EngineAccount
-from pipelines.online.batches.settings import BatchSettings, Recipe
-from pipelines.online.gate import GateSettings
-from pipelines.online.relay import relay
-from pipelines.online.requests import CHAT, COMPLETIONS, FILES, ServedModel
-from pipelines.online.stand_in import StandIn, StandInEngine
+from pipelines.online.keys import new_key, write_keys
+from pipelines.online.requests import CHAT, COMPLETIONS, FILES
 from tests.faults.endpoint import serving
+from tests.in_process import Served, serving_here
 
-MODEL = ServedModel(name="m", max_model_len=256)
-CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 1, "max_requests_per_replica": 8}}
 DELIBERATE = (503, 504)
 NUM_CASES = {"positive": 25, "negative": 25}  # of each route
-
-
-class Handle:
-    """A deployment's handle as the ingress uses it, with the engine right behind it."""
-
-    deployment_name = "m"
-
-    def __init__(self, engine, account):
-        self._engine, self._account = engine, account
-
-    def options(self, **_):
-        return self
-
-    @property
-    def chat(self):
-        return _Method(self._engine.chat, self._account)
-
-    @property
-    def completions(self):
-        return _Method(self._engine.completions, self._account)
-
-
-class _Method:
-    def __init__(self, answer, account):
-        self._answer, self._account = answer, account
-
-    async def remote(self, request, info):
-        def begin():
-            return self._account.begin(info.headers["x-request-id"], "local")
-
-        async for part in relay(_in_lists(self._answer(request)), begin, wants_each_usage=False):
-            yield part
-
-
-async def _in_lists(parts):
-    """As Ray's batching of streams."""
-    async for part in parts:
-        yield [part] if isinstance(part, str) else part
-
-
-class Config:
-    model_id = "m"
-    engine_kwargs = {"max_model_len": MODEL.max_model_len}  # noqa: RUF012
-
-
-class NoRunner:
-    """Batches wait for ever."""
-
-    def check(self, path, rules):
-        return self
-
-    def poll(self):
-        return None
-
-    def kill(self):
-        pass
+# The second may do next to nothing: whatever it sends, no engine answers it.
+KEYS = {
+    "alice": {},
+    "mallory": {"models": ["another"], "requests_per_min": 10_000, "output_tokens_per_min": 1, "budget_usd": 1e-9},
+}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def endpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endpoint")
-    price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
-    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
-    account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
-    settings = GateSettings(
-        models=(MODEL,), ledger=folder / "ledger", requires_key=False, max_body_bytes=64 * 1024, body_timeout_s=1,
-        max_upload_bytes=64 * 1024,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "RayRunner", NoRunner)
-        patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
-        stand_in = StandInEngine(StandIn(), Config())
-        ingress = module.PeagleIngress(
-            {"m": Handle(stand_in, account)}, {"m": CARD}, settings=settings, price=price, batches=_batches(folder)
-        )
-        app = module.make_app(settings)
-        for name, route in module._ROUTES.items():
-            route(app)(getattr(ingress, name))
-        app.router.add_event_handler("startup", stand_in.start)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
-        ingress.batches.close()
-        account.end()
+    with serving_here(folder, KEYS, max_body_bytes=64 * 1024, body_timeout_s=1, max_upload_bytes=64 * 1024) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def vllm_url(tmp_path_factory, embedded_target):
+def vllm_endpoint(tmp_path_factory, embedded_target):
     """`peagle serve` with a vLLM engine behind Ray Serve, whose model is called as the stand-in's."""
     folder = tmp_path_factory.mktemp("vllm")
     config = folder / "serve.yaml"
     config.write_text("models: [{model: smollm2-135m, name: m, max_model_len: 256}]")
+    made = {name: new_key(name, **limits) for name, limits in KEYS.items()}
+    write_keys(folder / "keys.json", [record for _, record in made.values()])
     flags = [
         "--config", str(config), "--max-num-seqs", "4", "--enforce-eager", "--max-output-tokens", "4", "--max-body-kib",
-        "64", "--max-choices", "4", "--usd-per-hour", "1", "--batches", str(folder / "batches"),
+        "64", "--max-choices", "4", "--usd-per-hour", "1", "--batches", str(folder / "batches"), "--keys",
+        str(folder / "keys.json"),
     ]  # fmt: skip
     with serving(folder, flags, start_s=240) as endpoint:
-        yield endpoint.url
+        yield Served(endpoint.url, {name: key for name, (key, _) in made.items()}, folder / "state" / "ledger")
 
 
-@pytest.fixture(params=["url", pytest.param("vllm_url", marks=pytest.mark.soak)])
+@pytest.fixture(params=["endpoint", pytest.param("vllm_endpoint", marks=pytest.mark.soak)])
 def served(request):
-    """The address of an endpoint that answers, by either engine."""
+    """An endpoint that answers, by either engine."""
     return request.getfixturevalue(request.param)
 
 
-_STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replicas")
-
-
-def _batches(folder):
-    placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
-    here: Hardware = hardware.detect()
-    recipe = Recipe(model=MODEL, config={}, neighbours=Neighbours(places="test", hardware=here, placement=placement))
-    return BatchSettings(
-        folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,
-        ledger=folder / "ledger",
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def http(endpoint):
+    """Requests of a key without limits."""
+    with endpoint.client("alice") as client:
+        yield client
 
 
 FORM = "content-type: multipart/form-data; boundary=b"
 
 
-def connect(url):
-    host, port = url.removeprefix("http://").split(":")
+def head_of(endpoint, path, *more):
+    key = f"authorization: Bearer {endpoint.keys['alice']}"
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", key, FORM, *more, "", ""]).encode()
+
+
+def connect(endpoint):
+    host, port = endpoint.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
 
@@ -181,8 +94,8 @@ def wrong_with(response):
     return None
 
 
-def test_the_schema_says_what_each_route_takes(url):
-    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+def test_the_schema_says_what_each_route_takes(http):
+    paths = http.get("/openapi.json").json()["paths"]
     takes = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
     assert takes == {CHAT, COMPLETIONS, FILES, "/v1/batches"}
 
@@ -196,7 +109,8 @@ def test_no_case_of_the_schema_is_a_fault(served, mode):
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
 
-    schema = schemathesis.openapi.from_url(f"{served}/openapi.json")
+    alice, mallory = ({"authorization": f"Bearer {served.keys[name]}"} for name in ("alice", "mallory"))
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=alice)
     routes = [result.ok() for result in schema.get_all_operations()]
     assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT), ("POST", FILES)}
     wrong = []
@@ -208,12 +122,14 @@ def test_no_case_of_the_schema_is_a_fault(served, mode):
         )  # fmt: skip
         @given(case=route.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
         def ask(case):
-            if what := wrong_with(case.call(base_url=served, timeout=30)):
-                wrong.append(f"{case.method} {case.path} {case.body!r:.200}: {what}")
+            for headers in (alice, mallory):
+                if what := wrong_with(case.call(base_url=served.url, headers=headers, timeout=30)):
+                    wrong.append(f"{case.method} {case.path} {case.body!r:.200}: {what}")
 
         with contextlib.suppress(Unsatisfiable):  # nothing can be wrong with a route that takes nothing
             ask()
     assert not wrong, "\n".join(wrong)
+    assert {request.key for request in served.answered()} <= {"alice"}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/batches"])
@@ -223,8 +139,8 @@ def test_no_case_of_the_schema_is_a_fault(served, mode):
      b'{"max_tokens": 1e999}', b'{"max_tokens": ' + b"9" * 5_000 + b"}",
      b'{"messages": "\\ud800", "prompt": "\\ud800"}'],
 )  # fmt: skip
-def test_what_is_no_request_is_refused(url, path, content):
-    response = httpx.post(url + path, content=content, headers={"content-type": "application/json"}, timeout=30)
+def test_what_is_no_request_is_refused(http, path, content):
+    response = http.post(path, content=content, headers={"content-type": "application/json"})
     assert wrong_with(response) is None
     assert 400 <= response.status_code < 500
 
@@ -247,42 +163,42 @@ def test_what_is_no_request_is_refused(url, path, content):
 )
 def test_a_field_that_vllm_trips_over_is_the_clients_fault(served, changes):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **changes}
-    response = httpx.post(served + CHAT, content=json.dumps(body), timeout=30)
+    with served.client("alice") as http:
+        response = http.post(CHAT, content=json.dumps(body))
     assert wrong_with(response) is None
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
-def test_json_is_taken_whatever_it_is_called(url, kind):
+def test_json_is_taken_whatever_it_is_called(http, kind):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     headers = {"content-type": kind} if kind else {}
-    response = httpx.post(url + CHAT, content=json.dumps(body), headers=headers, timeout=30)
+    response = http.post(CHAT, content=json.dumps(body), headers=headers)
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("window_s", ["inf", "-inf", "nan", "1e999", "1e308", "5e-324", "0", "-1", "x", ""])
 @pytest.mark.parametrize("path", ["/v1/cost", "/v1/live"])
-def test_a_window_of_any_length_is_answered_or_refused(url, path, window_s):
-    response = httpx.get(url + path, params={"window_s": window_s}, timeout=30)
+def test_a_window_of_any_length_is_answered_or_refused(http, path, window_s):
+    response = http.get(path, params={"window_s": window_s})
     assert wrong_with(response) is None
 
 
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/batches", FILES])
-def test_a_body_without_end_is_refused_and_not_read_on(url, path, has_length):
+def test_a_body_without_end_is_refused_and_not_read_on(endpoint, path, has_length):
     length = "content-length: 999999999999" if has_length else "transfer-encoding: chunked"
     chunk = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
-    with connect(url) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\n{length}\r\n\r\n".encode())
+    with connect(endpoint) as client:
+        client.sendall(head_of(endpoint, path, length))
         with pytest.raises((ConnectionError, TimeoutError)):
             client.sendall(chunk * 1000)  # 64 MiB
-    assert httpx.get(url + "/health").status_code == 200
+    assert httpx.get(endpoint.url + "/health").status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, FILES])
-def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(url, path):
-    with connect(url) as client:
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\ncontent-length: 999999999999\r\n\r\n"
-        client.sendall(head.encode())
+def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(endpoint, path):
+    with connect(endpoint) as client:
+        client.sendall(head_of(endpoint, path, "content-length: 999999999999"))
         answer = client.recv(65_536)
     assert b" 413 " in answer.splitlines()[0]
     assert b"body_too_large" in answer
@@ -290,9 +206,9 @@ def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(url, path):
 
 
 @pytest.mark.parametrize("path", [CHAT, FILES])
-def test_a_client_that_sends_byte_by_byte_is_given_up_on(url, path):
-    with connect(url) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{FORM}\r\ncontent-length: 1000\r\n\r\n".encode())
+def test_a_client_that_sends_byte_by_byte_is_given_up_on(endpoint, path):
+    with connect(endpoint) as client:
+        client.sendall(head_of(endpoint, path, "content-length: 1000"))
         client.settimeout(0.4)
         answer, started = b"", time.monotonic()
         while not answer and time.monotonic() - started < 15:

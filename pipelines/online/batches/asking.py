@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.multipart import parse_options_header
 
+from peagle.errors import shown
 from pipelines.online.batches.records import BATCH_PREFIX, INPUT, Order, new_id
-from pipelines.online.errors import ApiError, shown
+from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
 MAX_FIELD_BYTES = 1024  # of a form, but for the file
@@ -71,7 +72,7 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     if upload is None or isinstance(upload, str):
         raise _no_file()
     if purpose != INPUT:
-        message = f"purpose: this endpoint keeps files for batches only: {INPUT!r}, not {shown(str(purpose))}"
+        message = f"purpose: this endpoint keeps files for batches only: {INPUT!r}, not {shown(purpose)}"
         raise ApiError(400, message, code="invalid_purpose", param="purpose")
     if upload.size == 0:
         raise ApiError(400, "file: it is empty", code="empty_file", param="file")

@@ -16,8 +16,9 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from peagle.errors import shown
 from pipelines.online.batches.records import StoredFile
-from pipelines.online.errors import ApiError, overloaded, shown
+from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.flow import Window
 
 WINDOW_BYTES = 1 << 21

@@ -9,12 +9,13 @@ import hashlib
 import threading
 from typing import Any
 
+from peagle.errors import shown
 from pipelines.online.batches.asking import NewBatch
 from pipelines.online.batches.quota import Quota
 from pipelines.online.batches.records import INPUT, WINDOW_S, Batch, Order
 from pipelines.online.batches.settings import Shares
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.errors import ApiError, shown
+from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
 _MAX_KEY_CHARS = 255

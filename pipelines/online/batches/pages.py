@@ -6,7 +6,8 @@ Pure. It knows ids and lists, no files and no HTTP.
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from pipelines.online.errors import ApiError, shown
+from peagle.errors import shown
+from pipelines.online.errors import ApiError
 
 
 class _Shown(Protocol):

@@ -11,13 +11,14 @@ from typing import BinaryIO, Literal
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
+from peagle.errors import shown
 from pipelines.online.batches.asking import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.downloads import Download, attachment, no_such_file
 from pipelines.online.batches.pages import page
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.errors import ApiError, shown
+from pipelines.online.errors import ApiError
 from pipelines.online.gate import KEY_IN_SCOPE
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import BATCHES, FILES

@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.corpus.lines import Lines
 from peagle.corpus.openai_batch import envelope_error
-from peagle.errors import InputError
+from peagle.errors import InputError, shown
 from peagle.plain_json import from_json
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
@@ -130,11 +130,13 @@ class _Reader:
             raise _Wrong("invalid_request", wrong)
         custom_id, url = request["custom_id"], request["url"]
         if custom_id in self._line_of:
-            message = f"custom_id {custom_id!r} is on line {self._line_of[custom_id]} already"
+            message = f"custom_id {shown(custom_id)} is on line {self._line_of[custom_id]} already"
             raise _Wrong("duplicate_custom_id", message, "custom_id")
         self._line_of[custom_id] = number
         if url != self._rules.endpoint:
-            raise _Wrong("mismatched_endpoint", f"url is {url}, and the batch is for {self._rules.endpoint}", "url")
+            raise _Wrong(
+                "mismatched_endpoint", f"url is {shown(url)}, and the batch is for {self._rules.endpoint}", "url"
+            )
         body = json.dumps(request["body"]).encode()
         rules = self._rules
         intake = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)

@@ -1,0 +1,188 @@
+"""The endpoint in this process behind a real HTTP server: gate, routes, batches and ledger, without Ray Serve between.
+
+The fake engine answers. It has keys, without which nothing of what keys may is ever seen, and the lag of its event loop
+is measured.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+
+from peagle import hardware
+from peagle.economics.ledger import RequestReader
+from peagle.economics.prices import Price
+from pipelines.batch.placing import Neighbours, Placement
+from pipelines.online import ingress as module
+from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.gate import GateSettings
+from pipelines.online.keys import new_key, write_keys
+from pipelines.online.relay import relay
+from pipelines.online.requests import ServedModel
+from pipelines.online.stand_in import StandIn, StandInEngine
+
+CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 1, "max_requests_per_replica": 8}}
+_STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replicas")
+_TICK_S = 0.002
+
+
+class Handle:
+    """A deployment's handle as the ingress uses it, with the engine right behind it."""
+
+    deployment_name = "m"
+
+    def __init__(self, engine, account):
+        self._engine, self._account = engine, account
+
+    def options(self, **_):
+        return self
+
+    @property
+    def chat(self):
+        return _Method(self._engine.chat, self._account)
+
+    @property
+    def completions(self):
+        return _Method(self._engine.completions, self._account)
+
+
+class _Method:
+    def __init__(self, answer, account):
+        self._answer, self._account = answer, account
+
+    def remote(self, request, info):
+        return _Response(self._parts(request, info))
+
+    async def _parts(self, request, info):
+        def begin():
+            return self._account.begin(info.headers["x-request-id"], info.headers["x-peagle-key"])
+
+        async for part in relay(_in_lists(self._answer(request)), begin, wants_each_usage=False):
+            yield part
+
+
+class _Response:
+    """As Ray's of a stream."""
+
+    def __init__(self, parts):
+        self._parts = parts
+
+    def __aiter__(self):
+        return self._parts
+
+    def cancel(self):
+        pass
+
+
+async def _in_lists(parts):
+    """As Ray's batching of streams."""
+    async for part in parts:
+        yield [part] if isinstance(part, str) else part
+
+
+class NoRunner:
+    """Batches wait for ever."""
+
+    def check(self, path, rules):
+        return self
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        pass
+
+
+class Served:
+    """An endpoint that runs.
+
+    Attributes:
+        keys: by the names of their records.
+    """
+
+    def __init__(self, url, keys, ledger):
+        self.url, self.keys, self._ledger = url, keys, ledger
+        self._lag_s = 0.0
+
+    def client(self, name, **options):
+        """Requests of a key."""
+        headers = {"authorization": f"Bearer {self.keys[name]}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
+
+    def answered(self):
+        """Requests in the ledger: those that an engine has answered."""
+        return RequestReader(self._ledger).new()
+
+    @contextlib.contextmanager
+    def lag(self):
+        """Measures how late the event loop was at most; called afterwards, it says so in seconds."""
+        self._lag_s = 0.0
+        yield lambda: self._lag_s
+
+    async def watch(self):
+        """In the endpoint's loop."""
+        while True:
+            due = time.perf_counter() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self._lag_s = max(self._lag_s, time.perf_counter() - due)
+
+
+@contextlib.contextmanager
+def serving_here(folder, limits, *, max_model_len=256, **settings):
+    """Until the end of the `with`.
+
+    Args:
+        limits: by the name of a key.
+        settings: of `GateSettings`.
+    """
+    model = ServedModel(name="m", max_model_len=max_model_len)
+    made = {name: new_key(name, **own) for name, own in limits.items()}
+    write_keys(folder / "keys.json", [record for _, record in made.values()])
+    price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
+    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
+    account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
+    settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "RayRunner", NoRunner)
+        patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
+        config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
+        stand_in = StandInEngine(StandIn(), config)
+        handles, batches = {"m": Handle(stand_in, account)}, _batches(folder, model)
+        ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
+        app = module.make_app(settings)
+        for name, route in module._ROUTES.items():
+            route(app)(getattr(ingress, name))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+        served = Served(None, {name: key for name, (key, _) in made.items()}, folder / "ledger")
+        app.router.add_event_handler("startup", stand_in.start)
+        app.router.add_event_handler("startup", lambda: _keep(server, served.watch()))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        served.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield served
+        server.should_exit = True
+        thread.join()
+        ingress.batches.close()
+        account.end()
+
+
+def _keep(server, coroutine):
+    server.watching = asyncio.ensure_future(coroutine)
+
+
+def _batches(folder, model):
+    placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
+    neighbours = Neighbours(places="test", hardware=hardware.detect(), placement=placement)
+    recipe = Recipe(model=model, config={}, neighbours=neighbours)
+    return BatchSettings(
+        folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,
+        ledger=folder / "ledger",
+    )  # fmt: skip

@@ -1,0 +1,258 @@
+"""What a key with limits may try: paths that end a line, bodies that take long to read, values that come back.
+
+The endpoint runs in this process behind a real HTTP server (`tests/in_process.py`).
+"""
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES
+from tests.in_process import serving_here
+
+MIB = 2**20
+LAG_S = 0.3  # once in three times, on a machine that others use too
+LIMITS = {
+    "alice": {},
+    "elsewhere": {"models": ["another"]},
+    "seldom": {"requests_per_min": 2},
+    "short": {"output_tokens_per_min": 1},
+    "broke": {"budget_usd": 1e-9},
+}
+ENDS = ["%0A", "%0a%0a", "%0D", "%0D%0A", "%00", "%0B", "%0C", "%1C", "%1E", "%7F", "%C2%85", "%E2%80%A8", "%E2%80%A9"]
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("endpoint")
+    with serving_here(folder, LIMITS, max_model_len=100_000, max_upload_bytes=MIB) as served:
+        yield served
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_path_that_ends_a_line_switches_no_limit_off(endpoint, end):
+    for name in LIMITS:
+        with endpoint.client(name) as http:
+            for path, parts in {
+                CHAT: {"json": ASKED},
+                COMPLETIONS: {"json": {"model": "m", "prompt": "x", "max_tokens": 2}},
+                FILES: {"files": {"file": ("in.jsonl", b"x" * 2 * MIB)}, "data": {"purpose": "batch"}},
+                BATCHES: {"json": {}},
+            }.items():
+                answers = [http.post(path + end, **parts) for _ in range(3)]
+                assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {
+                    (400, "invalid_path")
+                }
+            large = http.post(CHAT + end, content=b"x" * 4 * MIB)
+            assert large.status_code == 400
+    with endpoint.client("alice") as http:
+        assert http.get(FILES).json()["data"] == []
+    assert {request.key for request in endpoint.answered()} <= {"alice"}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/chat/completions", "/v1//chat/completions", "/v1/chat/completions/", "/V1/CHAT/COMPLETIONS",
+        "/v1/chat%2Fcompletions/", "/v1/./chat/completions", "/v1/x/../chat/completions", "/v1/chat/completions%2F",
+        "/v1/chat/completions;x", "/v1/chat/completions%3F", "/v1/chat/completions%23", "/v1/chat/completions%20",
+        "*", "http://other/v1/chat/completions%0A", "/v1/chat/completions\\", "/v1/%63hat/completions%09",
+        "/v1/chat/completions%EF%BC%8F", "/v1/chat/completion%C5%BF", "/v1/chat/completions%FF",
+    ],
+)  # fmt: skip
+def test_no_other_name_of_a_route_reaches_an_engine(endpoint, target):
+    assert status_of(endpoint, "elsewhere", target) in (400, 404, 405)
+    assert status_of(endpoint, "alice", target) in (400, 404, 405)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/v1/chat/completions", "/v1/%63hat/completions", "/v1/chat%2Fcompletions", "/v1/chat/completions?a=%0A",
+     "http://other/v1/chat/completions", "/v1/chat/completions?%00", "/%76%31/chat/completions"],
+)  # fmt: skip
+def test_every_spelling_that_reaches_it_is_under_the_rules_of_its_key(endpoint, target):
+    assert status_of(endpoint, "alice", target) == 200
+    assert status_of(endpoint, "elsewhere", target) == 403
+    assert status_of(endpoint, "short", target) == 400
+
+
+def status_of(endpoint, name, target):
+    """Of a request line that no client library would send."""
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    body = json.dumps(ASKED).encode()
+    head = [f"POST {target} HTTP/1.1", "host: localhost", f"authorization: Bearer {endpoint.keys[name]}"]
+    head += ["connection: close", f"content-length: {len(body)}", "", ""]
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall("\r\n".join(head).encode() + body)
+        return int(client.recv(65_536).split(b" ")[1])
+
+
+def repeated(unit, head, tail):
+    """A body of a mebibyte that has the unit as often as it can."""
+    number = (MIB - len(head) - len(tail)) // (len(unit) + 1)
+    return (head + ",".join([unit] * number) + tail).encode()
+
+
+def at_most(number, unit, head, tail, padding="p"):
+    """A body of a mebibyte that has the unit this often, and text."""
+    body = head + ",".join([unit] * number) + tail
+    return (body[:-1] + f', "{padding}": "{"x" * (MIB - len(body) - len(padding) - 8)}"}}').encode()
+
+
+MESSAGES, TOOLS = '{"model": "m", "max_tokens": 1, "messages": [', "]}"
+OK = '{"role": "user", "content": ""}'
+PARTS = '{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": ['
+SAID = '{"model": "m", "messages": [{"role": "user", "content": "'
+PROMPT = '{"model": "m", "max_tokens": 1, "prompt": ['
+CHAT_BODIES = {
+    "messages that are none": repeated("{}", MESSAGES, "]}"),
+    "as many as pass": at_most(9_990, "{}", MESSAGES, "]}"),
+    "numbers for messages": at_most(249_000, "1", MESSAGES, "]}"),
+    "messages": at_most(9_990, OK, MESSAGES, "]}"),
+    "a wrong one at their end": at_most(9_990, OK, MESSAGES, ", {}]}"),
+    "parts that are none": at_most(9_990, "{}", PARTS, "]}]}"),
+    "texts for parts": at_most(240_000, '""', PARTS, "]}]}"),
+    "parts": at_most(9_990, '{"type": "text", "text": ""}', PARTS, "]}]}"),
+    "messages of many parts": at_most(
+        9, '{"role": "user", "content": [' + ",".join(['{"type": "text", "text": ""}'] * 1000) + "]}", MESSAGES, "]}"
+    ),
+    "messages of many texts": at_most(
+        200, '{"role": "user", "content": [' + ",".join(['""'] * 1000) + "]}", MESSAGES, "]}"
+    ),
+    "tool calls": at_most(3_000, '{"role": "assistant", "tool_calls": [{}, {}]}', MESSAGES, "]}"),
+    "numbers for tool calls": at_most(
+        2, '{"role": "assistant", "content": null, "tool_calls": [' + ",".join("1" * 100_000) + "]}", MESSAGES, "]}"
+    ),
+    "tools": at_most(9_990, "{}", '{"model": "m", "messages": [], "tools": [', "]}"),
+    "stops": at_most(249_000, "1", '{"model": "m", "messages": [], "stop": [', "]}"),
+    "token ids": at_most(249_000, '""', '{"model": "m", "messages": [], "logprob_token_ids": [', "]}"),
+    "choices": at_most(
+        249_000, "1", '{"model": "m", "messages": [' + OK + '], "structured_outputs": {"choice": [', "]}}"
+    ),
+    "fields": b'{"model": "m", ' + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}",
+    "fractions": repeated("1e1", '{"model": "m", "messages": [], "x": [', "]}"),
+    "empty lists": repeated("[]", '{"model": "m", "messages": [], "x": [', "]}"),
+    "deep": b"[" * MIB,
+    "lists in each other": repeated("[" * 97 + "]" * 97, '{"model": "m", "messages": [], "x": [', "]}"),
+    "one long number": b'{"model": "m", "x": ' + b"9" * (MIB - 30) + b"}",
+    "quotes": b'"' * MIB,
+    "escaped quotes": b'{"a": "' + b'\\"' * (MIB // 2 - 10),
+    "texts": repeated('"x"', '{"model": "m", "messages": [], "x": [', "]}"),
+    "pairs of surrogates": repeated("\\ud83d\\ude00", SAID, '"}]}'),
+    "halves of surrogates": repeated("\\ud83d", SAID, '"}]}'),
+    "one long text": (SAID + "x" * MIB).encode(),
+    "a model's long name": b'{"messages": [], "model": "' + b"xy" * (MIB // 2 - 20) + b'"}',
+}  # fmt: skip
+COMPLETION_BODIES = {
+    "token ids": repeated("12345", PROMPT, "]}"),
+    "short token ids": repeated("1", PROMPT, "]}"),
+    "token ids that are none": at_most(249_000, "-1", PROMPT, "]}"),
+    "a text at their end": at_most(249_000, "1", PROMPT, ', "x"]}'),
+    "fractions": at_most(9_990, "1.5", PROMPT, "]}"),
+    "empty prompts": repeated("[]", PROMPT, "]}"),
+    "as many as pass": at_most(9_990, "[]", PROMPT, "]}"),
+    "texts": at_most(249_000, '""', PROMPT, "]}"),
+    "biases": b'{"model": "m", "logit_bias": {' + b",".join(b'"%d": 1' % number for number in range(29_000)) + b"}}",
+}  # fmt: skip
+ORDERS = {
+    "fields": b"{" + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}",
+    "metadata": b'{"metadata": {' + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}}",
+    "lists": repeated("[]", '{"metadata": [', "]}"),
+}
+HEAVY = [
+    pytest.param(path, body, id=f"{path}: {name}")
+    for path, bodies in {CHAT: CHAT_BODIES, COMPLETIONS: COMPLETION_BODIES, BATCHES: ORDERS}.items()
+    for name, body in bodies.items()
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HEAVY)
+def test_no_body_holds_the_loop_through_which_all_streams_go(endpoint, path, body):
+    def lag_s():
+        with endpoint.client("alice") as http, endpoint.lag() as lag:
+            answer = http.post(path, content=body[:MIB])
+        assert answer.status_code < 500, answer.text
+        assert len(answer.content) < 16_000
+        return lag()
+
+    require_short(lag_s)
+
+
+def require_short(lag_s):
+    """The machine's other work may hold the loop up too, but hardly three times."""
+    found = []
+    while len(found) < 3:
+        found.append(lag_s())
+        if found[-1] < LAG_S:
+            return
+    raise AssertionError(found)
+
+
+def test_who_sends_many_such_bodies_at_once_leaves_room_for_another_key(endpoint):
+    body = at_most(9_990, OK, MESSAGES, "]}")
+
+    def send(_):
+        with endpoint.client("broke") as http:
+            return http.post(CHAT, content=body).status_code
+
+    def lag_s():
+        with ThreadPoolExecutor(8) as pool, endpoint.lag() as lag, endpoint.client("alice") as http:
+            sent = pool.map(send, range(16))
+            took_s = []
+            for _ in range(20):
+                started = time.monotonic()
+                assert http.post(CHAT, json=ASKED).status_code == 200
+                took_s.append(time.monotonic() - started)
+            assert set(sent) <= {200, 400, 429}
+        assert sorted(took_s)[10] < 1
+        return lag()
+
+    require_short(lag_s)
+
+
+LONG = "\U0001f600" * (MIB // 16)
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        (CHAT, {"model": LONG}), (CHAT, {LONG: 1}), (CHAT, {"max_tokens": LONG}), (CHAT, {"temperature": LONG}),
+        (CHAT, {"messages": [{"role": LONG}]}), (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (CHAT, {"response_format": {"type": LONG}}), (CHAT, {"tool_choice": LONG}), (CHAT, {"logit_bias": {LONG: 1}}),
+        (CHAT, {"structured_outputs": {LONG: 1}}), (CHAT, {"stream_options": {LONG: LONG}}), (CHAT, {"logprobs": LONG}),
+        (CHAT, {"tools": [{"type": LONG}]}), (COMPLETIONS, {"prompt": LONG, "suffix": LONG}),
+        (BATCHES, {"input_file_id": LONG, "endpoint": CHAT, "completion_window": "24h"}), (BATCHES, {LONG: 1}),
+        (BATCHES, {"input_file_id": "x", "endpoint": LONG, "completion_window": LONG}),
+        (BATCHES, {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h", "metadata": {LONG: LONG}}),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(endpoint, path, changes):
+    body = json.dumps((ASKED if path == CHAT else {"model": "m"} if path == COMPLETIONS else {}) | changes)
+    with endpoint.client("alice") as http:
+        answer = http.post(path, content=body)
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 16_000, answer.content[:500]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models/", "/v1/files/", "/v1/batches/", "/page/", "/v1/files?after=", "/v1/live?window_s=", "/nothing/"],
+)
+def test_neither_does_an_error_about_a_path(endpoint, path):
+    with endpoint.client("alice") as http:
+        answer = http.get(path + "x" * 50_000)
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 16_000
+
+
+def test_refused_requests_count(endpoint):
+    with endpoint.client("seldom") as http:
+        statuses = [http.get("/v1/nothing").status_code, http.delete("/v1/files/x").status_code]
+        assert statuses == [404, 404]
+        assert http.get("/v1/models").status_code == http.post(CHAT, json=ASKED).status_code == 429
+        assert http.get("/v1/live").status_code == 200
