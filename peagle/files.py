@@ -171,7 +171,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def json_bytes(value: Any) -> bytes:
     """A value as an indented JSON file has it."""
-    return (to_json(value, indent=2) + "\n").encode()
+    return (to_json(value, indent=2) + "\n").encode(errors="backslashreplace")
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
