@@ -9,7 +9,6 @@ from peagle.errors import StorageError
 from peagle.storage import s3_client, s3_errors
 from peagle.storage.s3_client import Address, ObjectStore
 
-
 _TRIALS = 3
 
 
