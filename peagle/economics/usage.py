@@ -159,6 +159,8 @@ class RequestUsage:
             record = json.loads(data)
             _check_version(record.pop("version", None) if isinstance(record, dict) else None)
             _check_names(cls, record)
+            if not 0 <= record["usd"] < math.inf:  # NaN is none either: a budget less that would be without end
+                raise ValueError(f"usd must be a number of dollars, got {record['usd']}")
             if type(record.get("num_choices", 1)) is not int or record.get("num_choices", 1) < 1:
                 raise ValueError(f"num_choices must be 1 or more, got {record['num_choices']!r}")
             return cls(**{**record, "usage": UnitUsage.from_record(record["usage"])})

@@ -5,6 +5,7 @@ belongs to nobody's request; it stands in the account of the whole. It knows rec
 ledger and adds it up.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from peagle.economics.usage import UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.online.budgets import budgets_of
 from pipelines.online.errors import overloaded
-from pipelines.online.sums import MINUTE_S, Cell, Sums
+from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 
 
@@ -67,11 +68,11 @@ class CostView:
             raise overloaded("the ledger is being read; try again")
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:
-        since = (self._now() - window_s) if window_s is not None else 0.0
+        since_minute = self._since_minute(window_s)
         chosen = {
             cell: sums
             for cell, sums in self.totals.cells.items()
-            if cell.minute >= since // MINUTE_S and key in (None, cell.key)
+            if cell.minute >= since_minute and key in (None, cell.key)
         }
         report: dict[str, Any] = {
             "window_s": window_s,
@@ -83,13 +84,18 @@ class CostView:
         units = [sums.usage for sums in chosen.values()]
         return report | {
             "by_key": _grouped(chosen, lambda cell: cell.key),
-            "account": self._account(units, window_s, since),
+            "account": self._account(units, window_s, since_minute * MINUTE_S),
         }
 
+    def _since_minute(self, window_s: float | None) -> float:
+        """With all of the minute, or long ago of the hour or the day, that the window begins in."""
+        if window_s is None:
+            return -math.inf
+        now = self._now()
+        return coarse(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
+
     def _account(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
-        """With the minute that the window begins in, as the requests have it."""
-        begin = since // MINUTE_S * MINUTE_S
-        sessions = self._sessions.all() if window_s is None else self._sessions.since(begin)
+        sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
         known = {session.session_id for session in sessions}
         return account((unit for unit in units if unit.session_id in known), sessions, self._price).to_dict()
 

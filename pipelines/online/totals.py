@@ -1,4 +1,4 @@
-"""A ledger added up as it grows: requests by minute, engine, key and model, what keys have spent, what tokens cost.
+"""A ledger added up as it grows: requests by time, engine, key and model, what keys have spent, what tokens cost.
 
 Each line is read once, by whoever asks next, and told to those who follow. Now and then what is added up is written
 down with how far the files were read (`checkpoint.py`), and the next process goes on from there. Memory grows with
@@ -19,7 +19,7 @@ from typing import Protocol
 from peagle.economics.ledger import RequestReader
 from peagle.economics.usage import RequestUsage
 from pipelines.online.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from pipelines.online.sums import MINUTE_S, Cell, Sums
+from pipelines.online.sums import MINUTE_S, Cell, Sums, merged
 from pipelines.online.token_price import TokenPrice
 
 CHECKPOINT_NAME = "totals.jsonl"
@@ -58,6 +58,7 @@ class Totals:
         self.batches: set[str] = set()
         self.prices: dict[str, TokenPrice] = {}
         self._was_read = False
+        self._newest_minute = 0
         self._num_unsaved = 0
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
@@ -90,9 +91,8 @@ class Totals:
                 self._add(request)
                 for follower in self._followers:
                     follower.hear(request)
+                self._save_if_due()
             self._was_read = True
-            if self._num_unsaved >= max(_LEAST_UNSAVED, len(self.cells) // _CELLS_PER_LINE):
-                self._save()
 
     def read_in_background(self) -> None:
         """Have a look begin, if none goes on, and wait for nothing."""
@@ -141,12 +141,16 @@ class Totals:
             _log.warning("%s is of other files than this ledger's: the whole ledger is read", self._checkpoint)
             return
         self.cells, self.batches = found.cells, found.batches
+        self._newest_minute = max((cell.minute for cell in self.cells), default=0)
         self.spent_usd.update(found.spent_usd)
         self.prices.update(found.prices)
 
-    def _save(self) -> None:
-        """Write down what has been added up; where that fails, the next process reads more."""
+    def _save_if_due(self) -> None:
+        """Write down what has been added up, also in the middle; where that fails, the next process reads more."""
+        if self._num_unsaved < max(_LEAST_UNSAVED, len(self.cells) // _CELLS_PER_LINE):
+            return
         self._num_unsaved = 0
+        self.cells = merged(self.cells, self._newest_minute)
         try:
             write_checkpoint(
                 self._checkpoint,
@@ -171,6 +175,7 @@ class Totals:
         minute = int(request.usage.finished_at // MINUTE_S)
         cell = Cell(minute, request.usage.session_id, request.key, request.model)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
+        self._newest_minute = max(minute, self._newest_minute)
         self.spent_usd[request.key] += request.usd
         self._num_unsaved += 1
         if request.is_batch:

@@ -82,6 +82,25 @@ def test_a_line_that_is_no_record_is_logged_and_the_others_hold(tmp_path, caplog
     assert [one.request_id for one in reader.new()] == ["5"]
 
 
+@pytest.mark.parametrize(
+    "change", [{"usd": float("nan")}, {"usd": float("inf")}, {"usd": -1.0}, {"num_choices": 0}, {"num_choices": 1.5}]
+)
+def test_a_line_that_would_lift_a_budget_is_no_record(tmp_path, caplog, change):
+    append_request(tmp_path, request("1"))
+    line = json.dumps({**json.loads(request("2").to_json()), **change})
+    with (tmp_path / "requests-s.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1"]
+    assert next(iter(change)) in caplog.text
+
+
+def test_a_line_of_before_choices_were_written_down_holds(tmp_path):
+    record = json.loads(request("1").to_json())
+    del record["num_choices"]
+    (tmp_path / "requests-s.jsonl").write_text(json.dumps(record) + "\n")
+    assert RequestReader(tmp_path).new() == [request("1")]
+
+
 def test_a_beat_that_is_no_record_is_left_out(tmp_path):
     (tmp_path / "beats-s.jsonl").write_bytes(b'{"session_id": "s", {\n')
     append_beat(tmp_path, SESSION)

@@ -10,6 +10,7 @@ from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
+from tests.unit.pipelines.online.ledgers import a_request
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
 
@@ -142,3 +143,14 @@ def test_while_the_ledger_is_read_nobody_waits_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
     asyncio.run(view.require())
     assert view.spent_usd("alice") == 0
+
+
+@pytest.mark.parametrize(("days_ago", "step_s"), [(1, 60), (10, 3600), (90, 86_400)])
+def test_a_window_has_all_of_the_minute_hour_or_day_that_it_begins_in(tmp_path, monkeypatch, days_ago, step_s):
+    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    now = 1_800_000_000.0
+    begins = (now - days_ago * 86_400) // step_s * step_s
+    for number, ended in enumerate((begins - 1, begins, begins + step_s - 1, now)):
+        append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
+    found = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
+    assert found["total"]["num_requests"] == 3

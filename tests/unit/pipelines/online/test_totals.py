@@ -17,8 +17,9 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Have each look write what it has read."""
+    """Have it written after each line."""
     monkeypatch.setattr(module, "_LEAST_UNSAVED", 0)
+    monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
 
 
 def append(folder, *numbers, session="s"):
@@ -153,7 +154,9 @@ def test_lines_that_are_appended_while_it_is_written_are_read_after_it(tmp_path,
     write = module.write_checkpoint
 
     def slow(path, checkpoint):
-        append(tmp_path, 5, 6)
+        if not (tmp_path / "requests-late.jsonl").exists():
+            append(tmp_path, 5, 6)
+            append(tmp_path, 7, session="late")
         write(path, checkpoint)
 
     monkeypatch.setattr(module, "write_checkpoint", slow)
@@ -184,16 +187,17 @@ def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
     append(tmp_path, *range(3, 5))
     totals.catch_up()
     written = path.read_bytes()
-    append(tmp_path, *range(5, 8))
+    append(tmp_path, *range(5, 7))
     totals.catch_up()
     assert path.read_bytes() == written
-    append(tmp_path, 8)
+    append(tmp_path, 7)
     totals.catch_up()
     assert path.read_bytes() != written
     assert looked(tmp_path).prices == totals.prices
 
 
 def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CELLS_PER_LINE", 4)
     append(tmp_path, *range(41))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
     written = path.read_bytes()
@@ -203,6 +207,43 @@ def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_
     append(tmp_path, *range(50, 60))
     totals.catch_up()
     assert path.read_bytes() != written
+
+
+def test_a_long_first_read_that_is_killed_has_not_been_for_nothing(tmp_path, monkeypatch, parsed):
+    monkeypatch.setattr(module, "_LEAST_UNSAVED", 10)
+    append(tmp_path, *range(45))
+    read = module.RequestReader.each
+
+    def killed(reader):
+        for number, one in enumerate(read(reader)):
+            if number == 35:
+                raise KeyboardInterrupt
+            yield one
+
+    with monkeypatch.context() as first:
+        first.setattr(module.RequestReader, "each", killed)
+        with pytest.raises(KeyboardInterrupt):
+            looked(tmp_path)
+    parsed.clear()
+    found = looked(tmp_path)
+    assert len(parsed) == 15
+    assert said(found) == whole(tmp_path, monkeypatch)
+
+
+def test_what_is_long_ago_is_kept_by_the_hour_and_then_by_the_day(tmp_path, monkeypatch):
+    for number in range(100 * 24):
+        ended = 1e9 + number * 3600 + number % 3600
+        usage = {"started_at": ended - 1, "finished_at": ended}
+        append_request(tmp_path, a_request(f"r{number}", usd=number / 7, **usage))
+    monkeypatch.setattr(module, "_LEAST_UNSAVED", 400)
+    newest, cells = ended // 60, looked(tmp_path).cells
+    for cell in cells:
+        age = newest - cell.minute
+        assert cell.minute % (1 if age < 2 * 1440 else 60 if age < 60 * 1440 else 1440) == 0
+    assert len(cells) < 40 + 60 * 24 + 2
+    spent = sum(sums.usd for sums in cells.values())
+    assert spent == pytest.approx(sum(sums.usd for sums in whole(tmp_path, monkeypatch)[0].values()))
+    assert sum(sums.num_requests for sums in cells.values()) == 100 * 24
 
 
 class Hears:
