@@ -24,6 +24,7 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
   peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
   peagle serve keys add alice --keys keys.json --requests-per-min 60
   peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json --batches runs/batches
+  peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
 the YAML under `models`. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless
@@ -62,6 +63,8 @@ _GROUPS = {
     "access": [
         "host",
         "port",
+        "tls_cert",
+        "tls_key",
         "metrics_port",
         "keys",
         "max_body_kib",
@@ -107,7 +110,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.batch.stopping import stop_on_signal
     from pipelines.online import front
     from pipelines.online.app import endpoint_price, gate_settings, resolve
+    from pipelines.online.tls import require_certificate
 
+    if config.tls_cert and config.tls_key:
+        require_certificate(config.tls_cert, config.tls_key)
     with QuietStderr() as quiet:
         here = hardware.detect()
         is_remote = cluster.is_remote()
@@ -131,7 +137,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
                 if not is_remote:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
-                print(f"http://{config.host}:{config.port}/v1", flush=True)
+                print(config.url, flush=True)
                 _wait(config, here, served, stopped)
                 print("stopping: requests under way go on for a while; once more ends it at once", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
@@ -152,7 +158,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     _require_no_other()
     for one in served:
         print(one.describe(), flush=True)
-    serve.start(http_options={"host": config.host, "port": config.port})
+    serve.start(http_options=_http_options(config))
     _require_address(config)
     application = bind(config, here, served)
     try:
@@ -175,11 +181,30 @@ def _require_no_other() -> None:
         )
 
 
+def _http_options(config: ServeConfig) -> dict[str, Any]:
+    """As Serve has them; the files must be there under these names wherever its proxy runs."""
+    files = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+    return {
+        "host": config.host,
+        "port": config.port,
+        **{name: str(path.absolute()) for name, path in files.items() if path is not None},
+    }
+
+
 def _require_address(config: ServeConfig) -> None:
-    """A Serve that ran before keeps its address, and only warns of another one that it is told."""
+    """A Serve that ran before keeps its address and its certificate, and only warns of others that it is told."""
     from ray.serve.context import _get_global_client  # no public name has the options
 
     there = _get_global_client().http_config
+    files = {"ssl_certfile": there.ssl_certfile, "ssl_keyfile": there.ssl_keyfile}
+    wanted = _http_options(config)
+    if any(path != wanted.get(name) for name, path in files.items()):
+        how = f"by the certificate {there.ssl_certfile}" if there.ssl_certfile else "without TLS"
+        raise ConfigError(
+            f"Serve runs on this cluster already, and answers {how}",
+            hint="say the same by --tls-cert and --tls-key, or end that Serve with all its applications: "
+            "`serve shutdown`",
+        )
     if (there.host, there.port) != (config.host, config.port):
         raise ConfigError(
             f"Serve runs on this cluster already, and listens on {there.host}:{there.port}, "

@@ -62,6 +62,11 @@ def build(arguments: ServeConfig) -> Any:
     Raises:
         PeagleError: what was asked for cannot be served, or the cluster asks for no token.
     """
+    if arguments.tls_cert is not None:
+        raise ConfigError(
+            "tls_cert: an application cannot say how Serve's proxy answers",
+            hint="name the files under http_options, as ssl_certfile and ssl_keyfile: deploy/serve.yaml shows it",
+        )
     require_token()
     here = inspect()
     return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))

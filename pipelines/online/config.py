@@ -124,6 +124,10 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     )
     host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    tls_cert: Path | None = Field(
+        None, description="certificate in PEM, those of its issuers after it: clients come by https"
+    )
+    tls_key: Path | None = Field(None, description="its private key in PEM, not encrypted, for its owner alone")
     metrics_port: int | None = Field(
         None,
         ge=1,
@@ -187,7 +191,7 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         entries = [common | entry if isinstance(entry, dict) else entry for entry in values["models"]]
         return {**values, "models": entries}
 
-    @field_validator("state", "keys")
+    @field_validator("state", "keys", "tls_cert", "tls_key")
     @classmethod
     def _home_is_meant(cls, path: Path | None) -> Path | None:
         return path and path.expanduser()
@@ -206,6 +210,13 @@ class ServeConfig(ServedModelKeys, PriceKeys):
         return models
 
     @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            there, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{there} is given without {missing}: https needs both")
+        return self
+
+    @model_validator(mode="after")
     def _names_have_no_colon(self) -> Self:
         """Ray's ingress takes what follows a colon as the id of a LoRA adapter, and finds no model."""
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
@@ -214,6 +225,11 @@ class ServeConfig(ServedModelKeys, PriceKeys):
                 "a LoRA adapter; give it a name without a colon (--name, or name in models)"
             )
         return self
+
+    @property
+    def url(self) -> str:
+        """Where clients find the API."""
+        return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}/v1"
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:

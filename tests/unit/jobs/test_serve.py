@@ -62,12 +62,13 @@ def test_every_key_is_in_a_group():
     assert sorted([*grouped, "models"]) == sorted(ServeConfig.model_fields)
 
 
-def listens_at(monkeypatch, host, port):
+def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
     """Serve, which starts and listens there, whatever it is told."""
     from ray import serve
     from ray.serve import context
 
-    client = SimpleNamespace(http_config=SimpleNamespace(host=host, port=port))
+    there = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    client = SimpleNamespace(http_config=there)
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(context, "_get_global_client", lambda: client)
 
@@ -133,6 +134,33 @@ def test_an_address_at_which_serve_does_not_listen_is_refused(monkeypatch, tmp_p
     listens_at(monkeypatch, host, port)
     with pytest.raises(ConfigError, match=rf"listens on {host}:{port}, not on 127.0.0.1:8000"):
         _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "how"),
+    [
+        ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
+        ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "by the certificate /c.pem"),
+        ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
+    ],
+)
+def test_a_serve_that_answers_by_another_certificate_is_refused(monkeypatch, tmp_path, there, wanted, how):
+    """Else keys would travel as plain text though --tls-cert was said."""
+    from ray import serve
+
+    from jobs.serve import _deploy
+
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    listens_at(monkeypatch, "127.0.0.1", 8000, **there)
+    with pytest.raises(ConfigError, match=f"answers .*{how}"):
+        _deploy(ServeConfig(state=tmp_path, **wanted), None, [], tmp_path, is_remote=True)
+
+
+def test_a_certificate_without_its_key_is_refused_before_anything_starts(refused, tmp_path):
+    code, error = refused("--tls-cert", str(tmp_path / "cert.pem"))
+    assert (code, "tls_cert is given without tls_key" in error) == (2, True)
+    code, error = refused("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    assert (code, f"tls_cert {tmp_path / 'cert.pem'}: No such file" in error) == (2, True)
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
