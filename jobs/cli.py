@@ -4,18 +4,20 @@ A command is one word or two; "models add" is jobs/models_add.py. Its module has
 `run(args) -> (exit code, result as data)`. Modules are imported when they are needed, so that `peagle --help` loads
 neither torch nor Ray.
 
-Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable.
+Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 nobody reads what it says.
 """
 
 import argparse
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.streams import broken_pipe, is_unicode, prints_unicode, standard_streams
 from jobs.throttle import human_output
 from peagle import __version__
 from peagle.errors import PeagleError
@@ -50,11 +52,17 @@ _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stop
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
-    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+    with standard_streams() as streams:
+        streams.code = run(sys.argv[1:] if argv is None else list(argv))
+    sys.exit(streams.code)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; its exit code."""
+    for argument in argv:
+        if not is_unicode(argument):
+            print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8: rename the file", file=sys.stderr)
+            return 2
     command, rest = _split(argv)
     args = _parsed(_parser(command), [command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
@@ -63,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
         return 3
+    except BrokenPipeError as error:
+        return broken_pipe(f"peagle {args.command}: {error}")
     except OSError as error:  # a file that cannot be read or written, wherever nobody knew more to say
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         return 1
@@ -131,7 +141,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 def _write_result(path: Path, result: Any) -> None:
     if str(path) == "-":
-        print(to_json(result, indent=2))
+        print(to_json(result, indent=2, ensure_ascii=not prints_unicode()))
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result)

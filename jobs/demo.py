@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jobs.streams import console
+
 HELP = """\
 Run the main job on the embedded model: generate for HumanEval prompts one at a time, with the P-EAGLE drafter and,
 on the first of them, without, and say what each cost. It needs no accelerator, no account and no network.
@@ -21,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Two runs, side by side."""
-    from rich.console import Console
 
     from peagle.economics.report import compare, render_html, text_comparison, text_summary
     from peagle.files import write_atomic
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         {"output": folder / "peagle", "drafter": "peagle", "num_speculative_tokens": K, "limit": NUM_PROMPTS},
         {"output": folder / "none", "drafter": "none", "limit": NUM_BASELINE_PROMPTS},
     ]
-    progress, reports = Progress(Console(soft_wrap=True)), []
+    progress, reports = Progress(console(soft_wrap=True)), []
     with QuietStderr() as quiet, ray_cluster():
         quiet.move_to(folder / "ray.log")
         for number, own in enumerate(runs, 1):

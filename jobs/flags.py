@@ -17,6 +17,7 @@ import pydantic
 import yaml
 from pydantic.fields import FieldInfo
 
+from jobs.streams import is_unicode
 from peagle.errors import ConfigError, did_you_mean
 from peagle.storage import Place
 
@@ -65,7 +66,7 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
     """
     known = model.model_fields
     values = _from_yaml(args.config, known) if args.config else {}
-    values |= {name: os.environ[key] for name in known if (key := f"PEAGLE_{name.upper()}") in os.environ}
+    values |= {name: _from_environment(key) for name in known if (key := f"PEAGLE_{name.upper()}") in os.environ}
     values |= {name: getattr(args, name) for name in known if hasattr(args, name)}
     try:
         return model(**values)
@@ -83,6 +84,12 @@ class _Loader(yaml.SafeLoader):
         first: [("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+$")), *resolvers]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+
+def _from_environment(key: str) -> str:
+    if not is_unicode(value := os.environ[key]):
+        raise ConfigError(f"{key} is not UTF-8: {os.fsencode(value)!r}")
+    return value
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:

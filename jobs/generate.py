@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from jobs import flags
+from jobs.streams import console
 from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
 from peagle.economics.price_keys import PRICE_KEYS
 from peagle.sampling import SAMPLING_KEYS
@@ -60,14 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Generate, and print the summary."""
     config = flags.load(GenerateConfig, args)
-    from rich.console import Console
 
     from peagle.economics.report import text_summary
     from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate
 
-    console = Console(soft_wrap=True)
-    outcome = generate(config, Progress(console), command=args.command_line)
+    outcome = generate(config, Progress(console(soft_wrap=True)), command=args.command_line)
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))

@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from jobs.streams import console
+
 if TYPE_CHECKING:
     from peagle.catalog import HeadCard, ModelCard
 
@@ -37,7 +39,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _print_list(cards: "list[ModelCard]") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -52,12 +53,11 @@ def _print_list(cards: "list[ModelCard]") -> None:
             _presence(card.heads.get("peagle")),
             _presence(card.heads.get("eagle3")),
         )
-    Console().print(table)
+    console().print(table)
     print("\n`peagle models NAME` shows a card; `peagle generate --model NAME` runs one.")
 
 
 def _print_card(card: "ModelCard") -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -67,7 +67,7 @@ def _print_card(card: "ModelCard") -> None:
     for label, fact, source in card_rows(card):
         grid.add_row(label, Text.assemble(fact, (f"  [{source}]", "dim")) if source else Text(fact))
     print(f"{card.title} ({card.name})\n{card.summary}\n")
-    Console().print(grid)
+    console().print(grid)
 
 
 def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:

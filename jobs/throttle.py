@@ -48,5 +48,6 @@ def human_output(args: argparse.Namespace) -> Iterator[None]:
     if str(args.json) != "-":
         yield
         return
-    with os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8") as terminal, contextlib.redirect_stdout(terminal):
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    with terminal, contextlib.redirect_stdout(terminal):
         yield

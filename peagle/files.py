@@ -139,27 +139,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def require_links(trial: Path) -> None:
+def require_links(folder: Path) -> None:
     """Try what the first-writer-wins rule rests on: a hard link, a refused second one, and a rename.
 
-    Args:
-        trial: a name that nobody else uses, for the moment that it takes.
+    The trial's file is named like lease 0, so that the next driver clears it should it be left.
 
     Raises:
         ConfigError: the file system cannot do one of them.
         OSError: the folder cannot be written.
     """
-    folder = trial.parent
     try:
-        try:
-            done = write_once(trial, b"1") and not write_once(trial, b"2")
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            raise ConfigError(f"{folder}: its file system has no hard links ({error.strerror})", hint=_LINKS) from error
+        # Another driver may clear a trial's file under way, and the second link then finds its name free.
+        held = any(_is_held(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise ConfigError(f"{folder}: its file system has no hard links ({error.strerror})", hint=_LINKS) from error
+    if not held:
+        raise ConfigError(f"{folder}: its file system lets two writers create the same name", hint=_LINKS)
+
+
+def _is_held(trial: Path) -> bool:
+    try:
+        is_held = write_once(trial, b"1") and not write_once(trial, b"2")
         write_atomic(trial, b"3")
-        if not done or trial.read_bytes() != b"3":
-            raise ConfigError(f"{folder}: its file system lets two writers create the same name", hint=_LINKS)
+        return is_held
     finally:
         trial.unlink(missing_ok=True)
 
@@ -171,7 +175,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def json_bytes(value: Any) -> bytes:
     """A value as an indented JSON file has it."""
-    return (to_json(value, indent=2) + "\n").encode()
+    return (to_json(value, indent=2) + "\n").encode(errors="backslashreplace")
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:

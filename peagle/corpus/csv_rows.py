@@ -7,7 +7,7 @@ import csv
 import json
 from collections.abc import Iterator
 
-from peagle.corpus.lines import MAX_LINE_BYTES, Lines
+from peagle.corpus.lines import MAX_LINE_BYTES, Lines, carriage_returns
 from peagle.corpus.rows import RawRow
 from peagle.errors import InputError
 
@@ -40,6 +40,8 @@ def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
         except StopIteration:
             return
         except csv.Error as error:
+            if "new-line character" in str(error):
+                raise carriage_returns(lines.path) from error
             raise InputError(
                 f"input {lines.path} line {number}: not valid CSV: {error}",
                 hint="a quote inside a quoted field is written twice; every quote must be closed",
@@ -66,7 +68,10 @@ def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
                 hint="convert the file, for example with iconv -f LATIN1 -t UTF-8",
             )
         if not name.strip():
-            raise InputError(f"{where}: column {index + 1} of the header has no name")
+            raise InputError(
+                f"{where}: column {index + 1} of the header has no name",
+                hint="name it; pandas writes its index so: df.to_csv(FILE, index=False)",
+            )
         if name in names[:index]:
             raise InputError(f"{where}: the header names column {name!r} twice")
     return json.dumps(names)

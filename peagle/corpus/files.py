@@ -8,6 +8,7 @@ import fnmatch
 import glob
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def discover(uri: str, input_format: str = "auto", *, outside: str | None = None
     else:
         found = [(path, size, _format(path, input_format)) for path, size in places]
     for path, size, _ in found:
+        _require_unicode(path)
         if size == 0:
             raise InputError(f"input {path}: the file is empty")
     return [SourceFile(path=path, format=kind, size=size) for path, size, kind in found]
@@ -161,6 +163,15 @@ def _is_hidden(name: str, shown: list[str]) -> bool:
     """Whether a part of the name begins with a dot, and no part of the glob that does so matches it."""
     dotted = [part for part in PurePosixPath(name).parts if part.startswith(".")]
     return not all(any(fnmatch.fnmatchcase(part, pattern) for pattern in shown) for part in dotted)
+
+
+def _require_unicode(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"input {os.fsencode(path)!r}: its name is not UTF-8", hint="rename the file or the folder"
+        ) from error
 
 
 def _no_such_file(uri: str) -> InputError:

@@ -27,7 +27,7 @@ from peagle.economics.usage import (
     sessions_to_table,
 )
 from peagle.errors import PeagleError
-from peagle.files import append_line
+from peagle.files import append_line, make_folder
 from peagle.storage import Place, write_atomic, write_once
 
 T = TypeVar("T")
@@ -144,13 +144,20 @@ def _lines_backwards(path: Path, end: int | None = None) -> Iterator[bytes]:
             yield rest
 
 
+def requests_file(folder: Path, session_id: str) -> Path:
+    """The file of one process's requests."""
+    return folder / f"requests-{session_id}.jsonl"
+
+
 def append_request(folder: Path, request: RequestUsage) -> None:
     """Add a request to its process's file, in one write: a process that is killed leaves at most its last line torn.
+
+    A power cut may lose the line until the file is synced (`GroupSync`).
 
     Raises:
         OSError: it could not be written.
     """
-    append_line(folder / f"requests-{request.usage.session_id}.jsonl", request.to_json())
+    append_line(requests_file(folder, request.usage.session_id), request.to_json())
 
 
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
@@ -160,7 +167,7 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
         since: Unix time, by any machine's clock, before which the request was nowhere; older files are not read.
         session_id: of whoever asks.
     """
-    own = folder / f"requests-{session_id}.jsonl"
+    own = requests_file(folder, session_id)
     return any(
         record.usd > 0
         for path in folder.glob("requests-*.jsonl")
@@ -187,8 +194,8 @@ def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) ->
 
 def write_batch(folder: Path, batch: RequestUsage) -> None:
     """Write what a batch used, as the one request of its own session; writing it again changes nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_once(folder / f"requests-{batch.usage.session_id}.jsonl", batch.to_json() + b"\n")
+    make_folder(folder)
+    write_once(requests_file(folder, batch.usage.session_id), batch.to_json() + b"\n")
 
 
 class RequestReader:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from peagle.engine import vllm_plugin
+from peagle.engine.compile_cache import cache_root
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -43,10 +44,11 @@ def environment(
     """Variables for engine `engine_index` of `num_engines_on_node` that share the node.
 
     On CPU an engine computes on all cores, or on its share of them; one that is alone on the node keeps the
-    VLLM_CPU_OMP_THREADS_BIND that is set already.
+    VLLM_CPU_OMP_THREADS_BIND that is set already. Its folder for compiled code is made.
 
     Raises:
         CapacityError: fewer physical cores than engines (CPU only).
+        ConfigError: compiled code cannot be kept where others cannot change it (CPU only).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
@@ -60,7 +62,7 @@ def environment(
         # What the user binds is for one engine: several would share those cores and leave the others idle.
         alone = bound and num_engines_on_node == 1
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
-        variables |= _preload(inherited.get("LD_PRELOAD", ""))
+        variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
     return variables
 
 

@@ -1,39 +1,40 @@
 """What vLLM does otherwise where peagle is installed: a plug-in that it loads (`vllm.general_plugins`).
 
-- Sampling with drafts on CPUs. vLLM 0.29 without Triton repeats each request's temperature, top-k and top-p for its
-  drafts into a copy that it throws away, and divides the target's logits by memory that nobody wrote. As soon as one
-  request of a batch is sampled, all requests of that batch get answers that are not the target's, greedy ones too
-  (https://github.com/vllm-project/vllm/issues/55005).
-- The end of a core whose starter is gone. Ray ends what a lost worker leaves, but not where it was lost itself, and
-  vLLM's core would keep its device and wait for requests for ever.
-"""
+| what | on | vLLM | the test that fails when vLLM has mended it |
+|---|---|---|---|
+| Sampling with drafts uses memory that nobody wrote (`cpu_sampler.py`, issue 55005) | CPU | 0.29 to 0.32 | `test_cpu_sampler.py::test_vllms_own_kernel_is_still_wrong` |
+| Compiled code is stored, and compiled again at each start (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_fails_to_load_what_it_compiled` |
+| Compiled code is keyed by which cores compute (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_tells_cores_apart` |
+| A core outlives its starter, keeps its device and waits for requests for ever | all | 0.24 to 0.32 | none: it does no harm |
+
+Ray ends what a lost worker leaves, but not where it was lost itself: hence the last line.
+"""  # noqa: E501
 
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peagle.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 NAME = "peagle"
 _GROUP = "vllm.general_plugins"
 
 
 def register() -> None:
-    """What vLLM calls, before the runner of a worker takes its kernels from `vllm.utils.cpu_triton_utils`."""
+    """What vLLM calls in each of its processes, before a worker installs its kernels and compiles."""
     end_with_starter()
 
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm.utils import cpu_triton_utils
+        from peagle.engine import compile_cache, cpu_sampler
 
-        cpu_triton_utils.expand_kernel = _ExpandKernel()
+        compile_cache.load_compiled()
+        compile_cache.share_between_cores()
+        cpu_sampler.replace_kernel()
+        cpu_sampler.probe_before_loading()
 
 
 def end_with_starter() -> None:
@@ -60,32 +61,6 @@ def require() -> None:
         )
 
 
-def expand(
-    output: "torch.Tensor",
-    values: "torch.Tensor",
-    cu_num_tokens: "torch.Tensor",
-    replace_from: float,
-    replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # of Triton's kernel, which works in blocks
-) -> None:
-    """Each request's value for each of its tokens, as `rejection_sampler.expand_kernel` of vLLM does it.
-
-    Args:
-        output: [num_tokens], of any type; it is written.
-        values: [num_requests]; `replace_from` in them becomes `replace_to`.
-        cu_num_tokens: [num_requests], tokens up to and including each request.
-    """
-    num_tokens = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_tokens))
-
-
 def _end_after(starter: Any) -> None:
     starter.join()
     os._exit(1)
-
-
-class _ExpandKernel:
-    """Launched as kernels of Triton are: `kernel[grid](...)`."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return expand

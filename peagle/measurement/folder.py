@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peagle.errors import ConfigError
-from peagle.files import remove_temporaries, write_json
+from peagle.files import make_folder, remove_temporaries, write_json
 from peagle.manifest import require_same
 
 Record = TypeVar("Record")
@@ -41,7 +41,7 @@ class MeasurementFolder:
             require_same(_read(manifest)["fingerprint"], fingerprint, str(root))
         try:
             for folder in (self._logs, self._cells):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             for folder in (self.root, self._cells):
                 remove_temporaries(folder)
             if not manifest.exists():

@@ -111,18 +111,18 @@ def require_usable(folder: Place) -> None:
             raise ConfigError(error.message, hint=error.hint) from error
 
 
-def require_links(trial: Place) -> None:
+def require_links(folder: Place) -> None:
     """Make sure that a name can be created once only; a store is tried by `require_usable`, before it is written.
 
     Args:
-        trial: a name that nobody else uses, in a folder that is there.
+        folder: it is there.
 
     Raises:
         ConfigError: the file system has no hard links, or two writers can create the same name.
         OSError: the folder cannot be written.
     """
-    if not isinstance(trial, S3Path):
-        files.require_links(cast(Path, trial))
+    if not isinstance(folder, S3Path):
+        files.require_links(cast(Path, folder))
 
 
 def is_remote(path: Place) -> bool:

@@ -4,6 +4,7 @@ It checks what can be checked without a corpus, a model or a cluster; it resolve
 """
 
 import datetime
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,9 +25,14 @@ PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
 def _place(value: Any) -> Place:
     try:
-        return place(value)
+        folder = place(value)
     except ConfigError as error:
         raise ValueError("it is a local folder, or s3://BUCKET/FOLDER") from error
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:  # the folder in which the command runs may be of other bytes
+        raise ValueError(f"its path {os.fsencode(str(folder))!r} is not UTF-8") from error
+    return folder
 
 
 FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
@@ -165,7 +171,7 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         if value is not None:
             if not isinstance(value, str):  # and 18:30 as a number to the base of 60
                 raise ValueError("in YAML a deadline stands in quotes")
-            parse_deadline(value, datetime.datetime.now().astimezone())
+            parse_deadline(value, datetime.datetime.now())
         return value
 
     @field_validator("max_failed_rows", mode="before")

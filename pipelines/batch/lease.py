@@ -226,7 +226,7 @@ def _take(
     announce: Callable[[str], None],
 ) -> Lease:
     make_folder(root / FOLDER)
-    require_links(root / FOLDER / f"0.{uuid.uuid4().hex}.json")  # cleared like an earlier lease, should it be left
+    require_links(root / FOLDER)
     while True:
         before = read_lease(root)
         if before is not None:

@@ -111,8 +111,11 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     """A deadline in Unix seconds; a time of day is the next such moment, a duration counts from `now`.
 
+    A local time is taken with the offset of its own day. One in an hour that comes twice is the first that lies ahead;
+    one that the clocks skip is as long after the change as it says.
+
     Args:
-        now: with its time zone, which is also that of a deadline that names none.
+        now: its time zone, this machine's where it names none, is that of a deadline that names none.
 
     Raises:
         ValueError: it is none of the forms.
@@ -122,23 +125,36 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         return None
     if text and (match := _DURATION.fullmatch(text)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        try:
-            return (now + datetime.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)).timestamp()
-        except OverflowError as error:
-            raise ValueError(_TOO_FAR) from error
+        return _shown(now.timestamp() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
         time_of_day = datetime.time.fromisoformat(text.zfill(5 if text.count(":") == 1 else 8))
-        at = now.replace(hour=time_of_day.hour, minute=time_of_day.minute, second=time_of_day.second, microsecond=0)
-        return (at if at > now else at + datetime.timedelta(days=1)).timestamp()
+        today = datetime.datetime.combine(now.date(), time_of_day, now.tzinfo)
+        days_on = (today + datetime.timedelta(days=day) for day in range(3))
+        return next(moment for day in days_on for moment in _moments(day) if moment > now.timestamp())
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(_DEADLINE_FORMS) from error
     try:
-        at = at if at.tzinfo else at.replace(tzinfo=now.tzinfo)
-        return at.astimezone().timestamp()  # it is shown in this machine's time zone
-    except (OverflowError, ValueError) as error:
+        moments = _moments(at if at.tzinfo else at.replace(tzinfo=now.tzinfo))
+    except (OverflowError, ValueError, OSError) as error:
         raise ValueError(_TOO_FAR) from error
+    return _shown(next((moment for moment in moments if moment > now.timestamp()), moments[0]))
+
+
+def _moments(at: datetime.datetime) -> list[float]:
+    """A local time in Unix seconds: once, or twice where the clocks go back over it."""
+    first, second = (at.replace(fold=fold).timestamp() for fold in (0, 1))
+    return [first, second] if first < second else [first]  # in an hour that is skipped, the second lies before
+
+
+def _shown(moment: float) -> float:
+    """The moment, which can be shown in this machine's time zone."""
+    try:
+        datetime.datetime.fromtimestamp(moment).astimezone()
+    except (OverflowError, ValueError, OSError) as error:
+        raise ValueError(_TOO_FAR) from error
+    return moment
 
 
 def dollars(usd: float) -> str:

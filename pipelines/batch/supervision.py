@@ -230,7 +230,7 @@ class Supervisor:
     def _later(self) -> dict[str, str | None]:
         """A duration counts anew; a moment, also one that is named by a time of day, does not come again."""
         text = self._resolved.config.deadline or "none"
-        again = parse_deadline(text, datetime.datetime.now().astimezone() + datetime.timedelta(seconds=1))
+        again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
@@ -281,7 +281,7 @@ def limits_of(config: GenerateConfig) -> Limits:
     """The limits that the configuration sets, counted from now, with the time that ending takes."""
     return Limits(
         budget_usd=config.budget_usd,
-        deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now().astimezone()),
+        deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now()),
         max_failed_rows=None if config.max_failed_rows is None else MaxFailedRows.parse(config.max_failed_rows),
         reserve_s=config.grace_s + _GIVE_UP_S + _NOTICE_S,
     )

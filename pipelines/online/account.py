@@ -4,7 +4,9 @@ It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py
 its answer says, and when it ends.
 """
 
+import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +15,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.economics.ledger import append_beat, append_request, is_billed, write_session
+from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
 from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
+from peagle.files import make_folder
+from peagle.group_sync import GroupSync
 from pipelines.batch.meter import EngineMeter, new_session_id
 from pipelines.online.answers import Tally
 from pipelines.online.sequences import Sequences
 
+_log = logging.getLogger("ray.serve")
+_DISK_S = 5.0  # that a request waits for its record to be on the disk
 _KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
 
 
@@ -68,8 +74,9 @@ class EngineAccount:
         listener: Listener | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.session_id = new_session_id()
+        self._disk = GroupSync(requests_file(folder, self.session_id))
         self.engine_index = 0
         self._folder = folder
         self._engine = engine
@@ -146,14 +153,23 @@ class EngineAccount:
             with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
                 self.heartbeat()
 
-    def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> None:
+    def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> bool:
+        """Write a record, unless another engine has billed the request; whether it was written."""
         if first_asked_at is not None and is_billed(
             self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
         ):
-            return
+            return False
         append_request(self._folder, record)
         if self._listener:
             self._listener.request(record)
+        return True
+
+    async def _reach_disk(self) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
+        except OSError as error:  # a time-out is one
+            why = str(error) or f"no answer of the disk in {_DISK_S:g} s"
+            _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine
@@ -217,6 +233,7 @@ class RequestAccount:
         self._began = began
         self._first_asked_at = first_asked_at
         self._record: RequestUsage | None = None
+        self._is_kept = False
 
     def first_token(self) -> None:
         """Something of a streamed answer is there; what is said again later does not count."""
@@ -240,7 +257,15 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        self._account._keep(record, first_asked_at=self._first_asked_at)
+        self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at)
+
+    async def reach_disk(self) -> None:
+        """Return when the record that was written outlasts a power cut; a disk that fails or hangs is logged.
+
+        Requests that end at the same time wait for the same `fdatasync`.
+        """
+        if self._is_kept:
+            await self._account._reach_disk()
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

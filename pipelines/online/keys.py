@@ -20,7 +20,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.errors import ConfigError
-from peagle.files import write_atomic
+from peagle.files import make_folder, write_atomic
 from peagle.plain_json import from_json
 from peagle.private import SECRET_MODE
 
@@ -143,7 +143,7 @@ def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecor
     with contextlib.ExitStack() as stack:
         try:
             if create:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
             folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
             stack.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX)

@@ -93,6 +93,7 @@ async def relay(
     finally:
         if outcome:
             request.write(outcome)
+            await request.reach_disk()  # the answer has not ended before its record is safe
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:

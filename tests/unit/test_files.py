@@ -153,7 +153,7 @@ def test_an_unfinished_file_that_was_swept_away_says_so(tmp_path):
 
 
 def test_a_file_system_with_links_is_taken(tmp_path):
-    files.require_links(tmp_path / "0.trial")
+    files.require_links(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +164,7 @@ def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeyp
 
     monkeypatch.setattr(files.os, "link", no_links)
     with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as refused:
-        files.require_links(tmp_path / "0.trial")
+        files.require_links(tmp_path)
     assert refused.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -172,7 +172,21 @@ def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeyp
 def test_a_file_system_that_creates_a_name_twice_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "link", lambda temporary, path: temporary.replace(path))
     with pytest.raises(ConfigError, match="two writers create the same name"):
-        files.require_links(tmp_path / "0.trial")
+        files.require_links(tmp_path)
+
+
+def test_a_trial_that_another_driver_clears_under_way_is_repeated(tmp_path, monkeypatch):
+    link, num_links = os.link, []
+
+    def link_and_clear(temporary, path):
+        link(temporary, path)
+        num_links.append(path)
+        if len(num_links) == 1:
+            path.unlink()
+
+    monkeypatch.setattr(files.os, "link", link_and_clear)
+    files.require_links(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_full_is_no_file_system_without_links(tmp_path, monkeypatch):
@@ -181,4 +195,4 @@ def test_a_disk_that_is_full_is_no_file_system_without_links(tmp_path, monkeypat
 
     monkeypatch.setattr(files.os, "link", full)
     with pytest.raises(OSError, match="No space"):
-        files.require_links(tmp_path / "0.trial")
+        files.require_links(tmp_path)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from peagle.errors import ConfigError
-from peagle.storage import Place, remove, remove_temporaries, require_usable, write_json, write_once
+from peagle.storage import Place, make_folder, remove, remove_temporaries, require_usable, write_json, write_once
 from pipelines.online.batches.files import ID, FileStore, read_json
 from pipelines.online.batches.records import (
     BATCH_PREFIX,
@@ -64,7 +64,7 @@ class BatchStore(FileStore):
         require_usable(self.root / ".lease")
         try:
             for name in _FOLDERS:
-                (self.root / name).mkdir(parents=True, exist_ok=True)
+                make_folder(self.root / name)
             if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
                 self.clock.resume(note)
             self._is_resumed = True

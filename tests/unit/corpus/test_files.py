@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import fsspec
@@ -71,6 +72,13 @@ def test_a_glob_that_covers_nothing_but_the_run_finds_no_file(write, tmp_path):
     write("run/export/jsonl/output.jsonl", b"x")
     with pytest.raises(InputError, match="no such file"):
         discover(f"{tmp_path}/**/*.jsonl", outside=f"{tmp_path}/run")
+
+
+@pytest.mark.parametrize("glob", ["", "/*"])
+def test_a_file_whose_name_is_not_utf_8_is_refused_by_its_bytes(tmp_path, glob):
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b"{}")
+    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not UTF-8"):
+        discover(f"{tmp_path}{glob}")
 
 
 def test_a_folder_of_text_alone_is_a_corpus(write, tmp_path):

@@ -30,6 +30,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     found = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
     module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
     monkeypatch.setattr(module, "find_preload_libraries", lambda: found)
+    monkeypatch.setattr(module, "cache_root", lambda inherited: {"VLLM_CACHE_ROOT": "/cache"})
     return found
 
 
@@ -99,6 +100,11 @@ def test_the_ranks_of_an_engine_are_bound_one_by_one() -> None:
     spec = EngineSpec(model="org/m", tensor_parallel_size=2)
     variables = environment(spec, cpu(*range(8)), engine_index=1, num_engines_on_node=2, inherited={})
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+
+
+def test_a_cpu_engine_has_its_folder_for_compiled_code() -> None:
+    assert environment(SPEC, cpu(0), inherited={})["VLLM_CACHE_ROOT"] == "/cache"
+    assert "VLLM_CACHE_ROOT" not in environment(SPEC, GPU, inherited={})
 
 
 def test_more_engines_than_cores_are_refused() -> None:

@@ -6,31 +6,9 @@ import time
 
 import psutil
 import pytest
-import torch
 
 from peagle.engine import vllm_plugin
 from peagle.errors import ConfigError
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-def test_each_request_has_its_value_for_each_of_its_drafts(dtype: torch.dtype) -> None:
-    values = torch.tensor([0.75, 0, 3, 0.5]).to(dtype)
-    output = torch.full((6,), 99, dtype=dtype)
-    vllm_plugin.expand(output, values, torch.tensor([2, 3, 3, 6], dtype=torch.int32), replace_from=0, replace_to=1)
-    expected = torch.tensor([0.75, 0.75, 1, 0.5, 0.5, 0.5]) if dtype.is_floating_point else torch.ones(6)
-    assert torch.equal(output, expected.to(dtype))
-
-
-def test_vllms_own_sampler_repeats_values_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample import rejection_sampler
-
-    monkeypatch.setattr(cpu_triton_utils, "expand_kernel", cpu_triton_utils.expand_kernel)
-    vllm_plugin.register()
-    monkeypatch.setattr(rejection_sampler, "expand_kernel", cpu_triton_utils.expand_kernel)  # as the CPU's runner does
-    top_p, ends = torch.tensor([0.9, 0.25]), torch.tensor([3, 4], dtype=torch.int32)
-    expanded = rejection_sampler.expand_batch_to_tokens(top_p, ends, 4)
-    assert torch.equal(expanded, torch.tensor([0.9, 0.9, 0.9, 0.25]))
 
 
 def test_an_installation_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

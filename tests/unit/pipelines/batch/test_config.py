@@ -1,4 +1,5 @@
 import json
+import os
 
 import pydantic
 import pytest
@@ -82,3 +83,17 @@ def test_an_engine_is_divided_over_nodes_in_equal_parts(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         config(**keys)
     assert config(nodes_per_engine=3, tensor_parallel_size=2, pipeline_parallel_size=3).nodes_per_engine == 3
+
+
+def test_a_json_schema_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_bytes(b'\xef\xbb\xbf{"type": "object"}')
+    assert GenerateConfig(input="x", output="y", json_schema=str(path)).json_schema == '{"type": "object"}'
+
+
+def test_an_output_in_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"caf\\xe9.*is not UTF-8"):
+        GenerateConfig(input="x", output="run")

@@ -1,4 +1,5 @@
 import datetime
+import time
 
 import pytest
 
@@ -85,3 +86,52 @@ def test_no_deadline_can_be_said():
 def test_what_is_no_deadline_is_refused(text):
     with pytest.raises(ValueError, match=r"hour must be|a time of day \(18:30\)"):
         parse_deadline(text, NOW)
+
+
+@pytest.fixture
+def berlin(monkeypatch):
+    """A machine in a zone whose clocks go forward on 2026-03-29 and back on 2026-10-25."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def utc(text):
+    return datetime.datetime.fromisoformat(f"{text}+00:00").timestamp()
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize(
+    ("now", "text", "at"),
+    [
+        # on the other side of a change
+        ("2026-10-20T12:00", "2026-10-30T18:30", "2026-10-30T17:30"),
+        ("2026-10-30T12:00", "2027-04-01T18:30", "2027-04-01T16:30"),
+        ("2026-03-28T22:00", "18:30", "2026-03-29T16:30"),
+        ("2026-10-24T22:00", "18:30", "2026-10-25T17:30"),
+        # a duration is so many seconds
+        ("2026-03-28T22:00", "1d", "2026-03-29T22:00"),
+        ("2026-10-24T22:00", "24h", "2026-10-25T22:00"),
+        # 02:30 is skipped on 2026-03-29
+        ("2026-03-28T22:00", "02:30", "2026-03-29T01:30"),
+        ("2026-03-28T22:00", "2026-03-29T02:30", "2026-03-29T01:30"),
+        # and comes twice on 2026-10-25
+        ("2026-10-24T22:00", "02:30", "2026-10-25T00:30"),
+        ("2026-10-25T00:31", "02:30", "2026-10-25T01:30"),
+        ("2026-10-25T01:29", "02:30", "2026-10-25T01:30"),
+        ("2026-10-25T01:31", "02:30", "2026-10-26T01:30"),
+        ("2026-10-24T22:00", "2026-10-25T02:30", "2026-10-25T00:30"),
+        ("2026-10-25T00:31", "2026-10-25T02:30", "2026-10-25T01:30"),
+        ("2026-10-26T12:00", "2026-10-25T02:30", "2026-10-25T00:30"),
+        # in the hour that comes twice, from now
+        ("2026-10-25T01:10", "30m", "2026-10-25T01:40"),
+        ("2026-10-25T01:10", "02:05", "2026-10-26T01:05"),
+        ("2026-10-25T00:10", "02:05", "2026-10-25T01:05"),
+        # an offset that is named counts
+        ("2026-10-20T12:00", "2026-10-30T18:30+02:00", "2026-10-30T16:30"),
+    ],
+)
+def test_local_times_are_taken_in_the_zone_at_that_moment(now, text, at):
+    assert parse_deadline(text, datetime.datetime.fromtimestamp(utc(now))) == utc(at)

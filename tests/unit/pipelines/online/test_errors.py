@@ -44,3 +44,9 @@ def test_an_engine_that_died_is_unavailable(error):
 
 def test_a_dead_engine_is_503():
     assert from_exception(EngineDeadError()).status == 503
+
+
+def test_no_error_is_longer_than_a_page():
+    error = ApiError(400, "x" * 2**20, param="y" * 2**20).body()["error"]
+    assert error["message"] == "x" * 2000 + "... (1,048,576 characters)"
+    assert len(error["param"]) < 300

@@ -148,3 +148,20 @@ def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, mo
 def test_a_limit_that_is_none_is_refused(limits):
     with pytest.raises(ConfigError, match=next(iter(limits))):
         new_key("alice", **limits)
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path):
+    _, record = new_key("alice")
+    write_keys(tmp_path / "keys.json", [record])
+    (tmp_path / "keys.json").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "keys.json").read_bytes())
+    assert read_keys(tmp_path / "keys.json") == (record,)
+
+
+def test_a_file_of_keys_with_a_budget_that_is_no_number_is_refused(tmp_path):
+    _, record = new_key("alice")
+    write_keys(tmp_path / "keys.json", [record.model_copy(update={"budget_usd": 12345.0})])
+    text = (tmp_path / "keys.json").read_text()
+    for word in ("NaN", "Infinity", "1e999"):
+        (tmp_path / "keys.json").write_text(text.replace("12345.0", word))
+        with pytest.raises(ConfigError, match="keys"):
+            read_keys(tmp_path / "keys.json")

@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 
 from peagle.economics.ledger import RequestReader
 from peagle.errors import EngineError
+from pipelines.online import account
 from pipelines.online.answers import events
 from pipelines.online.relay import raising_faults, relay
 
@@ -283,3 +286,46 @@ def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
     with pytest.raises(EngineDeadError):
         passed(engine_account, generate(STREAM[:1], EngineDeadError()), wants_each_usage=False)
     assert not RequestReader(tmp_path / "ledger").new()
+
+
+# --- what a power cut leaves
+
+
+def test_an_answer_has_not_ended_before_its_record_is_on_the_disk_and_the_loop_is_not_held(
+    engine_account, tmp_path, monkeypatch
+):
+    may_end = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda _: may_end.wait(20))
+
+    async def scene():
+        passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
+        for _ in range(20):
+            await asyncio.sleep(0.01)  # the loop goes on
+        ended_before = [one.done() for one in passing]
+        may_end.set()
+        await asyncio.gather(*passing)
+        return ended_before
+
+    assert asyncio.run(scene()) == [False, False]
+    assert len(RequestReader(tmp_path / "ledger").new()) == 2
+
+
+@pytest.mark.parametrize(("disk", "says"), [("fails", "Input/output error"), ("hangs", "no answer of the disk")])
+def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account, monkeypatch, caplog, disk, says):
+    may_end = threading.Event()
+
+    def sync(_):
+        if disk == "fails":
+            raise OSError(5, "Input/output error")
+        may_end.wait(20)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(account, "_DISK_S", 0.2)
+    asyncio.run(drained(engine_account, "r"))
+    may_end.set()
+    assert says in caplog.text
+
+
+async def drained(engine_account, name):
+    answers = generate(STREAM)
+    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), wants_each_usage=False)]

@@ -1,0 +1,93 @@
+"""The price of keeping keys' prefix caches apart: several keys whose prompts begin alike, with and without sharing.
+
+    python -m benchmarks.online.prefix_sharing --folder /tmp/sharing --output benchmarks/online/RESULT.json
+
+Each key asks in turn, with a system prompt that all have in common and a question of its own. What is counted are
+prompt tokens that the engine had cached, and seconds to the first token of each key's first request and of its others.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from peagle import hardware
+from peagle.manifest import git_revision, versions
+from pipelines.online.keys import new_key, write_keys
+from tests.faults.endpoint import serving
+
+_MODEL = "smollm2-135m"
+_SYSTEM = "You answer questions about the rules of this library, which are written down here line by line. " * 20
+
+
+def main() -> None:
+    """Measure both, write OUTPUT.json and print the summary."""
+    options = _options()
+    results = {name: _measure(options, name, flags) for name, flags in _WAYS.items()}
+    record = {
+        "command": f"python -m benchmarks.online.prefix_sharing --keys {options.keys} --requests {options.requests}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "results": results,
+    }
+    options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=2))  # noqa: T201
+
+
+_WAYS = {"apart": [], "shared": ["--share-prefix-cache"]}
+
+
+def _measure(options: argparse.Namespace, name: str, flags: list[str]) -> dict[str, Any]:
+    folder = options.folder / name
+    folder.mkdir(parents=True)
+    made = [new_key(f"key-{number}") for number in range(options.keys)]
+    write_keys(folder / "keys.json", [record for _, record in made])
+    engine = ["--model", _MODEL, "--drafter", "none", "--max-model-len", "1024", "--max-num-seqs", "2"]
+    more = ["--enforce-eager", "--usd-per-hour", "1", "--keys", str(folder / "keys.json")]
+    asked = []
+    with serving(folder, [*engine, *more, *flags], start_s=options.start_s) as endpoint:
+        for number in range(options.requests):
+            asked += [_ask(endpoint.url, key, number) for key, _ in made]
+    first, others = asked[: options.keys], asked[options.keys :]
+    return {
+        "cached_share": sum(one["cached"] for one in asked) / sum(one["prompt"] for one in asked),
+        "first_of_each_key": {"cached_share": _share(first), "ttft_s": median(one["ttft_s"] for one in first)},
+        "others": {"cached_share": _share(others), "ttft_s": median(one["ttft_s"] for one in others)},
+        "requests": asked,
+    }
+
+
+def _share(asked: list[dict[str, Any]]) -> float:
+    return float(sum(one["cached"] for one in asked) / sum(one["prompt"] for one in asked))
+
+
+def _ask(url: str, key: str, number: int) -> dict[str, Any]:
+    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": f"What says rule {number}?"}]
+    body = {"model": _MODEL, "messages": messages, "max_tokens": 1, "temperature": 0}
+    began = time.perf_counter()
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=120
+    )
+    usage = answer.raise_for_status().json()["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {"prompt": usage["prompt_tokens"], "cached": cached, "ttft_s": time.perf_counter() - began}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="a new folder for keys, ledgers and logs")
+    parser.add_argument("--output", type=Path, required=True, help="file for the result")
+    parser.add_argument("--keys", type=int, default=4, help="keys that ask in turn")
+    parser.add_argument("--requests", type=int, default=4, help="of each key")
+    parser.add_argument("--start-s", type=float, default=240, help="time for the endpoint to start")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

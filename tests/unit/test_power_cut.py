@@ -1,0 +1,315 @@
+"""What the disk holds when the power goes: everything that was promised, and nothing that is half there."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from peagle import files
+from peagle.corpus.rows import Span
+from peagle.economics.ledger import append_request, requests_file
+from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.errors import PeagleError
+from peagle.group_sync import GroupSync
+from peagle.speculation import SpeculationStats
+from pipelines.batch.lease import hold_lease, read_lease
+from pipelines.batch.plan import Plan, WorkUnit
+from pipelines.batch.retries import plan_retry
+from pipelines.batch.rundir import RunDirectory
+from pipelines.online.batches.records import FILE_PREFIX, INPUT, Order, StoredFile, new_id
+from pipelines.online.batches.store import BatchStore
+from pipelines.online.keys import changing_keys, new_key, read_keys
+from tests.power_cut import recording
+
+USAGE = UnitUsage(
+    session_id="s", num_rows=1, num_failed_rows=1, num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1,
+    busy_s=0.1, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+)  # fmt: skip
+TABLE = pa.table({"id": ["000000000"], "response": ["a"]})
+LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
+
+
+@pytest.fixture
+def no_folder_syncs(monkeypatch):
+    """The code as it would be without a sync of folders."""
+    for module in ("peagle.files", "peagle.group_sync"):
+        monkeypatch.setattr(f"{module}.sync_folder", lambda _: None)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder whose disk can be looked at; what is in it at first is on the disk."""
+    (tmp_path / "disk").mkdir()
+    with recording(tmp_path / "disk") as disk:
+        disk.root = tmp_path / "disk"
+        yield disk
+
+
+@pytest.fixture
+def images(disk, tmp_path):
+    """What may be on the disk, looked at one after the other."""
+
+    def each():
+        shutil.rmtree(tmp_path / "images", ignore_errors=True)
+        yield from disk.images(tmp_path / "images")
+
+    return each
+
+
+# --- the model itself
+
+
+def test_the_model_loses_what_was_not_synced_and_keeps_what_was(disk, images):
+    (disk.root / "unsynced").write_bytes(b"x")
+    with (disk.root / "bytes").open("wb") as file:
+        file.write(b"bytes without a name")
+        file.flush()
+        os.fsync(file.fileno())
+    (disk.root / "name").write_bytes(b"a name without bytes")
+    assert list(next(images()).iterdir()) == []
+    files.sync_folder(disk.root)
+    worst, *others = ({path.name: path.read_bytes() for path in image.iterdir()} for image in images())
+    assert worst == {"unsynced": b"", "bytes": b"bytes without a name", "name": b""}
+    assert any(other["name"] == b"a name without bytes" for other in others)
+
+
+# --- one file
+
+
+def test_what_was_written_is_there_and_what_was_deleted_is_not(disk, images):
+    files.make_folder(disk.root / "a" / "b")
+    path = disk.root / "a" / "b" / "file"
+    files.write_atomic(path, b"old")
+    files.write_atomic(path, b"new")
+    files.write_once(path.with_name("once"), b"1")
+    with files.atomic_file(path.with_name("large")) as file:
+        file.write(b"large")
+    for name in ("gone", "stays"):
+        files.write_atomic(path.with_name(name), b"x")
+    files.remove(path.with_name("gone"))
+    for image in images():
+        folder = image / "a" / "b"
+        found = {one.name: one.read_bytes() for one in folder.iterdir() if not one.name.endswith(".tmp")}
+        assert found == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
+
+
+def test_who_was_not_the_first_builds_on_a_name_that_lasts(disk, images, monkeypatch):
+    path = disk.root / "run.json"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(files, "sync_folder", lambda _: None)  # the first was stopped before it
+        files.write_once(path, b"first")
+    assert not files.write_once(path, b"second")
+    assert all((image / "run.json").read_bytes() == b"first" for image in images())
+
+
+# --- a run
+
+
+class Drive:
+    """A run that is started, done and retried; `promised` are the units that were said to be committed."""
+
+    def __init__(self, root):
+        self.run, self.promised, self.num_retries = RunDirectory(root), set(), 0
+        self.is_created = False
+
+    def all(self):
+        span = Span(path="a", format="jsonl", first_row=0, num_rows=2)
+        units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(2))
+        plan = Plan(units=units, rows_per_unit=2, schema=pa.schema([("p", pa.string())]), corpus_fingerprint="c")
+        with hold_lease(self.run.root, expiry_s=30, command=["x"], announce=print) as lease:
+            self.run.hold(lease)
+            self.is_created = self.run.create({"schema": 1}, plan)
+            self._commit(0, LETTERS)
+            self._commit(1, [])
+            plan_retry(self.run, self.run.plan())
+            self.num_retries = 1
+            self._commit(2, [])
+            self.run.remove_leftovers()
+
+    def _commit(self, unit, letters):
+        assert self.run.commit(unit, TABLE, USAGE, letters)
+        self.promised.add(unit)
+
+    def check(self, image):
+        """Whatever is there is whole, and all that was promised is there."""
+        run = RunDirectory(image)
+        read_lease(run.root)
+        assert run.exists or not self.is_created
+        if run.exists:
+            plan = run.plan()
+            assert run.committed() >= self.promised
+            assert plan.num_retries >= self.num_retries
+            for unit in run.committed():
+                assert run.usage(unit) == USAGE
+                list(run.letters(unit))
+
+
+def drive_and_cut(disk, images, monkeypatch):
+    """Cut the power before and after each step that changes a name."""
+    drive, num_looks = Drive(disk.root), 0
+
+    def look():
+        nonlocal num_looks
+        num_looks += 1
+        for image in images():
+            drive.check(image)
+
+    def cutting(change):
+        def cut(*args, **keys):
+            if str(disk.root) in str(args[0]):  # else it is of the images themselves
+                look()
+            change(*args, **keys)
+
+        return cut
+
+    for name in ("link", "replace", "unlink", "mkdir"):
+        monkeypatch.setattr(os, name, cutting(getattr(os, name)))
+    drive.all()
+    look()
+    assert num_looks > 30
+
+
+def test_a_run_is_whole_and_has_what_it_promised_wherever_the_power_is_cut(disk, images, monkeypatch):
+    drive_and_cut(disk, images, monkeypatch)
+
+
+# --- the endpoint
+
+
+def revoke_a_key(root):
+    keys = root / "keys" / "keys.json"
+    for name in ("alice", "mallory"):
+        with changing_keys(keys, create=True) as records:
+            records.append(new_key(name)[1])
+    with changing_keys(keys) as records:
+        records[:] = [record for record in records if record.name != "mallory"]
+
+
+def the_key_is_revoked(image):
+    assert [record.name for record in read_keys(image / "keys" / "keys.json")] == ["alice"]
+
+
+def order_a_batch(root):
+    store = BatchStore(root / "batches")
+    store.prepare()
+    for name in ("kept", "deleted"):
+        with store.writer(new_id(FILE_PREFIX)) as (at, target):
+            target.write(b"{}\n")
+        file = StoredFile(
+            id=Path(at).stem, owner="alice", filename=name, purpose=INPUT, num_bytes=3, created_at=1.0, at=at,
+            expires_at=None, batch_id=None,
+        )  # fmt: skip
+        store.add_file(file)
+    store.remove_file(file)
+    key = new_key("alice")[1].without_hash()
+    order = Order(
+        id=f"batch_{1:028x}", key=key, endpoint="/v1/chat/completions", input_file_id="f", completion_window="24h",
+        created_at=1.0, expires_at=2.0,
+    )  # fmt: skip
+    store.add_batch(order)
+
+
+def the_order_is_there_and_the_deleted_prompts_are_not(image):
+    store = BatchStore(image / "batches")
+    assert [batch.id for batch in store.batches("alice")] == [f"batch_{1:028x}"]
+    assert [file.filename for file in store.files("alice")] == ["kept"]
+    assert len(list((image / "batches" / "files").glob("*.jsonl"))) == 1
+
+
+def answer_a_request(root):
+    files.make_folder(root / "ledger")
+    for name in ("r1", "r2"):
+        append_request(root / "ledger", record(name))
+        GroupSync(requests_file(root / "ledger", "s")).sync().result(20)
+
+
+def record(name):
+    return RequestUsage(
+        request_id=name, key="alice", model="m", drafter=None, outcome="ok", ttft_s=0.1, usd=0.5,
+        usage=replace(USAGE, num_failed_rows=0),
+    )  # fmt: skip
+
+
+def both_requests_are_billed(image):
+    lines = requests_file(image / "ledger", "s").read_text().splitlines()
+    assert [json.loads(line)["request_id"] for line in lines] == ["r1", "r2"]
+
+
+CALLS = [
+    (revoke_a_key, the_key_is_revoked),
+    (order_a_batch, the_order_is_there_and_the_deleted_prompts_are_not),
+    (answer_a_request, both_requests_are_billed),
+]
+NAMES = [call.__name__ for call, _ in CALLS]
+
+
+@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
+def test_what_returned_lasts(disk, images, call, check):
+    call(disk.root)
+    for image in images():
+        check(image)
+
+
+# --- the same tests fail without the sync of folders
+
+
+@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
+@pytest.mark.usefixtures("no_folder_syncs")
+def test_without_syncs_of_folders_the_model_finds_the_loss(disk, images, call, check):
+    call(disk.root)
+    with pytest.raises((AssertionError, OSError, PeagleError)):
+        check(next(images()))
+
+
+@pytest.mark.usefixtures("no_folder_syncs")
+def test_without_syncs_of_folders_the_model_finds_that_a_run_loses_units(disk, images, monkeypatch):
+    with pytest.raises((AssertionError, OSError, PeagleError)):
+        drive_and_cut(disk, images, monkeypatch)
+
+
+# --- a real file system: the image of an ext4, copied right after the call, is what a power cut would leave
+
+
+@contextlib.contextmanager
+def mounted(image, where):
+    where.mkdir()
+    done = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", where], check=True)
+
+
+def ext4_after(call, tmp_path):
+    """What an ext4 holds when the power is cut right after `call`."""
+    if shutil.which("mkfs.ext4") is None or os.geteuid() != 0:
+        pytest.skip("a file system of one's own needs root and mkfs.ext4")
+    image, cut = tmp_path / "ext4", tmp_path / "ext4-cut"
+    subprocess.run(["truncate", "-s", "32M", image], check=True)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    with mounted(image, tmp_path / "before") as root:
+        call(root)
+        shutil.copyfile(image, cut)
+    return mounted(cut, tmp_path / "after")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ext4 is Linux's")
+@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
+def test_on_ext4_what_returned_lasts(tmp_path, call, check):
+    with ext4_after(call, tmp_path) as root:
+        check(root)
+
+
+@pytest.mark.usefixtures("no_folder_syncs")
+def test_on_ext4_a_revoked_key_comes_back_without_syncs_of_folders(tmp_path):
+    with ext4_after(revoke_a_key, tmp_path) as root, pytest.raises(AssertionError):
+        the_key_is_revoked(root)
