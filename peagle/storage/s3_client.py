@@ -110,28 +110,41 @@ class ObjectStore:
                     self._kept.popitem(last=False)
         return data
 
-    def read_range(self, at: Address, first: int, last: int) -> bytes:
-        """Bytes `first` to `last` of an object, both included."""
-        data, _ = self.ask(f"{at}: cannot be read", at, lambda: self._get(at, Range=f"bytes={first}-{last}"))
+    def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
+        """Bytes `first` to `last`, both included, of an object that still has this content.
+
+        Raises:
+            StorageError: it was replaced meanwhile; pieces of two contents would make neither.
+        """
+
+        def piece() -> tuple[bytes, str]:
+            try:
+                return self._get(at, Range=f"bytes={first}-{last}", IfMatch=etag)
+            except ClientError as error:
+                if s3_errors.status_of(error) != 412:
+                    raise
+                raise StorageError(f"{at}: was replaced while it was read", hint="repeat the command") from error
+
+        data, _ = self.ask(f"{at}: cannot be read", at, piece)
         return data
 
-    def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int]:
-        """The last bytes of an object, and its size.
+    def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int, str]:
+        """The last bytes of an object, its size, and the mark of its content.
 
         Raises:
             FileNotFoundError: there is none.
         """
 
-        def tail() -> tuple[bytes, int]:
+        def tail() -> tuple[bytes, int, str]:
             answer = self.api.get_object(Bucket=at.bucket, Key=at.key, Range=f"bytes=-{num_bytes}")
             data = answer["Body"].read()
-            return data, int(answer.get("ContentRange", f"/{len(data)}").rpartition("/")[2])
+            return data, int(answer.get("ContentRange", f"/{len(data)}").rpartition("/")[2]), answer["ETag"]
 
         try:
             return self.ask(f"{at}: cannot be read", at, tail)
         except StorageError as error:
             if error.__cause__ is not None and s3_errors.code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
-                return b"", 0  # an empty object has no last bytes
+                return b"", 0, ""  # an empty object has no last bytes
             raise
 
     def size(self, at: Address) -> int:

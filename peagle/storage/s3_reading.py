@@ -24,7 +24,7 @@ def open_to_read(store: ObjectStore, at: Address) -> BinaryIO:
 class _Reader(io.RawIOBase):
     def __init__(self, store: ObjectStore, at: Address) -> None:
         self._store, self._at = store, at
-        self._tail, self._size = store.read_tail(at, _TAIL_BYTES)
+        self._tail, self._size, self._etag = store.read_tail(at, _TAIL_BYTES)
         self._tail_at = self._size - len(self._tail)
         self._piece, self._piece_at = b"", 0
         self._position = 0
@@ -58,6 +58,7 @@ class _Reader(io.RawIOBase):
         start = self._position - self._piece_at
         if not 0 <= start < len(self._piece):
             last = min(self._position + max(num_bytes, READ_AHEAD_BYTES), self._tail_at) - 1
-            self._piece, self._piece_at = self._store.read_range(self._at, self._position, last), self._position
+            self._piece = self._store.read_range(self._at, self._position, last, self._etag)
+            self._piece_at = self._position
             start = 0
         return self._piece[start : start + num_bytes]
