@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: play the runs that are not played yet, then the faults, and write the report.
+"""`python -m tests.chaos`: play the runs that are not played yet, the faults and the pauses, and write the report.
 
 What was played is kept under --folder, run by run, so an interrupted campaign goes on with the same command.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle import hardware
-from tests.chaos import faults, report
+from tests.chaos import faults, pauses, report
 from tests.chaos.driver import Job
 from tests.chaos.play import Player
 from tests.chaos.ray_nodes import ROOT, RayNodes
@@ -31,6 +31,7 @@ def main() -> int:
     campaign = Campaign(args)
     campaign.play_all()
     campaign.inject_all()
+    campaign.pause_all()
     path = report.write(args.report, campaign.results(), seed=args.seed, command=_command(args))
     _say(f"report: {path}")
     return int(any(result["problems"] for result in campaign.results()))
@@ -60,6 +61,18 @@ class Campaign:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
                 _say(name)
                 self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
+
+    def pause_all(self) -> None:
+        """The scenes with drivers that are stopped, on the disk and in a store."""
+        for where in ("disk", "s3"):
+            for scene in pauses.SCENES:
+                if self._is_wanted(name := f"pauses-{where}-{scene}"):
+                    _say(name)
+                    folder, every = self.folder / name, self._args.every * (4 if where == "s3" else 1)
+                    values = {"--every": every, "--crossed": self._args.crossed, "--seed": self._args.seed}
+                    flags = [str(word) for pair in values.items() for word in pair]
+                    result = pauses.run(scene, folder, flags + ["--s3"] * (where == "s3"))
+                    self._keep(name, {"engine": "pauses", "where": where, **result})
 
     def _play(self, number: int, is_fake: bool, nodes: RayNodes) -> None:
         name = _name(number, is_fake)
@@ -120,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, default=600, help="of a run with the fake engine; default 600")
     parser.add_argument("--real-rows", type=int, default=48, help="of a run with the real engine; default 48")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=int(env("CHAOS_EVERY", "1")),
+        help="drivers are stopped at each so-manieth step, in a store at each fourth of these; CHAOS_EVERY; default 1",
+    )
+    parser.add_argument("--crossed", type=int, default=20, help="plays of a scene with both stopped; default 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these, such as fake-004 or fault-full-disk")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
     parser.add_argument(
@@ -130,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(args: argparse.Namespace) -> str:
     size = f"--runs {args.runs} --rows {args.rows} --real-runs {args.real_runs} --real-rows {args.real_rows}"
+    size += f" --every {args.every} --crossed {args.crossed}"
     return f"python -m tests.chaos --seed {args.seed} {size}"
 
 

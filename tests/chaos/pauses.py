@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -31,15 +32,18 @@ from pipelines.batch.audit_files import audit_files
 from pipelines.batch.export import export
 from pipelines.batch.lease import read_lease
 from pipelines.batch.rundir import RunDirectory
+from tests.chaos.ray_nodes import ROOT
 from tests.chaos.stepping import Driver, Steps, forked
 
 _NUM_ROWS = 10
 _REFUSED = frozenset({1, 6})
-_FLAGS = ("--engine", "fake", "--rows-per-unit", "4", "--usd-per-hour", "1", "--output-format", "jsonl")
+_FLAGS = (
+    "--engine", "fake", "--rows-per-unit", "4", "--usd-per-hour", "1", "--max-num-seqs", "4",
+    "--output-format", "jsonl",
+)  # fmt: skip
 _RETRY = "--retry-failed"
-_STOPPED_AT = 23  # a step of a run between its first unit and its last one
+_STOPPED_AT = 35  # a step of a run between its first unit and its last one, on the disk; in a store a third of that
 _MOST_STEPS = 400
-_FEW_ROWS = "--max-num-seqs", "4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class Scene:
 
 
 SCENES = {
-    "start": Scene(before="nothing"),
+    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # so that each has a plan of its own
     "continue": Scene(before="killed"),
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
     "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
@@ -97,13 +101,12 @@ class Stage:
         self._corpus = folder / "prompts.jsonl"
         self._corpus.write_text("".join(json.dumps({"prompt": f"Say {row}."}) + "\n" for row in range(_NUM_ROWS)))
 
-    def each_step(self, name: str, *, every: int = 1, offset: int = 0) -> Plays:
-        """The scene at each of its steps, or at some."""
+    def each_step(self, name: str, steps: range) -> Plays:
+        """The scene at each of these steps, as far as it has so many."""
         plays = Plays(scene=name)
-        for step in range(1 + offset, _MOST_STEPS, every):
+        for step in steps:
             if not self._play(plays, [(frozenset({step}), 0), (frozenset(), 1)]):
-                return plays
-        plays.problems.append(f"there are more than {_MOST_STEPS} steps")
+                break
         return plays
 
     def crossed(self, name: str, rng: random.Random, num_plays: int, num_steps: int) -> Plays:
@@ -144,14 +147,15 @@ class Stage:
         return bool(stopped_at)
 
     def _command(self, output: str) -> tuple[str, ...]:
-        return ("generate", "--input", str(self._corpus), "--output", output, *_FLAGS, *_FEW_ROWS)
+        return ("generate", "--input", str(self._corpus), "--output", output, *_FLAGS)
 
     def _prepare(self, scene: Scene, output: str, folder: Path) -> None:
         """Bring the run as far as it is when the scene begins."""
         if scene.before == "nothing":
             return
         under = f"/{folder.name}" if self._bucket else output
-        at = frozenset({_STOPPED_AT}) if scene.before == "killed" else frozenset()
+        stopped_at = _STOPPED_AT // 3 if self._bucket else _STOPPED_AT
+        at = frozenset({stopped_at}) if scene.before == "killed" else frozenset()
         steps = Steps(at=at, under=under, log=folder / "before")
         driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED)
         is_stopped = driver.wait()
@@ -269,18 +273,32 @@ def _serve(said: Path) -> None:
         signal.pause()
 
 
-def play_all(folder: Path, *, every: int, num_crossed: int, seed: int, scenes: list[str], on_s3: bool) -> list[Plays]:
-    """All scenes, on the disk and in a store."""
-    played = []
-    rng = random.Random(seed)
-    with store(folder / "s3") if on_s3 else contextlib.nullcontext() as bucket:
+def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
+    """The scenes, on the disk or in a store."""
+    played, rng = [], random.Random(args.seed)
+    with store(folder / "s3") if args.s3 else contextlib.nullcontext() as bucket:
         stage = Stage(folder, bucket)
-        for name in scenes:
-            plays = stage.each_step(name, every=every, offset=rng.randrange(every))
-            played.append(plays)
-            if num_crossed and not SCENES[name].of_renewals:
-                played.append(stage.crossed(name, rng, num_crossed, max(8, plays.num_plays * every)))
+        for name in args.scenes:
+            first = args.first if args.first is not None else rng.randint(1, args.every)
+            played.append(stage.each_step(name, range(first, args.last + 1, args.every)))
+            if args.crossed and not SCENES[name].of_renewals:
+                num_steps = max(8, played[-1].num_plays * args.every)
+                played.append(stage.crossed(name, rng, args.crossed, num_steps))
     return played
+
+
+def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
+    """Play a scene in a process of its own, which forks; what was seen."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    result = folder.with_suffix(".result")
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.chaos.pauses", str(folder), str(result), "--scenes", scene, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not result.exists():
+        return {"scene": scene, "plays": [], "problems": [f"the plays broke off: {done.stderr[-2000:]}"]}
+    plays = json.loads(result.read_text())
+    result.unlink()
+    return {"scene": scene, "plays": plays, "problems": [problem for one in plays for problem in one["problems"]]}
 
 
 def main() -> int:
@@ -289,15 +307,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--every", type=int, default=1, help="stop at each so-manieth step; default 1")
+    parser.add_argument("--first", type=int, help="step; default one of the first EVERY, by the seed")
+    parser.add_argument("--last", type=int, default=_MOST_STEPS, help="step; default the last that there is")
     parser.add_argument("--crossed", type=int, default=0, help="crossed plays of each scene; default 0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))
     parser.add_argument("--s3", action="store_true", help="with run directories in a store")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
-    played = play_all(
-        args.folder, every=args.every, num_crossed=args.crossed, seed=args.seed, scenes=args.scenes, on_s3=args.s3
-    )
+    played = play_all(args.folder, args)
     args.result.write_text(json.dumps([plays.to_dict() for plays in played], indent=2))
     for plays in played:
         sys.stdout.write(f"{plays.scene}: {plays.num_plays} plays, {dict(plays.codes)}\n")

@@ -28,6 +28,13 @@ committed row or one dead letter, every row with its own prompt and (fake engine
 sum of its rows, no file left behind, the lease free, no engine alive."""
 
 
+_PAUSES = """\
+A driver is stopped (SIGSTOP) before one of the operations with which it changes the run directory. A second one runs
+the same command to its end; the first one goes on; the command is repeated. Crossed: both are stopped several times and
+go on in turns. Then every id is in one committed row or one dead letter, audit, report and export agree, and nothing is
+left behind. "1, 0" is a first driver that was told that another has taken over, and a second one that has done it."""
+
+
 def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: str) -> Path:
     """Write both files; the Markdown's path."""
     data = {
@@ -63,10 +70,12 @@ def to_markdown(data: dict[str, Any]) -> str:
         _WHAT,
         _totals(data["engines"]),
         "## Runs",
-        _runs([result for result in data["results"] if result["engine"] != "fault"]),
+        _runs([result for result in data["results"] if result["engine"] in ("fake", "real")]),
     ]
     if faults := [result for result in data["results"] if result["engine"] == "fault"]:
         parts += ["## Faults that kill nobody", _faults(faults)]
+    if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
+        parts += ["## Drivers that are stopped", _PAUSES, _pauses(scenes)]
     if problems := [f"- {one['name']}: {problem}" for one in data["results"] for problem in one["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
@@ -106,6 +115,17 @@ def _runs(results: list[dict[str, Any]]) -> str:
         )
         cluster = "the driver's own" if run["own_cluster"] else "several nodes"
         lines.append(f"| {run['name']} | {cluster} | {kills} | {codes} | {run['wall_s']:.0f} | {figures} |")
+    return "\n".join(lines)
+
+
+def _pauses(results: list[dict[str, Any]]) -> str:
+    lines = ["| scene | where | plays | different steps | drivers ended with | problems |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for one in results:
+        for plays in one["plays"]:
+            codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))
+            figures = f"{plays['num_plays']} | {len(set(plays['steps']))} | {codes} | {len(plays['problems'])}"
+            lines.append(f"| {plays['scene']} | {one['where']} | {figures} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,36 @@
+"""A short version of what `make chaos` plays at every step: drivers that are stopped while another does the work."""
+
+import pytest
+
+from tests.chaos import pauses
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(
+    ("scene", "every"), [("start", 12), ("continue", 16), ("retry", 14), ("retry-alone", 19), ("finish", 8)]
+)
+def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
+    found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
+    assert found["problems"] == []
+    assert all(plays["num_plays"] for plays in found["plays"])
+    assert all(plays["steps"] for plays in found["plays"])
+
+
+def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
+    """The plays see the fault for which they were written: the plan of a driver that goes on replaces the other's."""
+    (tmp_path / "faulty").mkdir()
+    (tmp_path / "faulty" / "sitecustomize.py").write_text(
+        "from peagle.files import json_bytes\n"
+        "from peagle.storage import write_atomic\n"
+        "from pipelines.batch import plan, plan_files\n"
+        "def create(self, manifest, planned):\n"
+        "    name = 'plan.000000000000.parquet'\n"
+        "    write_atomic(self._root / name, plan.plan_to_bytes(planned))\n"
+        "    write_atomic(self._root / 'run.json', json_bytes({**manifest, 'plan': name}))\n"
+        "    return True\n"
+        "plan_files.PlanFiles.create = create\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'faulty'}:{pauses.ROOT}")
+    found = pauses.run("start", tmp_path / "plays", ["--first", "17", "--last", "22"])
+    assert found["problems"]
