@@ -171,10 +171,10 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     )
     max_stored_files: int = Field(2000, ge=1, description="files that a key may keep, and batches")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
-    max_downloads_mib: int = Field(
-        256, ge=1, description="MiB of files that may be under way to all clients at once; a download takes two"
+    max_transfers_mib: int = Field(
+        256, ge=1, description="MiB of files that may be under way at once, up and down; each takes two"
     )
-    max_downloads_mib_per_key: int = Field(32, ge=1, description="likewise to the clients of one key")
+    max_transfers_mib_per_key: int = Field(32, ge=1, description="likewise of the clients of one key")
     presigned_downloads: bool = Field(
         True,
         description="files on S3 come from the store itself, by a URL that holds for five minutes; off where clients "

@@ -42,7 +42,7 @@ class Span:
 
 
 class Room:
-    """How many bytes of files may be under way, to one key and in all.
+    """How many bytes of files may be under way, up and down, of one key and in all.
 
     A file of which more than a key's share would be under way is not sent whole.
     """
@@ -59,10 +59,10 @@ class Room:
             ApiError: 429 or 503, there is none now.
         """
         if self._held[key] + num_bytes > self.most_of_key:
-            message = "this key has as many downloads under way as it may have"
+            message = "this key has as many uploads and downloads under way as it may have"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
         if self._held.total() + num_bytes > self._most:
-            raise overloaded("the endpoint has as many downloads under way as it can; try again")
+            raise overloaded("as many uploads and downloads are under way as the endpoint can; try again")
         self._held[key] += num_bytes
         try:
             yield

@@ -19,6 +19,7 @@ from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFi
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
+from pipelines.online.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.gate import KEY_IN_SCOPE
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import BATCHES, FILES
@@ -70,14 +71,21 @@ class BatchRoutes:
         """Upload the input of a batch."""
         batches, key = self._on(), _key(request)
         require_form(request.headers.get("content-type", ""))
+        with batches.room.hold(key.name, UPLOAD_WINDOW_BYTES):
+            stored = await self._receive(request, key)
+        return JSONResponse(stored.show())
+
+    async def _receive(self, request: Request, key: KeyRecord) -> StoredFile:
+        """Take an upload in."""
+        batches = self._on()
         num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
         async with (
             batches.quota.hold(key, num_bytes) as held,
             request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
         ):
             upload, name, expires_s = read_form(fields)
-            stored = await held(_keep, batches.store, upload.file, key.name, name, expires_s)
-        return JSONResponse(stored.show())
+            stored: StoredFile = await held(_keep, batches.store, upload.file, key.name, name, expires_s)
+        return stored
 
     async def list_files(
         self,

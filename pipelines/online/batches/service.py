@@ -33,7 +33,7 @@ class Batches:
         spent_usd, present_key: as `Scheduler` has them.
 
     Attributes:
-        room: for downloads.
+        room: for files under way, up and down.
         quota: for what keys keep.
         orders: takes those for batches.
     """
@@ -50,7 +50,7 @@ class Batches:
         self.store = BatchStore(settings.folder)
         self.quota = Quota(self.store, settings.shares)
         self.orders = Orders(self.store, self.quota, settings.shares)
-        self.room = Room(most_bytes=settings.max_downloads_bytes, most_bytes_of_key=settings.max_downloads_bytes_of_key)
+        self.room = Room(most_bytes=settings.max_transfers_bytes, most_bytes_of_key=settings.max_transfers_bytes_of_key)
         self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, present_key=present_key)
         self._look_s = _LOOK_REMOTE_S if self.store.is_remote else _LOOK_S
         self._wake, self._ended = threading.Event(), threading.Event()

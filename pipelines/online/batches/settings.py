@@ -51,7 +51,7 @@ class BatchSettings:
         recipes: by the name that clients give the model.
         at_once: batches that have engines at the same time.
         ledger: of the endpoint.
-        max_downloads_bytes, max_downloads_bytes_of_key: of files, under way at once.
+        max_transfers_bytes, max_transfers_bytes_of_key: of files, under way at once, up and down.
         presigns: the store gives files to clients itself, where it is S3.
         max_upload_bytes: of a request that uploads a file.
         max_line_bytes: of a request in one.
@@ -63,8 +63,8 @@ class BatchSettings:
     at_once: int
     max_output_tokens: int | None
     ledger: Path
-    max_downloads_bytes: int = 256 * MIB
-    max_downloads_bytes_of_key: int = 32 * MIB
+    max_transfers_bytes: int = 256 * MIB
+    max_transfers_bytes_of_key: int = 32 * MIB
     presigns: bool = True
     max_upload_bytes: int = 200 * MIB
     max_line_bytes: int = MIB

@@ -5,11 +5,13 @@ import httpx
 import pytest
 
 from peagle.economics.ledger import write_batch
+from pipelines.online.batches.downloads import Room
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import MIB, Shares
 from pipelines.online.error_handlers import answer_errors
+from pipelines.online.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.keys import new_key, write_keys
 from pipelines.online.requests import CHAT, ServedModel
@@ -202,6 +204,16 @@ def test_a_key_keeps_so_many_files_outputs_included(ask_small, routes, make_orde
     assert ask_small(post_file(), key="slow").status_code == 200  # another key's room is its own
     assert ask_small(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
     assert ask_small(post_file()).status_code == 200
+
+
+def test_a_key_has_so_many_uploads_under_way(ask, routes):
+    room = routes.batches.room = Room(most_bytes=2 * UPLOAD_WINDOW_BYTES, most_bytes_of_key=UPLOAD_WINDOW_BYTES)
+    with room.hold("alice", 1):
+        refused = ask(post_file())
+        assert error_of(refused) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) > 0
+        assert ask(post_file(), key="slow").status_code == 200
+    assert ask(post_file()).status_code == 200
 
 
 def test_a_key_keeps_so_many_bytes(ask_small, upload, routes):
