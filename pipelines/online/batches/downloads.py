@@ -4,7 +4,6 @@ With the proxy's notes (`flow.py`) a window of each file is under way. Without t
 takes before the client has all of it, so all that was asked for counts; a larger file is then fetched with `Range`.
 """
 
-import asyncio
 import contextlib
 import re
 from collections import Counter
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.errors import shown
 from pipelines.online.batches.records import StoredFile
+from pipelines.online.batches.threads import in_thread
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.flow import Window
 
@@ -115,7 +115,7 @@ class Download(Response):
     async def _send_pieces(self, source: BinaryIO, window: Window, send: Send) -> None:
         num_sent = 0
         while num_sent < self._span.num_bytes and not window.has_left:
-            piece = await asyncio.to_thread(source.read, min(_PIECE_BYTES, self._span.num_bytes - num_sent))
+            piece = await in_thread(source.read, min(_PIECE_BYTES, self._span.num_bytes - num_sent))
             if not piece:
                 raise OSError(f"{self._file.id}: it is shorter than its record says")
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -125,7 +125,7 @@ class Download(Response):
 
     async def _open(self) -> BinaryIO:
         try:
-            source = await asyncio.to_thread(self._open_source)
+            source = await in_thread(self._open_source)
         except FileNotFoundError:
             raise no_such_file(self._file.id) from None
         source.seek(self._span.first)

@@ -25,7 +25,7 @@ from peagle.storage import (
     write_json,
 )
 from pipelines.online.batches.clock import SteadyClock, boot_id
-from pipelines.online.batches.records import BATCH_PREFIX, FILE_PREFIX, StoredFile
+from pipelines.online.batches.records import BATCH_PREFIX, FILE_PREFIX, StoredFile, made_at
 
 ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
 _PRESIGNED_S = 300
@@ -103,10 +103,19 @@ class FileStore:
             yield at, target
 
     def drop(self, file: StoredFile) -> None:
-        """Delete its record and its bytes."""
+        """Delete its bytes and its record; the record last, so whoever is killed in between does not hide the rest."""
+        remove(self.bytes_of(file))
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
-        remove(self.bytes_of(file))
+
+    def drop_orphans(self, older_than_s: float) -> None:
+        """Delete the bytes of uploads whose record was never written: somebody was killed in between."""
+        folder = self.root / "files"
+        records = {path.stem for path in folder.glob("*.json")}
+        for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
+            is_upload = ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
+            if is_upload and path.stem not in records and self.clock() - made_at(path.stem) > older_than_s:
+                remove(path)
 
     def overdue(self) -> list[StoredFile]:
         """Those whose time is over."""

@@ -5,8 +5,10 @@ the name of the key before the batch begins, and of several at once the first co
 the next one finds the order there. It knows the store; what a batch may be is `asking.py`.
 """
 
+import asyncio
 import hashlib
 import threading
+from collections import defaultdict
 from typing import Any
 
 from peagle.errors import shown
@@ -15,6 +17,7 @@ from pipelines.online.batches.quota import Quota
 from pipelines.online.batches.records import INPUT, WINDOW_S, Batch, Order
 from pipelines.online.batches.settings import Shares
 from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.threads import in_thread
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
@@ -27,7 +30,17 @@ class Orders:
 
     def __init__(self, store: BatchStore, quota: Quota, shares: Shares) -> None:
         self._store, self._quota, self._shares = store, quota, shares
-        self._lock = threading.Lock()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by the name of a key
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def take_in_turn(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
+        """`take` in a thread, of which a key has one at a time.
+
+        Raises:
+            ApiError: as `take`.
+        """
+        async with self._turns[key.name]:
+            return await in_thread(self.take, body, key, idempotency_key)
 
     def take(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
         """A new batch, or the one that this was the order for before.
@@ -37,7 +50,7 @@ class Orders:
                 one.
         """
         if idempotency_key is None:
-            with self._lock:
+            with self._locks[key.name]:
                 return self._store.add_batch(self._new(body, key))
         if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_KEY_CHARS):
             message = f"Idempotency-Key: it has to have 1 to {_MAX_KEY_CHARS} printable characters"
@@ -46,7 +59,7 @@ class Orders:
 
     def _take_once(self, body: NewBatch, key: KeyRecord, name: str) -> Batch:
         asked = body.model_dump(mode="json")
-        with self._lock:
+        with self._locks[key.name]:
             first = self._store.ordered_as(name)
             if first is None:
                 self._store.order_as(name, self._new(body, key), asked)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelines.online.batches.settings import MIB, Shares
 from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.threads import in_thread
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 
@@ -39,11 +40,11 @@ class Quota:
         doing: list[asyncio.Task[Any]] = []
 
         async def held(function: Callable[..., Any], *arguments: Any) -> Any:
-            doing.append(asyncio.create_task(asyncio.to_thread(function, *arguments)))
+            doing.append(asyncio.create_task(in_thread(function, *arguments)))
             return await asyncio.shield(doing[-1])
 
         try:
-            await asyncio.to_thread(self._require, key)
+            await in_thread(self._require, key)
             yield held
         finally:
             if doing and not doing[-1].done():

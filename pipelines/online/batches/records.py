@@ -4,6 +4,7 @@ Pure records. A batch is what was asked for (`Order`, written once), how far it 
 somebody cancelled it; each of the three has one writer.
 """
 
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,6 +27,11 @@ CANCELLING = "cancelling"
 def new_id(prefix: str) -> str:
     """An id nobody can guess; ids sort by the time at which they were made, to the millisecond."""
     return f"{prefix}{int(time.time() * 1000):012x}{secrets.token_hex(8)}"
+
+
+def made_at(name: str) -> float:
+    """The Unix time at which an id was made."""
+    return int(re.split("[-_]", name)[1][:12], 16) / 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these routes sets `batches`.
 """
 
-import asyncio
 import shutil
 from functools import partial
 from typing import BinaryIO, Literal
@@ -18,6 +17,7 @@ from pipelines.online.batches.pages import page
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.threads import in_thread
 from pipelines.online.errors import ApiError
 from pipelines.online.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.gate import KEY_IN_SCOPE
@@ -96,7 +96,7 @@ class BatchRoutes:
         after: str | None = Query(None),
     ) -> JSONResponse:
         """The key's files."""
-        files = await asyncio.to_thread(self._on().store.files, _key(request).name)
+        files = await in_thread(self._on().store.files, _key(request).name)
         files = [file for file in files if purpose in (None, file.purpose)]
         return JSONResponse(page(files if order == "desc" else files[::-1], after=after, limit=limit))
 
@@ -121,16 +121,16 @@ class BatchRoutes:
         """Delete one of them."""
         stored = await self._file(request, file_id)
         store = self._on().store
-        if await asyncio.to_thread(store.uses, stored):
+        if await in_thread(store.uses, stored):
             message = f"{file_id} is the input of a batch that has not ended; cancel the batch first"
             raise ApiError(400, message, code="file_in_use")
-        await asyncio.to_thread(store.remove_file, stored)
+        await in_thread(store.remove_file, stored)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
         """Order a batch."""
         batches, name = self._on(), request.headers.get("idempotency-key")
-        batch = await asyncio.to_thread(batches.orders.take, body, _key(request), name)
+        batch = await batches.orders.take_in_turn(body, _key(request), name)
         batches.wake()
         return JSONResponse(batch.show())
 
@@ -138,7 +138,7 @@ class BatchRoutes:
         self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
     ) -> JSONResponse:
         """The key's batches, the newest first."""
-        batches = await asyncio.to_thread(self._on().store.batches, _key(request).name)
+        batches = await in_thread(self._on().store.batches, _key(request).name)
         return JSONResponse(page(batches, after=after, limit=limit))
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
@@ -151,7 +151,7 @@ class BatchRoutes:
         if batch.is_over:
             message = f"{batch_id} cannot be cancelled: it is {batch.progress.status}"
             raise ApiError(400, message, code="batch_ended")
-        batch = await asyncio.to_thread(batches.store.cancel, batch)
+        batch = await in_thread(batches.store.cancel, batch)
         batches.wake()
         return JSONResponse(batch.show())
 
@@ -162,13 +162,13 @@ class BatchRoutes:
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        found = await asyncio.to_thread(self._on().store.file, file_id, _key(request).name)
+        found = await in_thread(self._on().store.file, file_id, _key(request).name)
         if found is None:
             raise no_such_file(file_id)
         return found
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        found = await asyncio.to_thread(self._on().store.batch, batch_id, _key(request).name)
+        found = await in_thread(self._on().store.batch, batch_id, _key(request).name)
         if found is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
         return found

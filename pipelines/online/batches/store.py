@@ -96,8 +96,7 @@ class BatchStore(FileStore):
         return ids[0], ids[1]
 
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file, and what runs keep of it."""
-        self.drop(file)
+        """Delete a file, and before it what runs keep of it."""
         if file.batch_id is None:
             for batch in self.batches(file.owner):
                 if batch.order.input_file_id == file.id:
@@ -106,6 +105,7 @@ class BatchStore(FileStore):
             forget_errors(self.run_place(file.batch_id))
         else:
             forget_answers(self.run_place(file.batch_id))
+        self.drop(file)
 
     def sweep(self) -> None:
         """Delete the files whose time is over, but for what a batch still reads, and what killed writers left; note
@@ -120,6 +120,7 @@ class BatchStore(FileStore):
                 path.unlink(missing_ok=True)
                 del self._ordered_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEPT_S)
+        self.drop_orphans(_KEPT_S)
         write_json(self.root / "clock.json", self.clock.note())
 
     # --- batches

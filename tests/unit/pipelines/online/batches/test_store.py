@@ -204,3 +204,33 @@ def test_what_killed_uploads_left_is_deleted_after_a_day(store, upload):
     os.utime(old, (1.0, 1.0))
     store.sweep()
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_an_upload_that_was_killed_before_its_record_is_deleted_after_a_day(place, upload, clock, make_order):
+    kept = upload(place)
+    batch = place.add_batch(make_order(kept.id))
+    with place.writer(new_id(FILE_PREFIX)) as (orphan, target):
+        target.write(b"a prompt")
+    with place.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
+        target.write(b"its record comes when it is collected again")
+    made = records.made_at(orphan.split("/")[1])
+    clock.now = made + 24 * 3600 - 1
+    place.sweep()
+    assert (place.root / "files" / orphan.split("/")[1]).exists()
+    clock.now = made + 24 * 3600 + 1
+    place.sweep()
+    left = {path.name for path in (place.root / "files").glob("*.jsonl")}
+    assert left == {f"{kept.id}.jsonl", errors.split("/")[1]}
+
+
+def test_whoever_is_killed_while_deleting_does_not_hide_what_is_left(place, upload, make_order, monkeypatch):
+    file = upload(place)
+    run = run_with_copies(place, place.add_batch(make_order(file.id)))
+    monkeypatch.setattr(place, "drop", lambda file: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        place.remove_file(file)
+    monkeypatch.undo()
+    assert place.file(file.id, "alice") == file
+    place.remove_file(file)
+    assert place.file(file.id, "alice") is None
+    assert not list((run / "data").glob("*"))
