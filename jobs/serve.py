@@ -73,6 +73,7 @@ _GROUPS = {
         "max_output_tokens",
         "max_choices",
         "max_answer_mib",
+        "max_grammar_s",
         "limit_mm_per_prompt",
         "allowed_media_domains",
         "state",

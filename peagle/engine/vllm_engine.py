@@ -12,6 +12,7 @@ from typing import Any
 
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.engine.interrupts import interruptible
+from peagle.engine.trials import trials_of, try_first
 from peagle.errors import EngineError
 from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
@@ -42,6 +43,8 @@ class VllmEngine:
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM did not start: {error}") from error
+        self._trials = trials_of(self._llm)
+        try_first(self._llm, self._trials)
         self.max_model_len: int = self._llm.model_config.max_model_len
 
     @property
@@ -81,6 +84,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""
+        self._trials.close()
         self._llm.shutdown()
 
     def kill(self) -> None:
@@ -166,11 +170,11 @@ def with_root_cause(error: EngineError, log: str) -> EngineError:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises of a request that it does not take: a class of its own in 0.29, a ValueError in 0.24."""
+    """What vLLM raises of a request that it does not take: classes of its own in 0.29, a ValueError in 0.24."""
     import vllm.exceptions
 
-    own = getattr(vllm.exceptions, "VLLMClientError", None)
-    return (ValueError, own) if own else (ValueError,)
+    own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
+    return (ValueError, *filter(None, own))
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:

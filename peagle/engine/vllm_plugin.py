@@ -5,6 +5,7 @@
 | Sampling with drafts uses memory that nobody wrote (`cpu_sampler.py`, issue 55005) | CPU | 0.29 to 0.32 | `test_cpu_sampler.py::test_vllms_own_kernel_is_still_wrong` |
 | Compiled code is stored, and compiled again at each start (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_fails_to_load_what_it_compiled` |
 | Compiled code is keyed by which cores compute (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_tells_cores_apart` |
+| Grammars are compiled at the priority of steps (`grammar_priority.py`) | all | 0.29 | none: it does no harm |
 | A core outlives its starter, keeps its device and waits for requests for ever | all | 0.24 to 0.32 | none: it does no harm |
 
 Ray ends what a lost worker leaves, but not where it was lost itself: hence the last line.
@@ -25,6 +26,10 @@ _GROUP = "vllm.general_plugins"
 def register() -> None:
     """What vLLM calls in each of its processes, before a worker installs its kernels and compiles."""
     end_with_starter()
+
+    from peagle.engine import grammar_priority
+
+    grammar_priority.compile_behind_steps()
 
     from vllm.platforms import current_platform
 

@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before an engine starts. It star
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from peagle.catalog.engines import compose_fake_engine, resolve_engine
@@ -14,12 +15,14 @@ from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
+from peagle.engine.trials import check_schema
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
 from peagle.requests import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.node import localize
 from pipelines.batch.placing import Neighbours, Placement, place
 from pipelines.batch.preparing import tokenizer_of
 from pipelines.tuned import TunedWatch
@@ -110,6 +113,13 @@ def resolve(
             announce=announce,
         )
     tokenizer = None if config.engine == "fake" else engine.spec.model
+    if tokenizer is not None and config.json_schema is not None and find_spec("xgrammar") is not None:
+        check_schema(
+            config.json_schema,
+            model=localize(tokenizer, engine.spec.revision),
+            revision=engine.spec.revision,
+            vocab_size=_vocab_size(engine.model.config),
+        )
     return ResolvedRun(
         config=config,
         hardware=hardware,
@@ -131,6 +141,11 @@ def resolve(
         places=neighbours.places if neighbours else None,
         tuned=TunedWatch.of(engine, hardware),
     )
+
+
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    size: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return size
 
 
 def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:

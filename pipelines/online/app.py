@@ -245,6 +245,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
         num_engines_on_node=placement.num_engines_on_node,
         parsers=keys.parsers,
         heartbeat_s=config.heartbeat_s,
+        max_grammar_s=keys.max_grammar_s,
         stand_in=stand_in(keys),
     )
 

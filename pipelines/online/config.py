@@ -14,6 +14,7 @@ from peagle.answer_size import DEFAULT_MIB
 from peagle.catalog.engines import FAKE_MODEL, EngineKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.engine.arguments import MODALITIES
+from peagle.engine.trials import DEFAULT_CPU_S
 from pipelines.batch.config import FolderKey, StandInKeys
 from pipelines.batch.pool import EngineRange
 
@@ -58,6 +59,12 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         gt=0,
         description="what all streams of an engine send in a second at most; with more of them each waits longer; "
         "default: 20 for each core of an engine on CPUs, which it shares with what passes them on; 400 on accelerators",
+    )
+    max_grammar_s: float = Field(
+        DEFAULT_CPU_S,
+        gt=0,
+        description="processor time in which a new schema, regular expression or grammar of a request must compile; "
+        "what takes longer is refused",
     )
     drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
     limit_mm_per_prompt: dict[str, int] = Field(

@@ -70,6 +70,8 @@ def make_llm_config(
             **arguments,
             **parsers,
             "enable_prompt_tokens_details": True,
+            # vLLM would let an engine's first constrained request choose for all that follow.
+            "structured_outputs_config": {"backend": "xgrammar"},
             # A request that does not say how it is sampled gets what it gets in a batch, and not what the model's
             # generation_config.json has; the ends of its answers that stand there hold in both.
             "generation_config": "vllm",

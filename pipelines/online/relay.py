@@ -6,7 +6,7 @@ It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from peagle.economics.usage import Outcome
@@ -43,19 +43,26 @@ async def raising_faults(
 
 
 async def answering_refusals(
-    answers: AsyncGenerator[Any, None], refusal: Callable[[Exception], Any]
+    answers: AsyncGenerator[Any, None],
+    refusal: Callable[[Exception], Any],
+    told_refusal: Callable[[Mapping[str, Any]], Any],
 ) -> AsyncGenerator[Any, None]:
     """An answer as it comes; an error before the first of it becomes the answer, where it is a refusal of the request.
 
-    Ray 2.60 answers two of vLLM's kinds of refusals so, and lets the others through as if the replica had failed.
+    Ray 2.60 answers two of vLLM's kinds of refusals so, and lets the others through as if the replica had failed. In a
+    stream vLLM tells a refusal in the first event, under a status of success.
 
     Args:
         refusal: the answer that an error stands for; None where it is none of the request's.
+        told_refusal: likewise, of what an event tells.
     """
     has_begun = False
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
+                if not has_begun and _is_text(answer) and (told := _told_error(answer)):
+                    yield told_refusal(told)
+                    return
                 has_begun = True
                 yield answer
     except Exception as error:
@@ -110,6 +117,15 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
 
 def _is_text(answer: Any) -> bool:
     return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
+
+
+def _told_error(texts: list[str]) -> Mapping[str, Any] | None:
+    """The error of the first event, where it is one and has a status."""
+    if not texts or '"error"' not in texts[0]:
+        return None
+    event = next(events(texts[0]), None)
+    error = event.get("error") if isinstance(event, dict) and "choices" not in event else None
+    return error if isinstance(error, dict) and isinstance(error.get("code"), int) else None
 
 
 def _tells_of_a_fault(text: str) -> bool:

@@ -19,10 +19,11 @@ from ray.serve.llm.deployment import LLMServer
 from peagle import hardware
 from peagle.engine.environment import environment
 from peagle.engine.spec import EngineSpec
+from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
 from peagle.engine.vllm_engine import compile_seconds
 from peagle.private import keep_private
 from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_threads
-from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.account import Engine, EngineAccount, RequestAccount
 from pipelines.online.coalesce import Pace
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
 from pipelines.online.gate import AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
@@ -45,6 +46,7 @@ class ReplicaJob:
         app_id: of one start of the endpoint; replicas on one node share its cores by it.
         state: folder of the ledger and the logs, which every node sees.
         parsers: as `make_llm_config` takes them.
+        max_grammar_s: processor time in which a request's grammar must compile.
         stand_in: the fake engine in place of vLLM.
     """
 
@@ -56,6 +58,7 @@ class ReplicaJob:
     num_engines_on_node: int
     parsers: Mapping[str, Any]
     heartbeat_s: float
+    max_grammar_s: float = DEFAULT_CPU_S
     stand_in: StandIn | None = None
 
 
@@ -78,6 +81,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         await super().__init__(self._local_config(job), **kwargs)
         if not job.stand_in:
             tell_sequences(self.engine._engine_client.output_processor)
+            self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)
+            try_first(self.engine._engine_client, self._trials)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
         self._watch = asyncio.create_task(self._end_with_engine())
 
@@ -129,15 +134,18 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
         key = headers.get(KEY_HEADER, LOCAL_NAME)
         first_asked_at = float(headers[AGAIN_HEADER]) if AGAIN_HEADER in headers else None
-        begin = functools.partial(
-            self._account.begin,
-            request_id,
-            key,
-            choices_per_prompt,
-            num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
-            first_asked_at=first_asked_at,
-        )
-        sound = answering_refusals(raising_faults(answers, super().check_health), refusal)
+
+        def begin() -> RequestAccount:
+            ASKER.set(key)
+            return self._account.begin(
+                request_id,
+                key,
+                choices_per_prompt,
+                num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
+                first_asked_at=first_asked_at,
+            )
+
+        sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
         answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
         return in_pieces(answer, self._pace)
 
@@ -145,6 +153,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         """Serve calls it when the replica stops."""
         if watch := getattr(self, "_watch", None):
             watch.cancel()
+        if trials := getattr(self, "_trials", None):
+            trials.close()
         self._account.end()
         await super().__del__()
 
@@ -159,3 +169,10 @@ def refusal(error: Exception) -> Any | None:
         return None
     _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
     return ErrorResponse.model_validate(answer.model_dump())
+
+
+def told_refusal(error: Mapping[str, Any]) -> Any:
+    """The same of what vLLM told in an event of a stream."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+
+    return ErrorResponse.model_validate({"error": error})

@@ -39,6 +39,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
         check_sampling(client, AutoTokenizer.from_pretrained(embedded_target))
         check_cache(client, client.with_options(api_key=other_key))
         check_errors(client, url)
+        check_constraints(client)
         check_cost(client)
         check_page(client, url)
         check_metrics(client, metrics)
@@ -240,6 +241,29 @@ def check_errors(client, url):
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
+
+
+def check_constraints(client):
+    """Within every bound of size, and each more than any engine is given."""
+    lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
+    attacks = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": lengths}}},
+        {"tools": [tool], "tool_choice": "required"},
+        {"extra_body": {"structured_outputs": {"regex": "(.{0,1000}b){0,1000}"}}},
+        {"extra_body": {"structured_outputs": {"grammar": "root ::= e\ne ::= e e | e e e | [a-z]"}}},
+    ]
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
+    for attack in attacks:
+        for is_stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="constraint of the response is refused"):
+                client.chat.completions.create(**asked, **attack, stream=is_stream)
+    for extra in ({"chat_template": "{{ 1 }}"}, {"prompt_logprobs": 20, "n": 128}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**asked, extra_body=extra)
+    image = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}
+    with pytest.raises(openai.BadRequestError, match="this model takes text alone"):
+        client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [image]}]})
 
 
 def check_batch(client):

@@ -12,7 +12,7 @@ from peagle.economics.ledger import RequestReader
 from peagle.errors import EngineError
 from pipelines.online import account
 from pipelines.online.answers import events
-from pipelines.online.relay import raising_faults, relay
+from pipelines.online.relay import answering_refusals, raising_faults, relay
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 EACH = {"wants_each_usage": True}
@@ -329,3 +329,24 @@ def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account
 async def drained(engine_account, name):
     answers = generate(STREAM)
     return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), wants_each_usage=False)]
+
+
+def answered(items):
+    async def read():
+        refusals = answering_refusals(generate(items), lambda error: None, lambda told: ("refused", told["code"]))
+        return [item async for item in refusals]
+
+    return asyncio.run(read())
+
+
+def test_a_refusal_in_the_first_event_of_a_stream_becomes_the_answer():
+    told = event(error={"message": "no", "code": 400})
+    assert answered([[told, "data: [DONE]\n\n"]]) == [("refused", 400)]
+    assert answered([[told], ["data: [DONE]\n\n"]]) == [("refused", 400)]
+
+
+@pytest.mark.parametrize(
+    "items", [STREAM, [[token("a", 1)], [event(error={"message": "no", "code": 400})]], [[event(error="no")]], [[]]]
+)
+def test_any_other_stream_passes_as_it_is(items):
+    assert answered(items) == items

@@ -1,0 +1,133 @@
+"""The program that compiles a grammar on trial: `python -m peagle.engine.trial_process`.
+
+It reads lines of JSON: first the tokenizer, as xgrammar writes it or by its model's name, then one constraint after
+another. Each is compiled by a child that the kernel ends when its processor time is over, and its memory goes with it.
+It has no thread, so a child may be forked at any time; it ends with its standard input.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from peagle.engine import grammar_priority
+
+_WALL_FACTOR = 20  # of processor time, on a machine where others compute
+_STEPS = 16
+_STEP_S = 0.01  # processor time of the mask of one token: every request on the engine waits for each
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    import xgrammar
+
+    settings = json.loads(sys.stdin.readline())
+    tokenizer = _tokenizer(xgrammar, settings)
+    os.nice(grammar_priority.NICE)
+    _say({"outcome": "ready"})
+    for line in sys.stdin:
+        _say(_tried(xgrammar, tokenizer, json.loads(line), settings))
+
+
+def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
+    if "tokenizer" in settings:
+        return xgrammar.TokenizerInfo.deserialize_json(settings["tokenizer"])
+    from peagle.catalog.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(settings["model"], settings["revision"])
+    return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=settings["vocab_size"])
+
+
+def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """What a child says of the constraint, or the signal that ended it."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _limit(settings["cpu_s"], settings["memory_bytes"])
+            os.write(writable, json.dumps(_compile(xgrammar, tokenizer, asked)).encode())
+        except MemoryError:
+            os._exit(0)  # without a word: too large
+        except BaseException:
+            traceback.print_exc()
+            os.write(writable, b'{"outcome": "busy"}')
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable, "rb") as answer:
+        said = answer.read()
+    _, status, used = os.wait4(child, 0)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    outcomes: dict[int | None, str] = {signal.SIGPROF: "slow", signal.SIGALRM: "busy"}
+    verdict = json.loads(said) if said else {"outcome": outcomes.get(ended_by, "large")}
+    return {**verdict, "cpu_s": used.ru_utime + used.ru_stime}
+
+
+def _limit(cpu_s: float, memory_bytes: int) -> None:
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * _WALL_FACTOR)
+    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM 0.29's `XgrammarBackend.compile_grammar`, and then the masks of some tokens."""
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    kind, spec = asked["kind"], asked["spec"]
+    try:
+        if kind == "json":
+            compiled = compiler.compile_json_schema(spec, any_whitespace=asked["any_whitespace"])
+        elif kind == "regex":
+            compiled = compiler.compile_regex(spec)
+        elif kind == "grammar":
+            compiled = compiler.compile_grammar(spec)
+        else:
+            compiled = _compile_tags(xgrammar, compiler, spec)
+    except MemoryError:
+        return {"outcome": "large"}
+    except Exception as error:  # xgrammar raises whatever it meets; vLLM says it in its own words, or takes another way
+        return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
+    return {"outcome": "ok" if _step_s(xgrammar, compiled, tokenizer.vocab_size) <= _STEP_S else "slow_steps"}
+
+
+def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
+    tags = json.loads(spec)
+    if "structures" not in tags:
+        return compiler.compile_structural_tag(spec)
+    items = [
+        xgrammar.StructuralTagItem(begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"])
+        for one in tags["structures"]
+    ]
+    return compiler.compile_structural_tag(items, tags["triggers"])
+
+
+def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float:
+    """Mean processor seconds of a mask along one response that keeps to the grammar."""
+    matcher = xgrammar.GrammarMatcher(compiled)
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    began = time.process_time()
+    for step in range(1, _STEPS + 1):
+        matcher.fill_next_token_bitmask(mask, 0)
+        words = mask[0].nonzero()
+        if not len(words):
+            break
+        index = int(words[(step * 7919) % len(words)])
+        bits = int(mask[0][index]) & 0xFFFFFFFF
+        if not matcher.accept_token(index * 32 + (bits & -bits).bit_length() - 1) or matcher.is_terminated():
+            break
+    return (time.process_time() - began) / step
+
+
+def _say(verdict: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(verdict) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

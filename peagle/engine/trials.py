@@ -1,0 +1,303 @@
+"""Grammars compiled on trial, before the engine compiles them: in a process of their own, one at a time.
+
+What a schema, a regular expression or a grammar costs to compile does not show in its size. vLLM compiles in the
+engine's own process, for as long and in as much memory as it takes, and every request there waits. A trial has some
+seconds of processor time and a bound on memory; its verdict is remembered. Online and bulk share it.
+"""
+
+import asyncio
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from peagle.errors import ConfigError
+
+DEFAULT_CPU_S = 3.0
+ASKER: ContextVar[str] = ContextVar("asker", default="")
+"""Whose request this task works on: trials take askers in turn."""
+_REMEMBERED = 4_096
+_MEMORY_BYTES = 512 * 2**20  # that a compilation may add
+_MOST_OF_ONE = 5  # that are tried or wait
+_MOST_OF_ALL = 64
+_REASONS = {
+    "slow": "it takes more than {cpu_s:g} s of processor time to compile; lengths and optional properties cost most",
+    "slow_steps": "it takes too long to follow at each token",
+    "large": "it takes too much memory to compile",
+}
+
+
+class TrialRefused(Exception):  # noqa: N818 - it is an outcome, not a fault
+    """A constraint that no engine is given."""
+
+
+class TrialsBusy(Exception):  # noqa: N818 - likewise
+    """Too many constraints wait for their trial."""
+
+
+class Trials:
+    """The trials of one engine's requests.
+
+    Args:
+        tokenizer: what `trial_process.py` is told of the engine's vocabulary; asked for once, in a thread.
+        any_whitespace: as the engine compiles JSON schemas.
+        is_shared: askers do not know each other: of each a few may wait, and more are refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Mapping[str, Any]],
+        *,
+        any_whitespace: bool = True,
+        is_shared: bool = False,
+        cpu_s: float = DEFAULT_CPU_S,
+        memory_bytes: int = _MEMORY_BYTES,
+    ) -> None:
+        self._any_whitespace = any_whitespace
+        self._is_shared = is_shared
+        self._cpu_s = cpu_s
+        self._process = _Process(lambda: {**tokenizer(), "cpu_s": cpu_s, "memory_bytes": memory_bytes})
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
+        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+        self._running: dict[str, asyncio.Task[str | None]] = {}
+        self._of_asker: Counter[str] = Counter()
+        self._turns = _Turns()
+
+    async def require(self, constraint: Any) -> None:
+        """Let a constraint pass, vLLM's `StructuredOutputsParams`, or refuse it.
+
+        Raises:
+            TrialRefused: it takes too much time or memory.
+            TrialsBusy: others wait already.
+        """
+        for kind, spec in _specs(constraint):
+            digest = hashlib.sha256(f"{kind}\0{spec}".encode(errors="surrogatepass")).hexdigest()
+            if reason := await self._verdict(
+                digest, {"kind": kind, "spec": spec, "any_whitespace": self._any_whitespace}
+            ):
+                raise TrialRefused(f"the {kind} constraint of the response is refused: {reason}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+
+    async def _verdict(self, digest: str, asked: Mapping[str, Any]) -> str | None:
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+            return self._verdicts[digest]
+        task = self._running.get(digest)
+        if task is None:
+            asker = ASKER.get()
+            if self._is_shared and (self._of_asker[asker] >= _MOST_OF_ONE or self._of_asker.total() >= _MOST_OF_ALL):
+                raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
+            self._of_asker[asker] += 1
+            # A client that leaves does not end a trial: it would begin another at once.
+            task = self._running[digest] = asyncio.create_task(self._try(digest, asked, asker))
+            task.add_done_callback(functools.partial(self._forget, digest, asker))
+        return await asyncio.shield(task)
+
+    def _forget(self, digest: str, asker: str, task: "asyncio.Task[str | None]") -> None:
+        del self._running[digest]
+        self._of_asker[asker] -= 1
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left, and Python would log that nobody looked
+
+    async def _try(self, digest: str, asked: Mapping[str, Any], asker: str) -> str | None:
+        await self._turns.take(asker)
+        try:
+            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, asked)
+        finally:
+            self._turns.give()
+        if verdict["outcome"] in ("busy", "gone"):
+            raise TrialsBusy("the machine is too busy to try a new schema or grammar; try again")
+        reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
+        self._verdicts[digest] = reason
+        if len(self._verdicts) > _REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return reason
+
+
+class _Process:
+    """The process of `trial_process.py`, begun when it is first asked, and again where it is gone."""
+
+    def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The outcome of one trial; waits for it."""
+        try:
+            if self._process is None:
+                self._process = _started()
+                _asked(self._process, self._settings())
+            return _asked(self._process, asked)
+        except (OSError, ValueError):  # it is gone
+            self.close()
+            return {"outcome": "gone"}
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def _started() -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "peagle.engine.trial_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # One thread: what forks has no other. It needs no accelerator.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def _asked(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[str, Any]:
+    assert process.stdin, "it is a pipe"
+    assert process.stdout, "it is a pipe"
+    process.stdin.write(json.dumps(line) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+class _Turns:
+    """One at a time; those who wait are taken asker by asker, however many each has."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def take(self, asker: str) -> None:
+        """Wait for a turn."""
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(asker, deque()).append(turn)
+        await turn
+
+    def give(self) -> None:
+        """End a turn; the next asker has it."""
+        while self._waiting:
+            asker, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[asker] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
+
+
+def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: int | None) -> None:
+    """Hold a run's own JSON schema against what its engines will ask of it.
+
+    Raises:
+        ConfigError: each row would be refused.
+    """
+    trials = Trials(lambda: {"model": model, "revision": revision, "vocab_size": vocab_size})
+    try:
+        asyncio.run(trials.require(_SchemaAlone(schema)))
+    except TrialRefused as refusal:
+        raise ConfigError(
+            f"json_schema: {refusal}", hint="make the schema smaller; docs/bulk.md has the bounds"
+        ) from None
+    except TrialsBusy:
+        pass  # each engine tries it, too
+    finally:
+        trials.close()
+
+
+def try_first(client: Any, trials: Trials) -> None:
+    """Have an `AsyncLLM` take no request whose constraint has not passed its trial, wherever the constraint is from."""
+    from vllm import exceptions
+
+    add_request = client.add_request
+
+    async def tried(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+        if (constraint := getattr(params, "structured_outputs", None)) is not None:
+            try:
+                await trials.require(constraint)
+            except TrialRefused as refusal:
+                raise exceptions.VLLMValidationError(str(refusal)) from None
+            except TrialsBusy as busy:
+                raise exceptions.GracefulHTTPError(str(busy), HTTPStatus.TOO_MANY_REQUESTS) from None
+        return await add_request(request_id, prompt, params, *arguments, **options)
+
+    client.add_request = tried
+
+
+def trials_of(client: Any, *, is_shared: bool = False, cpu_s: float = DEFAULT_CPU_S) -> Trials:
+    """Trials of an `AsyncLLM`'s requests."""
+    config = client.vllm_config
+    return Trials(
+        lambda: {"tokenizer": _vocabulary(config, client.get_tokenizer())},
+        any_whitespace=not config.structured_outputs_config.disable_any_whitespace,
+        is_shared=is_shared,
+        cpu_s=cpu_s,
+    )
+
+
+def _vocabulary(vllm_config: Any, tokenizer: Any) -> str:
+    """The vocabulary as vLLM's own xgrammar backend has it."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+    from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
+
+    backend = XgrammarBackend(
+        vllm_config,
+        tokenizer=maybe_wrap_mistral_common_tokenizer(tokenizer),
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+    )
+    written: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+    return written
+
+
+def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
+    """What of a constraint is compiled: kind and text, as vLLM hands them to xgrammar."""
+    if constraint.json is not None:
+        yield "json", constraint.json if isinstance(constraint.json, str) else json.dumps(constraint.json)
+    if constraint.regex is not None:
+        yield "regex", constraint.regex
+    if constraint.structural_tag is not None:
+        yield "structural_tag", constraint.structural_tag
+    if constraint.grammar is not None:
+        yield "grammar", _as_ebnf(constraint.grammar)
+    if constraint.choice is not None:
+        from vllm.v1.structured_output.utils import choice_as_grammar
+
+        yield "grammar", choice_as_grammar(constraint.choice)
+
+
+def _as_ebnf(grammar: str) -> str:
+    from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
+
+    if not grammar_is_likely_lark(grammar):
+        return grammar
+    try:
+        return str(convert_lark_to_ebnf(grammar))
+    except ValueError:
+        return grammar  # vLLM refuses it in its own words
+
+
+@dataclass(frozen=True, slots=True)
+class _SchemaAlone:
+    """Of vLLM's `StructuredOutputsParams`, what a run has."""
+
+    json: str
+    regex: None = None
+    structural_tag: None = None
+    grammar: None = None
+    choice: None = None

@@ -1,0 +1,276 @@
+"""Grammars on trial, in real processes."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import xgrammar
+
+from peagle.engine import trials as module
+from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _specs, _Turns, check_schema, try_first
+from peagle.errors import ConfigError
+
+BYTES = [bytes([one]) for one in range(256)]
+KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
+
+
+def constraint(**given):
+    return SimpleNamespace(**{**dict.fromkeys(KINDS), **given})
+
+
+def thing(num_optional):
+    return {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(num_optional)}}
+
+
+def vocabulary():
+    return {"tokenizer": xgrammar.TokenizerInfo(BYTES, vocab_size=256, stop_token_ids=[0]).serialize_json()}
+
+
+@pytest.fixture(scope="module")
+def tried(embedded_target):
+    """Whether constraints pass, by one process."""
+    about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
+    trials = Trials(lambda: about, cpu_s=1.0)
+
+    def ask(**given):
+        async def scene():
+            await trials.require(constraint(**given))
+
+        try:
+            return asyncio.run(scene())
+        except TrialRefused as refusal:
+            return str(refusal)
+
+    ask.trials = trials
+    yield ask
+    trials.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": thing(5)},
+        {"json": json.dumps(thing(5))},
+        {"regex": "[a-z]{1,10}"},
+        {"choice": ["yes", 'no "not"']},
+        {"grammar": 'root ::= "a" | "b"'},
+        {"grammar": 'start: "a" | "b"'},
+        {
+            "structural_tag": json.dumps(
+                {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+            )
+        },
+        {"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": "a+"}})},
+    ],
+    ids=str,
+)
+def test_what_compiles_passes(tried, given):
+    assert tried(**given) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"json": thing(3000)}, {"regex": r"(\w+\s?)*$"}, {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}}],
+)
+def test_what_stalls_an_engine_is_refused_and_the_next_is_tried(tried, given):
+    began = time.monotonic()
+    assert "refused" in tried(**given)
+    assert time.monotonic() - began < 60  # a second of processor time, on a slow machine
+    assert tried(json=thing(7)) is None
+
+
+def test_what_takes_memory_is_refused():
+    trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)
+
+    async def scene():
+        await trials.require(constraint(json=thing(400)))
+
+    try:
+        with pytest.raises(TrialRefused, match="memory"):
+            asyncio.run(scene())
+    finally:
+        trials.close()
+
+
+def test_what_is_no_grammar_is_left_to_vllm_which_says_why(tried):
+    assert tried(regex="(") is None
+    assert tried(json="{") is None
+
+
+def test_a_verdict_is_remembered_and_a_process_that_is_gone_is_begun_again(tried):
+    assert tried(json=thing(9)) is None
+    child = next(one for one in psutil.Process().children() if "peagle.engine.trial_process" in one.cmdline())
+    child.kill()
+    child.wait()
+    began = time.monotonic()
+    assert tried(json=thing(9)) is None
+    assert time.monotonic() - began < 0.5
+    with pytest.raises(TrialsBusy):
+        tried(json=thing(10))
+    assert tried(json=thing(10)) is None
+
+
+def test_a_process_that_cannot_be_asked_refuses_nothing_for_good(monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    trials = Trials(vocabulary)
+
+    async def scene():
+        await trials.require(constraint(regex="a"))
+
+    with pytest.raises(TrialsBusy):
+        asyncio.run(scene())
+    trials.close()
+
+
+class Slow:
+    """A process that answers when a test says so."""
+
+    def __init__(self):
+        self.asked, self.may = [], None
+
+    def ask(self, asked):
+        self.asked.append(asked["spec"])
+        while not self.may.is_set():
+            time.sleep(0.005)
+        return {"outcome": "ok"}
+
+    def close(self):
+        pass
+
+
+def shared(monkeypatch):
+    import threading
+
+    slow = Slow()
+    slow.may = threading.Event()
+    monkeypatch.setattr(module, "_Process", lambda settings: slow)
+    return Trials(vocabulary, is_shared=True), slow
+
+
+async def asks(trials, key, spec):
+    ASKER.set(key)
+    await trials.require(constraint(regex=spec))
+
+
+def test_one_key_that_floods_waits_for_itself(monkeypatch):
+    """What it has beyond a few is refused; another key comes after one of its trials."""
+    trials, slow = shared(monkeypatch)
+
+    async def scene():
+        flood = [asyncio.create_task(asks(trials, "mallory", f"m{index}")) for index in range(50)]
+        await asyncio.sleep(0.05)
+        alice = asyncio.create_task(asks(trials, "alice", "a"))
+        await asyncio.sleep(0.05)
+        slow.may.set()
+        ends = await asyncio.gather(*flood, alice, return_exceptions=True)
+        return sum(isinstance(end, TrialsBusy) for end in ends[:-1]), ends[-1]
+
+    num_refused, alices = asyncio.run(scene())
+    assert (num_refused, alices) == (50 - 5, None)
+    assert slow.asked.index("a") <= 2
+    trials.close()
+
+
+def test_the_same_constraint_is_tried_once_whoever_asks(monkeypatch):
+    trials, slow = shared(monkeypatch)
+
+    async def scene():
+        many = [asyncio.create_task(asks(trials, f"k{index}", "same")) for index in range(20)]
+        await asyncio.sleep(0.05)
+        slow.may.set()
+        await asyncio.gather(*many)
+
+    asyncio.run(scene())
+    assert slow.asked == ["same"]
+    trials.close()
+
+
+def test_a_client_that_leaves_makes_no_room_for_another_trial(monkeypatch):
+    trials, slow = shared(monkeypatch)
+
+    async def scene():
+        num_busy = 0
+        for index in range(30):
+            one = asyncio.create_task(asks(trials, "mallory", f"m{index}"))
+            await asyncio.sleep(0.01)
+            num_busy += one.done() and isinstance(one.exception(), TrialsBusy)
+            one.cancel()
+        slow.may.set()
+        await asyncio.sleep(0.2)
+        return num_busy
+
+    assert asyncio.run(scene()) == 25
+    assert len(slow.asked) == 5
+    trials.close()
+
+
+def test_turns_go_from_asker_to_asker():
+    async def scene():
+        turns, order = _Turns(), []
+
+        async def work(asker):
+            await turns.take(asker)
+            order.append(asker)
+            await asyncio.sleep(0)
+            turns.give()
+
+        await asyncio.gather(*(work(asker) for asker in "aaaabbc"))
+        await work("d")
+        return "".join(order)
+
+    assert asyncio.run(scene()) == "aabcabad"
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
+def test_an_engine_gets_no_request_whose_constraint_did_not_pass(monkeypatch, outcome, status):
+    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+    taken = []
+
+    class Client:
+        async def add_request(self, request_id, prompt, params, **options):
+            taken.append((request_id, options))
+
+    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda asked: {"outcome": outcome}))
+    client, trials = Client(), Trials(vocabulary)
+    try_first(client, trials)
+
+    async def scene():
+        await client.add_request("plain", "p", SimpleNamespace(structured_outputs=None), priority=1)
+        await client.add_request("bound", "p", SimpleNamespace(structured_outputs=constraint(regex="a")))
+
+    if outcome == "ok":
+        asyncio.run(scene())
+    else:
+        with pytest.raises(VLLMValidationError if outcome == "slow" else GracefulHTTPError) as raised:
+            asyncio.run(scene())
+        assert getattr(raised.value, "http_status", None) == status
+    assert taken[0] == ("plain", {"priority": 1})
+    assert len(taken) == (2 if outcome == "ok" else 1)
+
+
+def test_every_kind_of_vllms_constraints_is_tried():
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kinds = {name for name in StructuredOutputsParams.__dataclass_fields__ if not name.startswith("_")}
+    settings = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+    assert kinds - settings - {"json_object"} == set(KINDS)
+    for kind, spec in {
+        "json": "{}",
+        "regex": "a",
+        "choice": ["a"],
+        "grammar": "root ::= a",
+        "structural_tag": "{}",
+    }.items():
+        assert len(list(_specs(StructuredOutputsParams(**{kind: spec})))) == 1
+    assert list(_specs(StructuredOutputsParams(json_object=True))) == []
+
+
+def test_a_runs_own_schema_is_refused_before_its_engines_start(embedded_target):
+    about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
+    check_schema(json.dumps(thing(5)), **about)
+    with pytest.raises(ConfigError, match=r"json_schema: .*processor time"):
+        check_schema(json.dumps(thing(3000)), **about)
