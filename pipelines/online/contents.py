@@ -26,6 +26,7 @@ _REFUSED = {
     "mm_processor_kwargs": "media are read as the endpoint's operator says",
 }
 _MOST_ENTRIES = {"tools": 128, "stop": 64, "bad_words": 128, "documents": 128, "stop_token_ids": 1024}
+_MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM's core looks for each length at each token
 _MOST_TEXT_BYTES = {"stop": 8_192, "bad_words": 8_192}
 
 
@@ -49,6 +50,7 @@ def check_contents(
         message = f"chat_template is not taken: {_REFUSED['chat_template']}"
         raise ApiError(400, message, code="unsupported_parameter", param="chat_template_kwargs")
     _check_lists(values, {**_MOST_ENTRIES, "messages": max_messages})
+    _check_repetitions(values.get("repetition_detection"))
     _check_media(values, media, media_domains)
     if wrong := request_error(values):
         field, reason = wrong
@@ -68,6 +70,15 @@ def _check_lists(values: Mapping[str, Any], most_entries: Mapping[str, int]) -> 
         if size > most:
             message = f"{field} has {size:,} bytes, and may have {most:,}"
             raise ApiError(400, message, code="invalid_value", param=field)
+
+
+def _check_repetitions(detection: Any) -> None:
+    for name, most in _MOST_REPETITIONS.items() if isinstance(detection, dict) else ():
+        number = detection.get(name)
+        # A number as text is one for pydantic, too.
+        if (isinstance(number, int | float) and number > most) or (isinstance(number, str) and len(number) > 2):
+            message = f"repetition_detection.{name} may be {most} at most"
+            raise ApiError(400, message, code="invalid_value", param="repetition_detection")
 
 
 def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:

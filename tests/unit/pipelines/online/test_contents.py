@@ -128,3 +128,12 @@ def test_a_constraint_beyond_its_bounds_names_its_field():
     assert refused({"structured_outputs": {"regex": "a{999999}"}}) == (
         400, "constraint_too_large", "structured_outputs.regex",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["max_pattern_size", "min_count"])
+def test_patterns_that_an_engines_core_looks_for_at_each_token_are_short(name):
+    within = {"max_pattern_size": 64, "min_count": 64}
+    assert refused({"repetition_detection": within}) is None
+    for number in (65, 1e9, "100000"):
+        asked = {"repetition_detection": {**within, name: number}}
+        assert refused(asked) == (400, "invalid_value", "repetition_detection")
