@@ -36,6 +36,13 @@ def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_confi
     assert config.engine_kwargs["generation_config"] == "vllm"
 
 
+def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_asks():
+    from vllm.config import StructuredOutputsConfig
+
+    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
+    assert StructuredOutputsConfig(**config.engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
+
+
 @pytest.mark.parametrize("max_replicas", [1, 3])
 def test_serve_takes_the_options(max_replicas):
     schema = DeploymentSchema(name="m", **options(max_replicas))
