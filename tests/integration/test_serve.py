@@ -246,12 +246,17 @@ def check_errors(client, url):
 def check_constraints(client):
     """Within every bound of size, and each more than any engine is given."""
     lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
+    repeated = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
     tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
     attacks = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": lengths}}},
         {"tools": [tool], "tool_choice": "required"},
-        {"extra_body": {"structured_outputs": {"regex": "(.{0,1000}b){0,1000}"}}},
-        {"extra_body": {"structured_outputs": {"grammar": "root ::= e\ne ::= e e | e e e | [a-z]"}}},
+        {"extra_body": {"structured_outputs": {"regex": repeated}}},
+        {
+            "extra_body": {
+                "structured_outputs": {"grammar": "root ::= e\ne ::= e e | e e e | e e e e | e e e e e | [a-z]"}
+            }
+        },
     ]
     asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
     for attack in attacks:
