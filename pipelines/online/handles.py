@@ -7,6 +7,7 @@ It knows what Serve's handles can do; it imports no Ray.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
@@ -62,6 +63,9 @@ async def listen(response: Response) -> AsyncGenerator[Any, None]:
     try:
         async for part in response:
             if isinstance(part, WholeAnswer):
+                with contextlib.suppress(Exception):  # the answer is there, whatever becomes of its replica now
+                    async for _ in response:
+                        pass  # its end: the request's record is on the disk
                 raise Answered(part)
             yield part
     except (asyncio.CancelledError, GeneratorExit):

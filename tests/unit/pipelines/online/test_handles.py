@@ -74,17 +74,19 @@ def test_a_call_that_has_ended_is_left_alone(end):
     assert asyncio.run(hear()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
 
 
-def test_a_whole_answer_is_raised_past_rays_handler():
+@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
+def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
     whole = WholeAnswer(body=b"{}", said={})
 
     class Once(Response):
         async def __anext__(self):
+            await super().__anext__()
             return whole
 
     async def hear():
-        response = Once(end=None)
+        response = Once(end=end)
         with pytest.raises(Answered) as raised:
             await anext(called(response))
-        return raised.value.answer, response.num_cancelled
+        return raised.value.answer, response.num_parts, response.num_cancelled
 
-    assert asyncio.run(hear()) == (whole, 0)
+    assert asyncio.run(hear()) == (whole, 2, 0)
