@@ -154,7 +154,7 @@ class EngineSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; the inverse of `from_dict`."""
-        return asdict(self)
+        return {**asdict(self), "allowed_media_domains": list(self.allowed_media_domains)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
