@@ -162,7 +162,7 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
     """
     records = []
     for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
-        name, separator, key = entry.partition("=")
+        name, separator, key = (part.strip() for part in entry.partition("="))
         if not separator or len(key) < _LEAST_LENGTH:
             raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY with {_LEAST_LENGTH} characters or more")
         records.append(_record({"name": name, "sha256": digest(key)}, where=ENVIRONMENT))
@@ -235,11 +235,16 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _record(values: Any, *, where: str) -> KeyRecord:
     try:
-        return KeyRecord.model_validate(values)
+        record = KeyRecord.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "an entry"
         raise ConfigError(f"{where}: {field}: {first['msg']}") from None  # never the value: it may be a key
+    if record.name == LOCAL_NAME:  # it would own the files and the usage of an endpoint that had no keys
+        raise ConfigError(
+            f"{where}: name: {LOCAL_NAME!r} stands for requests without a key", hint="choose another name"
+        )
+    return record
 
 
 LOCAL = KeyRecord(name=LOCAL_NAME, sha256=_NO_HASH, is_operator=True)

@@ -165,3 +165,15 @@ def test_a_file_of_keys_with_a_budget_that_is_no_number_is_refused(tmp_path):
         (tmp_path / "keys.json").write_text(text.replace("12345.0", word))
         with pytest.raises(ConfigError, match="keys"):
             read_keys(tmp_path / "keys.json")
+
+
+def test_no_key_has_the_name_under_which_requests_without_one_are_counted():
+    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+        new_key("local")
+    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+        keys_from_environment({"PEAGLE_API_KEYS": f"local={'k' * 32}"})
+
+
+def test_blanks_around_a_key_of_the_environment_are_no_part_of_it():
+    (record,) = keys_from_environment({"PEAGLE_API_KEYS": f" alice = {'k' * 32} ,"})
+    assert (record.name, record.sha256) == ("alice", digest("k" * 32))
