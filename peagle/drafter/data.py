@@ -154,7 +154,7 @@ def source_files(source: str | Path) -> list[SourceFile]:
         return find(str(source))
     except InputError as error:
         raise InputError(
-            f"{source}: no prompts or responses there: {error.message}",
+            f"{source}: no prompts or responses there: {error.message.removeprefix(f'input {str(source)!r}: ')}",
             hint="give the directory of a bulk run, or a corpus that peagle generate reads",
         ) from error
 

@@ -104,7 +104,7 @@ def _rows(dataset: str) -> Iterable[Row]:
         return read_all(find(dataset))
     except InputError as error:
         raise InputError(
-            f"dataset {dataset}: {error.message}",
+            f"dataset {dataset}: {error.message.removeprefix(f'input {dataset!r}: ')}",
             hint=f"give {HUMANEVAL}, or a corpus of prompts as peagle generate reads it",
         ) from error
 

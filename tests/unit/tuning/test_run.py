@@ -283,7 +283,7 @@ def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named
 @pytest.mark.parametrize(
     ("keys", "kind", "message", "hint"),
     [
-        ({"dataset": "nothing.jsonl"}, ConfigError, "input 'nothing.jsonl': no such file", "humaneval"),
+        ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
         ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "give more than"),
         ({"drafter": "peagle=/nowhere"}, ConfigError, "no such drafter: /nowhere", "folder"),
         ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price is known", "c7a.large"),
