@@ -3,6 +3,7 @@
 # make soak   set up, then the tests that take minutes each
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make faults kill each part of the endpoint under load, overload it, and write the table
+# make hostile  attack the endpoint with one key while another works, and write the table
 # make setup  only the environment, in .venv
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults setup check audit-deps docs-bad-inputs docs-images lock clean
+.PHONY: demo test soak chaos faults hostile setup check audit-deps docs-bad-inputs docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -35,6 +36,9 @@ chaos: setup
 
 faults: setup
 	$(BIN)/python -m tests.faults
+
+hostile: setup
+	$(BIN)/python -m tests.hostile
 
 setup: $(VENV)/.installed-$(LOCK)
 

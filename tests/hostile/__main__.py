@@ -1,0 +1,70 @@
+"""`python -m tests.hostile`: attack the endpoint with one key while another works, and write the report.
+
+Its exit code is 1 when the attacker got what it must not get, or the neighbour noticed too much of it.
+"""
+
+import argparse
+import asyncio
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from tests.chaos.ray_nodes import ROOT
+from tests.hostile import report
+from tests.hostile.attacks import ATTACKS
+from tests.hostile.scenes import ALL, play
+from tests.hostile.tenants import tenants
+
+_MODELS = {"fake": "fake", "vllm": "smollm2-135m"}
+
+
+def main() -> int:
+    """The command."""
+    args = _parser().parse_args()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    names = list(args.only)
+    with tenants(
+        args.folder,
+        [*names, ALL],
+        engine=args.engine,
+        model=_MODELS[args.engine],
+        tokens=args.tokens,
+        start_s=args.start_s,
+    ) as endpoint:
+        _say(f"up at {endpoint.endpoint.url}")
+        rows = asyncio.run(play(endpoint, names, args.seconds, say=_say))
+    path = report.write(args.report, rows, engine=args.engine, command=_command(args))
+    _say(f"report: {path}")
+    return int(any(row["problems"] for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
+    parser.add_argument("--engine", choices=sorted(_MODELS), default="vllm", help="default vllm")
+    parser.add_argument("--seconds", type=float, default=30, help="of each scene; default 30")
+    parser.add_argument("--tokens", type=int, default=24, help="output tokens of the neighbour's requests; default 24")
+    parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK", help=", ".join(ATTACKS)
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "hostile", help="of the endpoint's state")
+    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
+    return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["python -m tests.hostile", f"--engine {args.engine}", f"--seconds {args.seconds:g}"]
+    if list(args.only) != list(ATTACKS):
+        words.append(f"--only {shlex.join(args.only)}")
+    return " ".join(words)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

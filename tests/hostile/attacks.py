@@ -1,0 +1,393 @@
+"""Each attack on its own: what a hostile key sends, and what it must not get.
+
+An attack goes on for as long as it is told to, as fast as its clients are answered. It counts the statuses that it got
+and notes what should not have happened; what the neighbour notices is for `scenes.py`.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import httpx
+
+from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
+
+CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
+_DELIBERATE = (503, 504)
+_MIB = 2**20
+_FILE_MIB = 100
+_NUM_READERS = 12
+_LONGEST_REFUSAL_BYTES = 4096
+_PAUSE_S = 0.02  # of each client between two requests: the load generator shares the machine
+
+
+@dataclass
+class Found:
+    """The end of an attack: how many answers of each status, and what should not have happened."""
+
+    statuses: Counter[int | str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, problem: str) -> None:
+        """Keep a problem, once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+Attack = Callable[[Tenants, float], Awaitable[Found]]
+Judge = Callable[[httpx.Response], str | None]
+Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
+
+
+async def _hammer(
+    tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
+) -> Found:
+    """Send these requests in turn from several clients until the time is over."""
+    found, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
+
+    async def go_on() -> None:
+        async with tenants.client(key) as http:
+            while time.monotonic() < ends_at:
+                try:
+                    response = await next(turns)(http)
+                except httpx.HTTPError as error:
+                    found.statuses[type(error).__name__] += 1
+                else:
+                    _count(found, response, judge)
+                await asyncio.sleep(_PAUSE_S)
+
+    await asyncio.gather(*(go_on() for _ in range(num_clients)))
+    return found
+
+
+def _count(found: Found, response: httpx.Response, judge: Judge) -> None:
+    found.statuses[response.status_code] += 1
+    problem = judge(response)
+    if response.status_code >= 500 and response.status_code not in _DELIBERATE:
+        problem = f"{response.status_code}: {response.text[:200]}"
+    if problem:
+        found.note(problem)
+
+
+def _post(path: str, body: Any) -> Send:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def send(http: httpx.AsyncClient) -> httpx.Response:
+        url = http.base_url.copy_with(raw_path=path.encode())
+        return await http.post(url, content=content, headers={"content-type": "application/json"})
+
+    return send
+
+
+def _chat(tenants: Tenants, text: str = "attack", **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": tenants.model, "messages": messages, "max_tokens": 8, "temperature": 0, **fields}
+
+
+def _never_answered(response: httpx.Response) -> str | None:
+    return f"answered: {response.url.raw_path.decode()}" if response.status_code == 200 else None
+
+
+def _anything(_: httpx.Response) -> None:
+    return None
+
+
+# --- rules of a key
+
+
+async def paths(tenants: Tenants, seconds: float) -> Found:
+    """A key that may use another model only asks by every spelling of the path, with small and huge bodies."""
+    marks = [
+        "%0A",
+        "%0D",
+        "%0D%0A",
+        "%00",
+        "%09",
+        "%C2%85",
+        "%E2%80%A8",
+        "%20",
+        "/",
+        "%2F",
+        ";x",
+        "%3F",
+        "?x=%0A",
+        "%23",
+    ]
+    chats = ["/" + CHAT, "/v1//chat/completions", "/v1/./chat/completions", "/v1/x/../chat/completions", CHAT]
+    chats += ["/V1/Chat/Completions", "/v1/chat%2Fcompletions", "/v1/%63hat/completions"]
+    chat, completion = _chat(tenants), {"model": tenants.model, "prompt": "attack", "max_tokens": 8}
+    bodies = {CHAT: chat, COMPLETIONS: completion, BATCHES: chat}
+    sends = [_post(f"{path}{mark}", body) for path, body in bodies.items() for mark in marks]
+    sends += [_post(path, chat) for path in chats]
+    sends += [_post(f"{CHAT}%0A", _chat(tenants, "x" * 20 * _MIB))]
+    return await _hammer(tenants, TIED, sends, seconds, judge=_never_answered)
+
+
+async def headers(tenants: Tenants, seconds: float) -> Found:
+    """Headers that are the endpoint's own to say: another key's name, the operator's mark, a cheaper request."""
+    forged = {
+        "x-peagle-key": NEIGHBOUR, "x-peagle-operator": "1", "x-peagle-again": "0", "x-peagle-cap-tokens": "1",
+        "x-peagle-choices": "0", "x-request-id": "1", "x-vllm-priority": "9" * 31, "x-forwarded-for": "127.0.0.1",
+    }  # fmt: skip
+
+    async def cost(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.get("/v1/cost", headers=forged)
+
+    async def chat(http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post(CHAT, json=_chat(tenants), headers=forged)
+
+    def judge(response: httpx.Response) -> str | None:
+        is_cost = response.status_code == 200 and response.url.path == "/v1/cost"
+        return "sees the cost of every key" if is_cost and "by_key" in response.json() else None
+
+    return await _hammer(tenants, ATTACKER, [cost, chat], seconds, judge=judge, num_clients=2)
+
+
+async def budget(tenants: Tenants, seconds: float) -> Found:
+    """Sixty requests at once on a budget that is less than one of them costs."""
+    found = Found()
+    async with tenants.client(POOR) as http:
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            sent = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
+            for response in await asyncio.gather(*sent):
+                _count(found, response, _anything)
+            await asyncio.sleep(1.0)
+    if found.statuses[200] > 1:
+        found.note(f"{found.statuses[200]} answers on a budget for less than one")
+    return found
+
+
+async def parallel(tenants: Tenants, seconds: float) -> Found:
+    """Forty long streams at once of a key that may have few."""
+    found, under_way, most = Found(), 0, 0
+
+    async def stream(number: int) -> None:
+        nonlocal under_way, most
+        body = _chat(tenants, f"long {number}", max_tokens=400, ignore_eos=True, stream=True)
+        async with tenants.client(ATTACKER) as http, http.stream("POST", CHAT, json=body) as response:
+            found.statuses[response.status_code] += 1
+            if response.status_code != 200:
+                return
+            under_way += 1
+            most = max(most, under_way)
+            async for _ in response.aiter_bytes():
+                if time.monotonic() > ends_at:
+                    break
+            under_way -= 1
+
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        await asyncio.gather(*(stream(number) for number in range(40)))
+        await asyncio.sleep(0.5)
+    if most > PARALLEL_REQUESTS:
+        found.note(f"{most} requests under way at once, {PARALLEL_REQUESTS} allowed")
+    return found
+
+
+async def refusals(tenants: Tenants, seconds: float) -> Found:
+    """Bodies of a megabyte that are refused: wrong model, deep, broken. They count, and are echoed briefly."""
+    name = "m" * (_MIB - 200)
+    bodies: list[Any] = [
+        _chat(tenants, model=name), {"model": tenants.model, "messages": name}, b"[" * (_MIB - 10),
+        b'{"a":' * (_MIB // 6), b'{"model": "' + b"\\u0041" * 170_000 + b'"}', b"[" + b"1," * (_MIB // 2 - 10) + b"1]",
+    ]  # fmt: skip
+
+    def judge(response: httpx.Response) -> str | None:
+        if response.status_code == 200:
+            return "answered"
+        is_long = len(response.content) > _LONGEST_REFUSAL_BYTES
+        return f"a refusal of {len(response.content)} bytes" if is_long else None
+
+    found = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
+    if sum(found.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not found.statuses[429]:
+        found.note("refused requests do not count")
+    return found
+
+
+# --- what reaches an engine
+
+
+def _constraints() -> Iterator[dict[str, Any]]:
+    optional = {f"p{number}": {"type": "string"} for number in range(3000)}
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        nested = {"type": "object", "properties": {"a": nested, "b": nested, "c": {"type": "number"}}}
+        if len(json.dumps(nested)) > 300_000:
+            break
+    schemas = [
+        {"type": "object", "properties": optional},
+        nested,
+        {"anyOf": [{"const": f"value {number}"} for number in range(4000)]},
+        {"type": "array", "items": {"type": "array", "minItems": 500, "maxItems": 5000}, "minItems": 500},
+        {"type": "string", "minLength": 5000, "maxLength": 100_000},
+        {"type": "string", "pattern": "^(([a-z0-9]{1,200}){1,200}){1,200}$"},
+    ]
+    for schema in schemas:
+        yield {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+        yield {"structured_outputs": {"json": schema}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        yield {"tools": [tool], "tool_choice": "required"}
+    yield {"structured_outputs": {"regex": "(a|b|c|[0-9]{1,300}){1,3000}"}}
+    yield {"structured_outputs": {"regex": ".*" + "(x?){500}" * 20}}
+    yield {"structured_outputs": {"choice": [f"choice {number}" for number in range(20_000)]}}
+    rules = "\n".join(f'r{number} ::= r{number + 1} | "a" r{number + 1} | "b"' for number in range(2000))
+    yield {"structured_outputs": {"grammar": f'root ::= r0\n{rules}\nr2000 ::= "z"'}}
+    yield {"chat_template": "{% for i in range(100000000) %}{% endfor %}x"}
+
+
+async def schemas(tenants: Tenants, seconds: float) -> Found:
+    """Schemas, expressions, grammars and templates that take long to compile or to render."""
+    sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything)
+
+
+async def answers(tenants: Tenants, seconds: float) -> Found:
+    """Small requests with huge answers: log-probabilities of many tokens of many prompts, in many choices."""
+    prompt = "word " * 300
+    bodies: list[dict[str, Any]] = [
+        {"prompt": [prompt] * 100, "max_tokens": 1, "prompt_logprobs": 20},
+        {"prompt": [prompt] * 100, "max_tokens": 1, "echo": True, "logprobs": 20},
+        {"prompt": prompt, "max_tokens": 100, "n": 100, "logprobs": 20},
+        {"prompt": [[1] * 500] * 120, "max_tokens": 1, "prompt_logprobs": 5, "return_token_ids": True},
+    ]
+    sends = [_post(COMPLETIONS, {"model": tenants.model, **body}) for body in bodies]
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=2)
+
+
+async def cache(tenants: Tenants, seconds: float) -> Found:
+    """The neighbour's secret, guessed: an answer must not tell that somebody else has asked the same."""
+    secret = "The password of the safe in the cellar is 4711. " * 12
+    body = _chat(tenants, secret, max_tokens=1)
+    async with tenants.client(NEIGHBOUR) as http:
+        for _ in range(2):
+            asked = await http.post(CHAT, json=body)
+    if asked.status_code != 200:
+        return Found(problems=[f"the neighbour's secret was not answered: {asked.status_code}"])
+
+    def judge(response: httpx.Response) -> str | None:
+        if response.status_code != 200:
+            return None
+        details = response.json()["usage"].get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
+        return f"{cached} tokens of another key's prompt are cached" if cached else None
+
+    salted = {**body, "cache_salt": "guess"}
+    found = Found()
+    async with tenants.client(ATTACKER) as http:
+        # A guess is asked once: afterwards it is in the cache of the attacker's own.
+        _count(found, await http.post(CHAT, json=salted), judge)
+        _count(found, await http.post(CHAT, json=_chat(tenants, secret + "x", max_tokens=1)), _anything)
+    return found
+
+
+async def media(tenants: Tenants, seconds: float) -> Found:
+    """Content that an engine would fetch: nobody may knock at this listener."""
+    knocks = 0
+
+    async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal knocks
+        knocks += 1
+        writer.close()
+
+    server = await asyncio.start_server(knock, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/latest/meta-data"
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}}, {"type": "video_url", "video_url": {"url": url}},
+        {"type": "audio_url", "audio_url": {"url": url}}, {"type": "input_image", "image_url": url},
+        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file", "file": {"file_id": url}},
+    ]  # fmt: skip
+    sends = [_post(CHAT, _chat(tenants, messages=[{"role": "user", "content": [part]}])) for part in parts]
+    found = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
+    server.close()
+    if knocks:
+        found.note(f"{knocks} fetches of an address that a client named")
+    return found
+
+
+# --- connections, files, batches
+
+
+async def downloads(tenants: Tenants, seconds: float) -> Found:
+    """Clients that ask for a large file and do not read it."""
+    found = Found()
+    async with tenants.client(ATTACKER) as http:
+        content = b"x" * (_FILE_MIB * _MIB)
+        uploaded = await http.post(FILES, files={"file": ("large.jsonl", content)}, data={"purpose": "batch"})
+        _count(found, uploaded, _anything)
+        if uploaded.status_code != 200:
+            return found
+        file_id = uploaded.json()["id"]
+        request = (
+            f"GET {FILES}/{file_id}/content HTTP/1.1\r\nhost: localhost\r\n"
+            f"authorization: Bearer {tenants.keys[ATTACKER]}\r\n\r\n"
+        )
+        sockets = [await _knock(tenants, request.encode()) for _ in range(_NUM_READERS)]
+        await asyncio.sleep(seconds)
+        for writer in sockets:
+            writer.close()
+        _count(found, await http.delete(f"{FILES}/{file_id}"), _anything)
+    return found
+
+
+async def connections(tenants: Tenants, seconds: float) -> Found:
+    """Connections that send half a header and wait, and strangers without a key."""
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
+    sockets = [await _knock(tenants, half) for _ in range(200)]
+    strangers = {**tenants.keys, ATTACKER: "pk-nobody"}
+    unknown = Tenants(endpoint=tenants.endpoint, model=tenants.model, tokens=tenants.tokens, keys=strangers)
+    found = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
+    for writer in sockets:
+        writer.close()
+    return found
+
+
+async def batches(tenants: Tenants, seconds: float) -> Found:
+    """As many orders as go in, of a file that does not hold; the neighbour's order must be taken all the same."""
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": "nobody", "messages": []}}
+    order = {"endpoint": CHAT, "completion_window": "24h"}
+
+    async def upload(http: httpx.AsyncClient) -> str:
+        sent = await http.post(FILES, files={"file": ("b.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"})
+        sent.raise_for_status()
+        return str(sent.json()["id"])
+
+    async with tenants.client(ATTACKER) as http:
+        body = {**order, "input_file_id": await upload(http)}
+    found = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
+    async with tenants.client(NEIGHBOUR) as http:
+        response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
+        if response.status_code != 200:
+            found.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
+    return found
+
+
+async def _knock(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
+    host, port = tenants.endpoint.url.removeprefix("http://").split(":")
+    # A small window: what is sent to a client that does not read waits in the endpoint, not in the kernel.
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+    del reader
+    writer.write(data)
+    await writer.drain()
+    return writer
+
+
+ATTACKS: dict[str, Attack] = {
+    "paths": paths,
+    "headers": headers,
+    "budget": budget,
+    "parallel requests": parallel,
+    "refusals": refusals,
+    "schemas": schemas,
+    "huge answers": answers,
+    "cache": cache,
+    "media": media,
+    "downloads": downloads,
+    "connections": connections,
+    "batches": batches,
+}

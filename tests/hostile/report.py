@@ -1,0 +1,54 @@
+"""The report of a campaign: Markdown for people, the same as JSON. It adds nothing to what was counted."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.hostile.scenes import MOST_TIMES_QUIET
+from tests.origin import origin, origin_text, write_report
+
+_INTRODUCTION = """\
+One key works: two clients, one request after another. Another key attacks. A scene is one attack, or all of them. The
+load generators of both run on the same machine. "Statuses" are those that the attacker got. Memory is the highest
+resident size of the ingress and of Serve's proxy."""
+
+
+def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str) -> Path:
+    """Write both files; the Markdown's path."""
+    data = {**origin(command), "engine": engine, "scenes": rows}
+    return write_report(folder / f"{data['date']}-hostile-{engine}-engine.md", data, to_markdown(data))
+
+
+def to_markdown(data: dict[str, Any]) -> str:
+    """The report, for people."""
+    limit = f"The limit is {MOST_TIMES_QUIET:g} times the quiet p95."
+    parts = [
+        f"# A hostile key beside a working one: {data['date']}",
+        origin_text(data),
+        f"{_INTRODUCTION} The engine is {data['engine']}. {limit}",
+        _table(data["scenes"]),
+    ]
+    if problems := [f"- {row['scene']}: {problem}" for row in data["scenes"] for problem in row["problems"]]:
+        parts += ["## Problems", "\n".join(problems)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    heads = ["scene", "answered", "p50, s", "p95, s", "times quiet", "ingress, MiB", "proxy, MiB", "statuses"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [
+            row["scene"],
+            f"{row['num_answered']} of {row['num_requests']}",
+            _figure(row["latency_p50_s"]),
+            _figure(row["latency_p95_s"]),
+            _figure(row.get("times_quiet_p95")),
+            f"{row['peak_mib'].get('the ingress', 0):.0f}",
+            f"{row['peak_mib'].get('the proxy', 0):.0f}",
+            ", ".join(f"{status}: {number}" for status, number in row["statuses"].items()) or "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

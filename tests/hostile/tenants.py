@@ -1,0 +1,137 @@
+"""An endpoint with keys, the client of the key that works, and what the endpoint's processes hold."""
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from pipelines.online.keys import changing_keys, new_key
+from tests.faults.clients import Asked, Tally, ask
+from tests.faults.endpoint import Endpoint, serving
+
+NEIGHBOUR, ATTACKER, POOR, TIED = "neighbour", "attacker", "poor", "tied"
+BUDGET_USD = 1e-7  # less than one request costs
+REQUESTS_PER_MIN = 600
+PARALLEL_REQUESTS = 2
+OTHER_MODEL = "other"
+TIMEOUT = httpx.Timeout(120.0, connect=10.0)
+_WATCHED = ("the ingress", "the proxy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenants:
+    """The endpoint and its keys.
+
+    Attributes:
+        model: the name that clients use.
+        tokens: output tokens of each request of the neighbour.
+        keys: the key of each name.
+    """
+
+    endpoint: Endpoint
+    model: str
+    tokens: int
+    keys: dict[str, str]
+
+    def attacked_by(self, scene: str) -> Self:
+        """The same endpoint, attacked with a key of this scene's own: no scene uses up another's limits."""
+        return replace(self, keys={**self.keys, ATTACKER: self.keys[attacker(scene)]})
+
+    def client(self, name: str) -> httpx.AsyncClient:
+        """Whoever holds the key of this name."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        headers = {"authorization": f"Bearer {self.keys[name]}"}
+        return httpx.AsyncClient(base_url=self.endpoint.url, headers=headers, timeout=TIMEOUT, limits=limits)
+
+    def rss_mib(self) -> dict[str, float]:
+        """Resident memory of the processes that every tenant shares, in MiB."""
+        found = {}
+        for part in _WATCHED:
+            sizes = [_rss_bytes(pid) for pid in self.endpoint.pids(part)]
+            found[part] = sum(sizes) / 2**20
+        return found
+
+
+def attacker(scene: str) -> str:
+    """The name of a scene's attacker."""
+    return f"{ATTACKER}-{scene.replace(' ', '-')}"
+
+
+@contextmanager
+def tenants(
+    folder: Path, scenes: Collection[str], *, engine: str, model: str, tokens: int, start_s: float
+) -> Iterator[Tenants]:
+    """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key_file, keys = folder / "keys.json", {}
+    limits = {"requests_per_min": REQUESTS_PER_MIN, "max_parallel_requests": PARALLEL_REQUESTS}
+    with changing_keys(key_file, create=True) as records:
+        allowances: dict[str, dict[str, Any]] = {
+            NEIGHBOUR: {},
+            POOR: {"budget_usd": BUDGET_USD},
+            TIED: {"models": (OTHER_MODEL,), "requests_per_min": 1},
+            **{attacker(scene): limits for scene in scenes},
+        }
+        for name, allowed in allowances.items():
+            keys[name], record = new_key(name, **allowed)
+            records.append(record)
+    flags = [
+        "--engine", engine, "--max-num-seqs", "4", "--usd-per-hour", "1", "--heartbeat-s", "1",
+        "--keys", str(key_file), "--batches", str(folder / "batches"),
+    ]  # fmt: skip
+    flags += ["--fake-token-s", "0.02"] if engine == "fake" else ["--model", model, "--max-model-len", "2048"]
+    with serving(folder, flags, start_s=start_s) as endpoint:
+        yield Tenants(endpoint=endpoint, model=model, tokens=tokens, keys=keys)
+
+
+class Neighbour:
+    """Two clients of the key that works, one request after another, until `stop`."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tally = Tally()
+        self.peak_mib: dict[str, float] = {}
+        self.grown_mib: dict[str, float] = {}
+        self._tenants = tenants
+        self._is_stopped = False
+        self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(2)]
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def stop(self) -> None:
+        """No further requests; those under way end."""
+        self._is_stopped = True
+        await asyncio.gather(*self._tasks)
+
+    def since(self, began: float) -> list[Asked]:
+        """Requests that began after that moment."""
+        return [one for one in self.tally.asked if one.began >= began]
+
+    async def _ask_on(self, client: int) -> None:
+        async with self._tenants.client(NEIGHBOUR) as http:
+            number = 0
+            while not self._is_stopped:
+                text = f"client {client}, request {number}, {time.time_ns()}"
+                is_stream = (client + number) % 2 == 0
+                one = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
+                self.tally.asked.append(one)
+                number += 1
+
+    async def _watch(self) -> None:
+        before = await asyncio.to_thread(self._tenants.rss_mib)
+        while not self._is_stopped:
+            for part, mib in (await asyncio.to_thread(self._tenants.rss_mib)).items():
+                self.peak_mib[part] = max(mib, self.peak_mib.get(part, 0.0))
+                self.grown_mib[part] = self.peak_mib[part] - before[part]
+            await asyncio.sleep(0.5)
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0

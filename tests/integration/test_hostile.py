@@ -1,0 +1,25 @@
+"""One key attacks the endpoint with the fake engine while another works: nothing that it must not get, and no 5xx."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ATTACKS = ("paths", "headers", "budget", "parallel requests", "refusals", "downloads")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_attacker_gets_nothing_that_is_not_its_own(tmp_path):
+    command = [
+        sys.executable, "-m", "tests.hostile", "--engine", "fake", "--seconds", "5", "--only", *ATTACKS,
+        "--folder", str(tmp_path / "state"), "--report", str(tmp_path / "report"),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    (report,) = (tmp_path / "report").glob("*.json")
+    rows = {row["scene"]: row for row in json.loads(report.read_text())["scenes"]}
+    assert set(rows) == {"quiet", *ATTACKS, "all at once"}, ended.stderr[-2000:]
+    # Latencies are for `make hostile` on a machine that does nothing else.
+    others = [f"{name}: {one}" for name, row in rows.items() for one in row["problems"] if "p95" not in one]
+    assert not others, "\n".join(others)
