@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -76,10 +77,15 @@ class Node:
             time.sleep(0.2)
         self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", said)[1]
         self.address = f"{self.host}:{self.ports['gcs']}"
-        while self.answer(self.agent) is None:
-            assert time.monotonic() < deadline, "the agent did not come up"
+        while None in (self.answer(self.agent), self.answer(self.dashboard)) or not self._has_client_server():
+            assert time.monotonic() < deadline, "a server of Ray did not come up"
             time.sleep(0.5)
         return self
+
+    def _has_client_server(self):
+        with contextlib.suppress(OSError), socket.create_connection((self.host, self.ports["client"]), timeout=5):
+            return True
+        return False
 
     @property
     def agent(self):
