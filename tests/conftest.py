@@ -19,20 +19,28 @@ for name in [name for name in os.environ if name.startswith("PEAGLE_") and name 
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # A shell without job control has what it starts in the background ignore Ctrl-C; the commands under test inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+_UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
+os.umask(_UMASK)
 
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """What a command sets for its whole process, and for those it starts (`peagle/private.py`), ends with the test."""
-    umask, folder, variable = os.umask(0o077), tempfile.tempdir, os.environ.get("TMPDIR")
-    os.umask(umask)
+    """Each test begins with the process as it was: commands set these for good (`peagle/private.py`).
+
+    A command that a module's fixture runs has set them before the first test of that module.
+    """
+    _set_back()
     yield
-    os.umask(umask)
-    tempfile.tempdir = folder
-    if variable is None:
+    _set_back()
+
+
+def _set_back():
+    os.umask(_UMASK)
+    tempfile.tempdir = None  # found anew
+    if _TMPDIR is None:
         os.environ.pop("TMPDIR", None)
     else:
-        os.environ["TMPDIR"] = variable
+        os.environ["TMPDIR"] = _TMPDIR
 
 
 @pytest.fixture(scope="session")

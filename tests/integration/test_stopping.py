@@ -3,11 +3,11 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
 
+from peagle.private import temporary_folder
 from pipelines.batch.lease import read_lease
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.status import StatusReader
@@ -36,7 +36,7 @@ def wait_for_units(run, process, count):
 
 def ray_processes_of(pid):
     """The processes of the local cluster that `pid` started: those of its session directory."""
-    sessions = [p for p in Path("/tmp/ray").glob(f"session_*_{pid}") if p.is_dir()]
+    sessions = [p for p in (temporary_folder() / "ray").glob(f"session_*_{pid}") if p.is_dir()]
     assert sessions, "the run started no cluster"
     return sessions[-1]
 
