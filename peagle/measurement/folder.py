@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peagle.errors import ConfigError
-from peagle.files import make_folder, remove_temporaries, write_json
+from peagle.files import json_bytes, make_folder, remove_temporaries, write_json, write_once
 from peagle.manifest import require_same
 
 Record = TypeVar("Record")
@@ -44,10 +44,10 @@ class MeasurementFolder:
                 make_folder(folder)
             for folder in (self.root, self._cells):
                 remove_temporaries(folder)
-            if not manifest.exists():
-                write_json(manifest, {"schema": schema, "fingerprint": dict(fingerprint)})
+            write_once(manifest, json_bytes({"schema": schema, "fingerprint": dict(fingerprint)}))
         except OSError as error:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
+        require_same(_read(manifest)["fingerprint"], fingerprint, str(root))  # another command may have been the first
 
     def log(self, name: str) -> Path:
         """Where the engine of a measurement prints to."""

@@ -4,6 +4,7 @@
     orders/ID.json      a batch as it was asked for; written once, by whoever was asked
     cancels/ID.json     when it was cancelled; written once, by whoever was asked
     progress/ID.json    how far it is; rewritten, by the scheduler alone
+    ends/ID.json        how it ended; written once, so a scheduler that was stopped cannot take an end back
     ordered/HASH.json   an order that came with an `Idempotency-Key`; written once, kept for a day
     runs/ID/            its run directory
     clock.json          what the time was a moment ago (`clock.py`)
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from peagle.errors import ConfigError
+from peagle.files import json_bytes
 from peagle.storage import Place, make_folder, remove, remove_temporaries, require_usable, write_json, write_once
 from pipelines.online.batches.files import ID, FileStore, read_json
 from pipelines.online.batches.records import (
@@ -32,7 +34,7 @@ from pipelines.online.batches.records import (
 )
 from pipelines.online.batches.run_copies import forget_answers, forget_errors, forget_prompts
 
-_FOLDERS = ("files", "orders", "cancels", "progress", "ordered", "runs")
+_FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
 _KEPT_S = 24 * 3600.0
 
 
@@ -169,7 +171,7 @@ class BatchStore(FileStore):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)
             is_old = self.clock() - batch.order.created_at > 2 * _KEPT_S  # nobody orders it again by its name
             if is_old and batch.is_over and not any(name and self.file(name, batch.order.key.name) for name in ids):
-                for name in ("cancels", "progress", "orders"):
+                for name in ("cancels", "progress", "ends", "orders"):
                     remove(self.root / name / f"{batch.id}.json")
                 self._orders.pop(batch.id, None)
                 return True
@@ -187,9 +189,12 @@ class BatchStore(FileStore):
         self.is_scheduling = True
 
     def save(self, batch_id: str, progress: Progress) -> None:
-        """Keep how far a batch is. Only the scheduler says so."""
-        write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
-        self._progress[batch_id] = progress
+        """Keep how far a batch is. Only the scheduler says so; of several ends the first one counts."""
+        if progress.status in FINAL:
+            write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
+        else:
+            write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
+        self._progress[batch_id] = self._end(batch_id) or progress
 
     def input_place(self, order: Order) -> Place:
         """The bytes of its input, also when their time is over."""
@@ -218,8 +223,7 @@ class BatchStore(FileStore):
     def _batch(self, order: Order) -> Batch:
         progress = self._progress.get(order.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
-            values = read_json(self.root / "progress" / f"{order.id}.json")
-            said = Progress() if values is None else Progress.from_dict(values)
+            said = self._end(order.id) or self._said(order.id)
             if self.is_scheduling:  # what the scheduler has said since is newer
                 progress = self._progress.setdefault(order.id, said)
             else:
@@ -227,6 +231,14 @@ class BatchStore(FileStore):
         may_be_cancelled = progress.status not in FINAL or progress.status == "cancelled"
         cancelling_at = self._cancelling_at(order.id) if may_be_cancelled else None
         return Batch(order=order, progress=progress, cancelling_at=cancelling_at)
+
+    def _end(self, batch_id: str) -> Progress | None:
+        values = read_json(self.root / "ends" / f"{batch_id}.json")
+        return None if values is None else Progress.from_dict(values)
+
+    def _said(self, batch_id: str) -> Progress:
+        values = read_json(self.root / "progress" / f"{batch_id}.json")
+        return Progress() if values is None else Progress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:

@@ -54,6 +54,20 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     assert [one.id for one in other.batches("alice")] == [order.id]
 
 
+def test_a_scheduler_that_goes_on_after_another_takes_no_end_back(place, make_order, clock):
+    order = make_order()
+    place.add_batch(order)
+    paused = BatchStore(place.root, now=clock, monotonic=clock)
+    paused.begin_to_schedule()
+    assert [one.id for one in paused.unfinished()] == [order.id]
+    place.save(order.id, Progress(status="completed", output_file_id="file-1"))
+    for late in ("in_progress", "failed"):
+        paused.save(order.id, Progress(status=late))
+        assert paused.batch(order.id, "alice").progress.status == "completed"
+    after = BatchStore(place.root, now=clock, monotonic=clock).batch(order.id, "alice").progress
+    assert (after.status, after.output_file_id) == ("completed", "file-1")
+
+
 def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(store, make_order, monkeypatch):
     batch_id = store.add_batch(make_order()).id
 
