@@ -4,7 +4,6 @@ Its exit code is 1 when the attacker got what it must not get, or the neighbour 
 """
 
 import argparse
-import asyncio
 import shlex
 import shutil
 import sys
@@ -32,9 +31,9 @@ def main() -> int:
         model=_MODELS[args.engine],
         tokens=args.tokens,
         start_s=args.start_s,
-    ) as endpoint:
-        _say(f"up at {endpoint.endpoint.url}")
-        rows = asyncio.run(play(endpoint, names, args.seconds, say=_say))
+    ) as (endpoint, keys):
+        _say(f"up at {endpoint.url}")
+        rows = play(endpoint, keys, names, args.seconds, say=_say)
     path = report.write(args.report, rows, engine=args.engine, command=_command(args))
     _say(f"report: {path}")
     return int(any(row["problems"] for row in rows))

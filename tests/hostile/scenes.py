@@ -1,12 +1,17 @@
 """The neighbour alone, then beside each attack, then beside all of them."""
 
 import asyncio
+import multiprocessing
 import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tests.hostile.attacks import ATTACKS, Found
+from tests.faults.endpoint import Endpoint
+from tests.hostile.attacks import Found, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
 QUIET, ALL = "quiet", "all at once"
@@ -14,24 +19,35 @@ MOST_TIMES_QUIET = 1.5
 _MOST_GROWTH_MIB = 512
 
 
-async def play(tenants: Tenants, names: list[str], seconds: float, *, say: Any) -> list[dict[str, Any]]:
-    """A row a scene."""
+def play(
+    endpoint: Endpoint, tenants: Tenants, names: list[str], seconds: float, *, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row a scene; the attackers have a process of their own."""
+    scenes = {QUIET: [], **{name: [name] for name in names}, **({ALL: names} if len(names) > 1 else {})}
     rows: list[dict[str, Any]] = []
-    await _scene(tenants, "warm-up", [], min(seconds, 10.0))
-    for name in [QUIET, *names, *([ALL] if len(names) > 1 else [])]:
-        chosen = names if name == ALL else [one for one in names if one == name]
-        row = await _scene(tenants, name, chosen, seconds)
-        rows.append(row)
-        if name != QUIET:
-            _compare(row, rows[0])
-        say(f"{name}: {row}")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
+        attack = partial(_attack, attackers)
+        asyncio.run(_scene(endpoint, tenants, "warm-up", min(seconds, 10.0), attack(tenants, [], 1.0)))
+        for name, attacks in scenes.items():
+            attacked = tenants if name == QUIET else tenants.attacked_by(name)
+            row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attacked, attacks, seconds)))
+            rows.append(row)
+            if name != QUIET:
+                _compare(row, rows[0])
+            say(f"{name}: {row}")
     return rows
 
 
-async def _scene(tenants: Tenants, name: str, attacks: list[str], seconds: float) -> dict[str, Any]:
-    neighbour, began = Neighbour(tenants), time.monotonic()
-    attacked = tenants.attacked_by(name) if attacks else tenants
-    found: list[Found] = await asyncio.gather(*(ATTACKS[attack](attacked, seconds) for attack in attacks))
+async def _attack(attackers: Executor, tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(attackers, attack_together, tenants, names, seconds)
+
+
+async def _scene(
+    endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[Found]]
+) -> dict[str, Any]:
+    neighbour, began = Neighbour(tenants, endpoint), time.monotonic()
+    found = await attack
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     await neighbour.stop()
     outcomes = neighbour.tally.outcomes()

@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from pipelines.online.keys import changing_keys, new_key
-from tests.faults.clients import Asked, Tally, ask
+from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 
 NEIGHBOUR, ATTACKER, POOR, TIED = "neighbour", "attacker", "poor", "tied"
@@ -29,12 +29,13 @@ class Tenants:
     """The endpoint and its keys.
 
     Attributes:
+        url: where the endpoint listens.
         model: the name that clients use.
         tokens: output tokens of each request of the neighbour.
         keys: the key of each name.
     """
 
-    endpoint: Endpoint
+    url: str
     model: str
     tokens: int
     keys: dict[str, str]
@@ -47,15 +48,7 @@ class Tenants:
         """Whoever holds the key of this name."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"authorization": f"Bearer {self.keys[name]}"}
-        return httpx.AsyncClient(base_url=self.endpoint.url, headers=headers, timeout=TIMEOUT, limits=limits)
-
-    def rss_mib(self) -> dict[str, float]:
-        """Resident memory of the processes that every tenant shares, in MiB."""
-        found = {}
-        for part in _WATCHED:
-            sizes = [_rss_bytes(pid) for pid in self.endpoint.pids(part)]
-            found[part] = sum(sizes) / 2**20
-        return found
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT, limits=limits)
 
 
 def attacker(scene: str) -> str:
@@ -66,7 +59,7 @@ def attacker(scene: str) -> str:
 @contextmanager
 def tenants(
     folder: Path, scenes: Collection[str], *, engine: str, model: str, tokens: int, start_s: float
-) -> Iterator[Tenants]:
+) -> Iterator[tuple[Endpoint, Tenants]]:
     """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything."""
     folder.mkdir(parents=True, exist_ok=True)
     key_file, keys = folder / "keys.json", {}
@@ -87,17 +80,17 @@ def tenants(
     ]  # fmt: skip
     flags += ["--fake-token-s", "0.02"] if engine == "fake" else ["--model", model, "--max-model-len", "2048"]
     with serving(folder, flags, start_s=start_s) as endpoint:
-        yield Tenants(endpoint=endpoint, model=model, tokens=tokens, keys=keys)
+        yield endpoint, Tenants(url=endpoint.url, model=model, tokens=tokens, keys=keys)
 
 
 class Neighbour:
     """Two clients of the key that works, one request after another, until `stop`."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, endpoint: Endpoint) -> None:
         self.tally = Tally()
         self.peak_mib: dict[str, float] = {}
         self.grown_mib: dict[str, float] = {}
-        self._tenants = tenants
+        self._tenants, self._endpoint = tenants, endpoint
         self._is_stopped = False
         self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(2)]
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -106,10 +99,6 @@ class Neighbour:
         """No further requests; those under way end."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
-
-    def since(self, began: float) -> list[Asked]:
-        """Requests that began after that moment."""
-        return [one for one in self.tally.asked if one.began >= began]
 
     async def _ask_on(self, client: int) -> None:
         async with self._tenants.client(NEIGHBOUR) as http:
@@ -122,12 +111,16 @@ class Neighbour:
                 number += 1
 
     async def _watch(self) -> None:
-        before = await asyncio.to_thread(self._tenants.rss_mib)
+        before = await asyncio.to_thread(_rss_mib, self._endpoint)
         while not self._is_stopped:
-            for part, mib in (await asyncio.to_thread(self._tenants.rss_mib)).items():
+            for part, mib in (await asyncio.to_thread(_rss_mib, self._endpoint)).items():
                 self.peak_mib[part] = max(mib, self.peak_mib.get(part, 0.0))
                 self.grown_mib[part] = self.peak_mib[part] - before[part]
             await asyncio.sleep(0.5)
+
+
+def _rss_mib(endpoint: Endpoint) -> dict[str, float]:
+    return {part: sum(map(_rss_bytes, endpoint.pids(part))) / 2**20 for part in _WATCHED}
 
 
 def _rss_bytes(pid: int) -> int:
