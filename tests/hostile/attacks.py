@@ -19,6 +19,7 @@ import httpx
 from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
+WORK = "a second key works"
 _DELIBERATE = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
@@ -97,6 +98,12 @@ def _never_answered(response: httpx.Response) -> str | None:
 
 def _anything(_: httpx.Response) -> None:
     return None
+
+
+async def work(tenants: Tenants, seconds: float) -> Found:
+    """Work as the neighbour does, and attack nothing: what it costs the neighbour to share an engine."""
+    sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
 
 
 # --- rules of a key
@@ -396,13 +403,13 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
-    """Carry out these attacks at the same time, in a process that yields to those it attacks.
+    """Carry out these attacks, or `WORK`, at the same time, in a process that yields to those it attacks.
 
     An attacker has a machine of its own; here its clients would take the processor from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
     async def gather() -> list[Found]:
-        return await asyncio.gather(*(ATTACKS[name](tenants, seconds) for name in names))
+        return await asyncio.gather(*({**ATTACKS, WORK: work}[name](tenants, seconds) for name in names))
 
     return asyncio.run(gather())
