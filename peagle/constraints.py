@@ -22,7 +22,8 @@ MAX_PATTERN_BYTES = 8_192
 _UNIONS = ("enum", "anyOf", "oneOf", "allOf")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _PATTERNS = ("pattern", "regex", "excludes_regex")
-_REPEATED = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
+# Possessive, so that a text of nothing but blanks is read once.
+_REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:

@@ -3,7 +3,9 @@
 vLLM 0.29 checks bodies in validators that meet values before these have types, and then raise whatever Python does
 (`'list' object has no attribute 'get'`); none of that is a fault of the server. Lists that pydantic would check only
 when they are read are read here. Of a list its first fault is told: a mebibyte of messages that are none has five
-million, which take minutes. A chat may be given a cap on its output tokens, which vLLM itself does not know.
+million, which take minutes. A chat may be given a cap on its output tokens, which vLLM itself does not know. A
+structural tag, which vLLM would compile here, is compiled on trial beside its engine alone (`engine/trials.py`): some
+of a hundred bytes take minutes, and every stream of the endpoint would wait.
 """
 
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import PrivateAttr, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
+from vllm.entrypoints.generate.base import protocol
 
 from pipelines.online.errors import ApiError, from_exception
 
@@ -57,6 +60,13 @@ def _fail_fast(schema: Any) -> None:
     elif isinstance(schema, list | tuple):
         for part in schema:
             _fail_fast(part)
+
+
+def _leave_to_trial(payload: Any, *, parameter: str) -> None:
+    """In place of vLLM's check of a structural tag, which compiles it."""
+
+
+protocol.validate_structural_tag_payload = _leave_to_trial
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
