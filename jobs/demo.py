@@ -28,10 +28,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.files import write_atomic
     from peagle.humaneval import PROMPT_TEMPLATE
     from peagle.quiet import QuietStderr
+    from pipelines.batch.answers import describe_answers
     from pipelines.batch.cluster import ray_cluster
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate
+    from pipelines.batch.rundir import RunDirectory
 
     folder = args.output / time.strftime("%Y%m%dT%H%M%S")
     folder.mkdir(parents=True)
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         "A drafter saves less the more requests there are at once: verifying drafts is then bound by arithmetic, not "
         f"by reading weights. `peagle models {MODEL}` says which drafter was fastest at how many."
     )
+    print(describe_answers(RunDirectory(runs[0]["output"])))
     print(f"report: {folder / 'report.html'}")
     return 0, {"reports": reports, "comparison": compare(reports)}
 

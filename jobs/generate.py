@@ -63,13 +63,17 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(GenerateConfig, args)
 
     from peagle.economics.report import text_summary
+    from pipelines.batch.answers import describe_answers
     from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate
+    from pipelines.batch.rundir import RunDirectory
 
     outcome = generate(config, Progress(console(soft_wrap=True)), command=args.command_line)
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))
+    if answers := describe_answers(RunDirectory(config.output)):
+        print(answers)
     if outcome.export is not None:
         print(f"exported {outcome.export.describe()}")
     print(f"report: {config.output / 'report.html'}")

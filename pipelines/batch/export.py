@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -228,24 +228,29 @@ def _schema(run: RunDirectory, unit: int) -> pa.Schema:
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
     """Rows in the order of the corpus. A unit that a retry took rows of is merged with it in memory."""
-    batches = (batch for unit in family for batch in _unit_batches(run, unit, columns))
+    batches = read_units(run, family, columns)
     if len(family) == 1:
         yield from batches
     elif merged := list(batches):
         yield from pa.Table.from_batches(merged).sort_by("id").to_batches(_BATCH_ROWS)
 
 
-def _unit_batches(run: RunDirectory, unit: int, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    path = run.unit_path(unit)
-    try:
-        with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
-            read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
-            for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
-                yield plain(batch.replace_schema_metadata(None))
-    except (OSError, pa.ArrowException) as error:
-        raise PeagleError(
-            f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
-        ) from error
+def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    """Rows of committed units, one unit after the other; `columns` are those that are read, None is all.
+
+    Raises:
+        PeagleError: a unit is damaged.
+    """
+    for path in map(run.unit_path, units):
+        try:
+            with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
+                read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+                for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
+                    yield plain(batch.replace_schema_metadata(None))
+        except (OSError, pa.ArrowException) as error:
+            raise PeagleError(
+                f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
+            ) from error
 
 
 def _json_line(value: dict[str, Any]) -> bytes:
