@@ -44,6 +44,7 @@ _GROUPS = {
         "fake_kill_on",
         "fake_hang_on",
         "fake_core",
+        "fake_wrong",
         "cluster_wait_s",
         "heartbeat_s",
         "lease_s",

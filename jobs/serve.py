@@ -59,6 +59,7 @@ _GROUPS = {
         "fake_token_s",
         "fake_start_s",
         "fake_core",
+        "fake_wrong",
     ],
     "access": [
         "host",
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             if is_remote:
                 here = cluster.inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
-            _deploy(config, here, served, logs, is_remote=is_remote)
+            _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
             with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
                 if not is_remote:
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {"models": [one.keys.served_name for one in served]}
 
 
-def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, *, is_remote: bool) -> None:
+def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:
     """Start the application and wait until its engines are up; where that breaks off, take it back.
 
     Raises:
@@ -163,7 +164,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", logs: Path, 
     _require_address(config)
     application = bind(config, here, served)
     try:
-        _start(application, logs)
+        _start(application, config.state)
     except BaseException:  # Ctrl-C too: a cluster would keep it
         _shutdown(config, is_remote=is_remote, is_up=False)
         raise
@@ -215,16 +216,20 @@ def _require_address(config: ServeConfig) -> None:
         )
 
 
-def _start(application: Any, logs: Path) -> None:
+def _start(application: Any, state: Path) -> None:
     from ray import serve
 
+    from peagle.economics.ledger import read_sessions
+    from peagle.engine.self_check import require_none_failed
     from peagle.engine.vllm_engine import with_root_cause
     from peagle.errors import EngineError
 
-    before = set(logs.glob("engine-*.log"))
+    ledger, logs = state / "ledger", state / "logs"
+    before, earlier = set(logs.glob("engine-*.log")), {session.session_id for session in read_sessions(ledger)}
     try:
         serve.run(application, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:  # Serve gave up on starting it
+        require_none_failed(one.self_check for one in read_sessions(ledger) if one.session_id not in earlier)
         new = sorted(set(logs.glob("engine-*.log")) - before)
         text = "\n".join(log.read_text(errors="replace") for log in new)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from peagle.bench.schedule import Pass
+from peagle.engine.generation import Engine
 from peagle.measurement.closed_loop import Answer, Loop
 from peagle.speculation import SpeculationStats
 
@@ -57,6 +58,7 @@ class PassRecord:
         peak_memory_gib: while the pass ran (`peagle.bench.memory`); None where it cannot be read.
         measured_at: UTC, ISO 8601.
         model_runner: of vLLM, "V1" or "V2"; None where it cannot be told, and in records from before it was kept.
+        self_check: as `SelfCheck.to_dict` has it; None in records from before there was one.
     """
 
     method: str
@@ -71,6 +73,7 @@ class PassRecord:
     peak_memory_gib: float | None
     measured_at: str
     model_runner: str | None = None
+    self_check: Mapping[str, Any] | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -97,10 +100,8 @@ class PassRecord:
         return cls(**{**data, "speculation": SpeculationStats.from_dict(data["speculation"]), "requests": requests})
 
 
-def make_record(
-    one: Pass, loop: Loop, *, start_s: float, peak_memory_gib: float | None, model_runner: str | None
-) -> PassRecord:
-    """The record of a pass that just ended."""
+def make_record(one: Pass, loop: Loop, engine: Engine, *, start_s: float, peak_memory_gib: float | None) -> PassRecord:
+    """The record of a pass that just ended in this engine."""
     return PassRecord(
         method=one.setup.method,
         k=one.setup.k,
@@ -113,7 +114,8 @@ def make_record(
         requests=[_times(answer) for answer in loop.answers if answer],
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        model_runner=model_runner,
+        model_runner=engine.model_runner,
+        self_check=None if engine.self_check is None else engine.self_check.to_dict(),
     )
 
 

@@ -157,7 +157,7 @@ class _Run:
                 progress=self._listener.progress,
                 num_warm_up=one.concurrency,
             )
-        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib, model_runner=engine.model_runner)
+        record = make_record(one, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
         self._folder.keep(pass_name(one), record.to_dict())
         self.done[one] = record
         self._num_run += 1

@@ -12,7 +12,7 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -181,6 +181,7 @@ class EngineSession:
         num_devices: accelerators it holds, or vCPUs.
         num_output_tokens: all tokens it generated, committed or not.
         ended: False while it runs, and for ever if it was killed.
+        self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
 
     Raises:
         ValueError: a field has the wrong type, or the four states do not sum to its life.
@@ -199,6 +200,7 @@ class EngineSession:
     idle_s: float
     num_output_tokens: int
     ended: bool
+    self_check: str = ""
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -266,7 +268,7 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
     Raises:
         PeagleError: another version, other columns, or rows that contradict themselves.
     """
-    expected = _session_schema()
+    expected = _session_schema(table.column_names)
     try:
         _check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
         if not table.schema.equals(expected):
@@ -276,11 +278,16 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
         raise PeagleError(f"not a record of engine sessions: {error}") from error
 
 
-def _session_schema() -> "pa.Schema":
+def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
+    """All columns; or those that a table must have and, of the others, those that are there."""
     import pyarrow as pa
 
     types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Device: pa.string()}
-    columns = [(field.name, types[field.type]) for field in fields(EngineSession)]
+    columns = [
+        (field.name, types[field.type])
+        for field in fields(EngineSession)
+        if there is None or field.default is MISSING or field.name in there
+    ]
     return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})
 
 

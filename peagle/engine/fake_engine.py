@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.engine.self_check import Judgement, SelfCheck
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -37,9 +38,11 @@ class FakeEngine:
         kill_on: a prompt with this text kills the process that the engine is in.
         hang_on: after a prompt with this text the engine neither answers nor fails.
         has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
+        is_wrong: its answers are not its target's, as those of an engine with a wrong kernel.
     """
 
     compile_s = 0.0
+    self_check: SelfCheck | None = None
     model_runner: str | None = None
 
     def __init__(
@@ -53,8 +56,10 @@ class FakeEngine:
         kill_on: str | None = None,
         hang_on: str | None = None,
         has_core: bool = False,
+        is_wrong: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
+        self.checkable = _Checkable(max_model_len, is_wrong=is_wrong)
         self._core = _start_core() if has_core else None
         self._die_on, self._kill_on, self._hang_on = die_on, kill_on, hang_on
         self._is_dead = self._hangs = False
@@ -169,6 +174,34 @@ class FakeEngine:
             return None
         num_drafts = num_tokens // 2
         return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+class _Checkable:
+    """Counts up from zero, which is what its target does, or repeats one token where it is wrong."""
+
+    def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
+        self.max_model_len = max_model_len
+        self._is_wrong = is_wrong
+
+    def prompt(self, text: str) -> list[int]:
+        """See `Checkable.prompt`."""
+        return ByteTokenizer().encode(text)
+
+    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        """See `Checkable.answer`."""
+        return [0] * num_tokens if self._is_wrong else list(range(num_tokens))
+
+    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        """See `Checkable.judge`."""
+        return [
+            Judgement(
+                token=str(token),
+                logprob=-0.25 if token == place else -8.0,
+                likeliest=str(place),
+                likeliest_logprob=-0.25,
+            )
+            for place, token in enumerate(token_ids[begin:])
+        ]
 
 
 def _longest(completions: list[Completion]) -> int:

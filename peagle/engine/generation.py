@@ -6,9 +6,12 @@ the seam at which `vllm_engine.py` and `fake_engine.py` stand in for each other.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.speculation import SpeculationStats
+
+if TYPE_CHECKING:
+    from peagle.engine.self_check import Checkable, SelfCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,12 @@ class Engine(Protocol):
     max_model_len: int
     compile_s: float
     """Seconds of its start that went into compiling."""
+    self_check: "SelfCheck | None"
+    """What its self-check found; None before it."""
+
+    @property
+    def checkable(self) -> "Checkable":
+        """The same engine as its self-check asks it."""
 
     @property
     def model_runner(self) -> str | None:

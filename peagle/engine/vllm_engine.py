@@ -12,7 +12,9 @@ from typing import Any
 
 from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.engine.interrupts import interruptible
+from peagle.engine.self_check import SelfCheck
 from peagle.engine.trials import trials_of, try_first
+from peagle.engine.vllm_check import CheckableLlm, refusals
 from peagle.errors import EngineError
 from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
@@ -32,6 +34,7 @@ class VllmEngine:
     """
 
     compile_s = 0.0
+    self_check: SelfCheck | None = None
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import AsyncEngineArgs
@@ -45,6 +48,7 @@ class VllmEngine:
             raise EngineError(f"vLLM did not start: {error}") from error
         self._trials = trials_of(self._llm)
         try_first(self._llm, self._trials)
+        self.checkable = CheckableLlm(self._llm)
         self.max_model_len: int = self._llm.model_config.max_model_len
 
     @property
@@ -63,7 +67,7 @@ class VllmEngine:
             outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
         except EngineDeadError as error:
             raise EngineError("the vLLM engine process died") from error
-        except _refusals() as error:
+        except refusals() as error:
             raise RequestRefused(str(error)) from error
         except EngineGenerateError as error:  # this request's only: the engine goes on
             raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
@@ -167,14 +171,6 @@ def with_root_cause(error: EngineError, log: str) -> EngineError:
     """The same failure to start, told by its cause where the log names one."""
     cause = root_cause(log)
     return EngineError(f"vLLM did not start: {cause}") if cause else error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises of a request that it does not take: classes of its own in 0.29, a ValueError in 0.24."""
-    import vllm.exceptions
-
-    own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
-    return (ValueError, *filter(None, own))
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:

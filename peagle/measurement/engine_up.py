@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peagle.engine.generation import Engine
+from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import with_root_cause
 from peagle.errors import EngineError
@@ -37,7 +38,7 @@ def with_engine(
     log: Path,
     use: Callable[[Engine, float], Coroutine[Any, Any, Result]],
 ) -> Result:
-    """Start an engine, use it, and shut it down.
+    """Start an engine, check its answers, use it, and shut it down.
 
     Args:
         start: starts an engine.
@@ -45,7 +46,7 @@ def with_engine(
         use: is given the engine, and what it took to start in seconds.
 
     Raises:
-        EngineError: it did not start, or died.
+        EngineError: it did not start, did not pass its self-check, or died.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
     with QuietStderr() as quiet:
@@ -55,7 +56,7 @@ def with_engine(
             engine = start(spec, hardware)
         except EngineError as error:
             raise with_root_cause(error, read_from(log, began_at)) from error
-        return asyncio.run(_used(engine, use(engine, time.monotonic() - started)))
+        return asyncio.run(_used(engine, spec, hardware, lambda: use(engine, time.monotonic() - started)))
 
 
 def read_from(log: Path, position: int) -> str:
@@ -65,9 +66,13 @@ def read_from(log: Path, position: int) -> str:
         return file.read().decode(errors="replace")
 
 
-async def _used(engine: Engine, use: Coroutine[Any, Any, Result]) -> Result:
+async def _used(
+    engine: Engine, spec: EngineSpec, hardware: Hardware, use: Callable[[], Coroutine[Any, Any, Result]]
+) -> Result:
     """vLLM has tasks in the loop that it was used in, so it is shut down there too."""
     try:
-        return await use
+        engine.self_check = await self_check(engine.checkable, spec, hardware)
+        require_passed(engine.self_check)
+        return await use()
     finally:
         engine.shutdown()

@@ -185,7 +185,7 @@ class _Run:
                 num_warm_up=concurrency,
             )
         one = Pass(setup=candidate.setup, concurrency=concurrency, repeat=turn.repeat)
-        record = make_record(one, loop, start_s=start_s, peak_memory_gib=peak.gib, model_runner=engine.model_runner)
+        record = make_record(one, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
         self._folder.keep(_name(turn), record.to_dict())
         self._add(turn, record)
         return record

@@ -49,6 +49,9 @@ class StandInKeys(BaseModel):
     fake_core: bool = Field(
         False, description="the fake engine has a process of its own that may be killed, like vLLM's"
     )
+    fake_wrong: bool = Field(
+        False, description="the fake engine's answers are not its target's, so it does not pass its self-check"
+    )
 
 
 class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):

@@ -36,6 +36,7 @@ class Snapshot:
         device: Device,
         started_at: float,
         ended: bool,
+        self_check: str,
     ) -> EngineSession:
         """The heartbeat that says this, of an engine process of this host."""
         return EngineSession(
@@ -52,6 +53,7 @@ class Snapshot:
             idle_s=self.idle_s,
             num_output_tokens=self.num_output_tokens,
             ended=ended,
+            self_check=self_check,
         )
 
 

@@ -12,6 +12,7 @@ from peagle.economics.cost import account
 from peagle.economics.prices import Price
 from peagle.economics.report import render_html, report_dict
 from peagle.economics.usage import EngineSession
+from peagle.engine.self_check import counted
 from peagle.files import writing
 from peagle.storage import write_atomic, write_json
 from pipelines.batch.pool import most_at_once
@@ -49,6 +50,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
         "complete": total.num_units == len(plan.units),
     }
     report = report_dict(total, information)
+    report["self_checks"] = counted(session.self_check for session in sessions)
     report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
     with writing(run, hint=_WRITABLE):
         write_json(run.root / "report.json", report)

@@ -23,11 +23,13 @@ class Session:
         slot: the place of this engine on this node among those that number theirs under the same name.
         log: where everything goes that this process and its children print.
         meter: where its seconds go.
+        self_check: what the engine's self-check found, as JSON; empty before it.
     """
 
     def __init__(self, run: RunDirectory, *, places: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
         keep_private()
         self.meter = EngineMeter()
+        self.self_check = ""
         self._started_at = time.time()
         self.session_id = new_session_id()
         self._run = run
@@ -82,5 +84,6 @@ class Session:
                 device=self._device,
                 started_at=self._started_at,
                 ended=ended,
+                self_check=self.self_check,
             )
         )

@@ -168,12 +168,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         model=resolved.model.name,
         drafter=resolved.drafter.name,
         sampling=dict(resolved.sampling.base),
-        backend=config.engine,
-        fake_token_s=config.fake_token_s,
-        fake_die_on=config.fake_die_on,
-        fake_kill_on=config.fake_kill_on,
-        fake_hang_on=config.fake_hang_on,
-        fake_core=config.fake_core,
+        fake=_fake(config),
         row_timeout_s=config.row_timeout_s,
         engine_timeout_s=config.engine_timeout_s,
         num_devices=placement.num_devices,
@@ -184,6 +179,19 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         admission=_admission(run, plan, config),
     )
     return prepare_job, engine_job
+
+
+def _fake(config: GenerateConfig) -> dict[str, Any] | None:
+    if config.engine != "fake":
+        return None
+    return {
+        "token_s": config.fake_token_s,
+        "die_on": config.fake_die_on,
+        "kill_on": config.fake_kill_on,
+        "hang_on": config.fake_hang_on,
+        "has_core": config.fake_core,
+        "is_wrong": config.fake_wrong,
+    }
 
 
 def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:

@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from peagle import hardware
 from peagle.economics.prices import Device
 from peagle.economics.usage import UnitUsage
 from peagle.engine.generation import Engine, Generation, RequestRefused
+from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.prompting import RowError
@@ -46,6 +48,7 @@ class EngineJob:
         driver: the number of the lease of who runs it; only that one can stop it.
         places: the name under which engines that share a node number their places on it.
         part: what an engine on several nodes takes of each of them, by Ray's names.
+        fake: what the fake engine is like where it stands in for vLLM, as `FakeEngine` takes it.
     """
 
     run_dir: str
@@ -55,12 +58,7 @@ class EngineJob:
     drafter: str | None
     driver: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
-    backend: str = "vllm"
-    fake_token_s: float = 0.0
-    fake_die_on: str | None = None
-    fake_kill_on: str | None = None
-    fake_hang_on: str | None = None
-    fake_core: bool = False
+    fake: dict[str, Any] | None = None
     row_timeout_s: float | None = None
     engine_timeout_s: float = ENGINE_TIMEOUT_S
     num_devices: int = 1
@@ -121,6 +119,7 @@ class EngineWorker:
         self._turns = Turns()
         self._silence = SilenceClock(self._engine.signs_of_life)
         self._loop_watch: LoopWatch | None = None
+        self._check: asyncio.Task[None] | None = None
         self._notes: dict[int, UnitNotes] = {}
         self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
@@ -137,6 +136,9 @@ class EngineWorker:
         if is_given_back(table) or self._grace.is_asked():
             yield _receipt(None)
             return
+        if self._check is None:  # here: vLLM answers in the loop in which it is first asked, and in no other
+            self._check = asyncio.create_task(self._check_engine())
+        await self._check
         prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
@@ -158,6 +160,22 @@ class EngineWorker:
         self._notes.pop(unit, None)  # gone already where this process had the unit twice
         await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
+
+    async def _check_engine(self) -> None:
+        """Let the engine work only where its answers are its target's.
+
+        Raises:
+            EngineError: they are not, or it died or hangs. Another one of these settings would do the same.
+        """
+        limit_s = self._job.engine_timeout_s
+        work = asyncio.create_task(self_check(self._engine.checkable, self._job.spec, hardware.detect()))
+        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
+            if self._silence.look(is_busy=True) > limit_s:
+                work.cancel()
+                raise EngineError(f"the engine showed no sign of life in its self-check for {limit_s:g} s")
+        self._session.self_check = work.result().to_json()
+        await asyncio.to_thread(self._session.beat)
+        require_passed(work.result())
 
     async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
         """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over.
@@ -272,20 +290,11 @@ class EngineWorker:
 
     def _start_engine(self) -> tuple[Engine, float]:
         job = self._job
-        if job.backend == "fake":
+        if job.fake is not None:
             from peagle.engine.fake_engine import FakeEngine
 
             k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
-            engine = FakeEngine(
-                num_speculative_tokens=k,
-                token_s=job.fake_token_s,
-                max_num_seqs=job.spec.max_num_seqs,
-                die_on=job.fake_die_on,
-                kill_on=job.fake_kill_on,
-                hang_on=job.fake_hang_on,
-                has_core=job.fake_core,
-            )
-            return engine, 0.0
+            return FakeEngine(num_speculative_tokens=k, max_num_seqs=job.spec.max_num_seqs, **job.fake), 0.0
         from peagle.engine.vllm_engine import compile_seconds, with_root_cause
         from pipelines.batch.node import start_vllm
 

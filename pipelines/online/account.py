@@ -58,6 +58,9 @@ class Listener(Protocol):
 class EngineAccount:
     """The account of an engine from its process's first second to its last.
 
+    Attributes:
+        self_check: what the engine's self-check found, as JSON; empty before it.
+
     Args:
         folder: of the ledger; created if need be.
         heartbeat_s: between two entries.
@@ -78,6 +81,7 @@ class EngineAccount:
         self.session_id = new_session_id()
         self._disk = GroupSync(requests_file(folder, self.session_id))
         self.engine_index = 0
+        self.self_check = ""
         self._folder = folder
         self._engine = engine
         self._listener = listener
@@ -140,6 +144,7 @@ class EngineAccount:
             device=self._engine.device,
             started_at=self._started_at,
             ended=self._ended.is_set(),
+            self_check=self.self_check,
         )
         write_session(self._folder, session)
         if session.last_seen_at >= self._next_kept_at or session.ended:

@@ -16,6 +16,7 @@ from peagle.economics.cost import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
 from peagle.economics.usage import UnitUsage
+from peagle.engine.self_check import counted
 from peagle.speculation import SpeculationStats
 from pipelines.online.budgets import budgets_of
 from pipelines.online.errors import overloaded
@@ -84,7 +85,7 @@ class CostView:
         units = [sums.usage for sums in chosen.values()]
         return report | {
             "by_key": _grouped(chosen, lambda cell: cell.key),
-            "account": self._account(units, window_s, since_minute * MINUTE_S),
+            **self._engines(units, window_s, since_minute * MINUTE_S),
         }
 
     def _since_minute(self, window_s: float | None) -> float:
@@ -94,10 +95,12 @@ class CostView:
         now = self._now()
         return coarse(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
 
-    def _account(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
+    def _engines(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
+        """The account of all engines of the window, and what their self-checks found."""
         sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
         known = {session.session_id for session in sessions}
-        return account((unit for unit in units if unit.session_id in known), sessions, self._price).to_dict()
+        total = account((unit for unit in units if unit.session_id in known), sessions, self._price)
+        return {"account": total.to_dict(), "self_checks": counted(session.self_check for session in sessions)}
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:

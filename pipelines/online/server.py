@@ -18,8 +18,10 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.engine.environment import environment
+from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
+from peagle.engine.vllm_check import CheckableLlm
 from peagle.engine.vllm_engine import compile_seconds
 from peagle.private import keep_private
 from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_threads
@@ -83,8 +85,21 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             tell_sequences(self.engine._engine_client.output_processor)
             self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)
             try_first(self.engine._engine_client, self._trials)
+        await self._check(job)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
         self._watch = asyncio.create_task(self._end_with_engine())
+
+    async def _check(self, job: ReplicaJob) -> None:
+        """Let the engine work only where its answers are its target's.
+
+        Raises:
+            EngineError: they are not, or it died.
+        """
+        engine = self.engine.checkable if job.stand_in else CheckableLlm(self.engine._engine_client)
+        found = await self_check(engine, job.spec, hardware.detect())
+        self._account.self_check = found.to_json()
+        self._account.heartbeat()
+        require_passed(found)
 
     async def _end_with_engine(self) -> None:
         """End this process once the engine is dead. Serve asks for health only now and then, and three times; until

@@ -13,6 +13,7 @@ from typing import Any
 
 from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
 from peagle.engine.generation import Completion, Generation, RequestRefused
+from peagle.engine.self_check import Checkable
 from peagle.errors import EngineError
 from peagle.openai_answer import output_line
 from peagle.openai_body import parse_body
@@ -34,12 +35,14 @@ class StandIn:
         start_s: seconds it takes to start.
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
         has_core: it has a process of its own, as vLLM's has.
+        is_wrong: its answers are not its target's.
     """
 
     token_s: float = 0.0
     start_s: float = 0.0
     num_speculative_tokens: int = 0
     has_core: bool = False
+    is_wrong: bool = False
 
 
 def stand_in(keys: ServedModelKeys) -> StandIn | None:
@@ -51,6 +54,7 @@ def stand_in(keys: ServedModelKeys) -> StandIn | None:
         start_s=keys.fake_start_s,
         num_speculative_tokens=keys.num_speculative_tokens or 0,
         has_core=keys.fake_core,
+        is_wrong=keys.fake_wrong,
     )
 
 
@@ -77,7 +81,13 @@ class StandInEngine:
             max_model_len=self._max_model_len,
             token_s=self._settings.token_s,
             has_core=self._settings.has_core,
+            is_wrong=self._settings.is_wrong,
         )
+
+    @property
+    def checkable(self) -> Checkable:
+        """The engine as its self-check asks it."""
+        return self._live().checkable
 
     async def check_health(self) -> None:
         """Raise what vLLM raises once the engine is dead; Serve then starts another replica."""

@@ -55,8 +55,21 @@ def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
     assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in done)
     assert report["account"]["num_failed_rows"] == 3
     assert report["run"]["complete"] is True
+    assert report["self_checks"] == {"passed": 1, "failed": 0, "skipped": 0, "unchecked": 0}
     assert "<svg" in (output / "report.html").read_text()
     assert "acceptance" in capsys.readouterr().out
+
+
+def test_an_engine_whose_answers_are_not_its_targets_commits_nothing(write_jsonl, tmp_path, capsys):
+    corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
+    assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake-wrong") == 1
+    said = capsys.readouterr().err
+    assert "the engine is refused, since its answers are not its target's: token 1 of its greedy answer is '0'" in said
+    assert "--drafter none" in said
+    assert not RunDirectory(output).committed()
+    (session,) = RunDirectory(output).sessions()
+    assert json.loads(session.self_check)["outcome"] == "failed"
+    assert generate(corpus, output, "--num-speculative-tokens", "3") == 0, "the run is there, and can be continued"
 
 
 def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, capsys):

@@ -18,6 +18,7 @@ from jobs.demo import write_humaneval
 from peagle import hardware
 from peagle.catalog.resolve import resolve_drafter, resolve_model
 from peagle.engine import EngineSpec, engine_args, environment
+from peagle.engine.self_check import NUM_TOKENS as NUM_CHECKED
 from pipelines.batch.rundir import RunDirectory
 
 MODEL = "smollm2-135m"
@@ -103,7 +104,8 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     assert sorted(row["id"] for row in rows) == [f"{n:09d}" for n in range(NUM_ROWS)]
     assert {row["task_id"] for row in rows} == set(list(read_problems())[:NUM_ROWS])
     assert survived <= run.committed()
-    assert len(run.sessions()) == 2
+    checks = [json.loads(session.self_check) for session in run.sessions()]
+    assert [(check["outcome"], check["num_tokens"]) for check in checks] == [("passed", NUM_CHECKED)] * 2
     assert {row["drafter"] for row in rows} == {"smollm2-135m-peagle"}
     assert all(row["num_draft_tokens"] == K * row["num_drafts"] for row in rows)
     report = json.loads((run.root / "report.json").read_text())

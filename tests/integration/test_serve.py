@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
+from peagle.engine.self_check import NUM_TOKENS
 from peagle.ports import free_port
 from pipelines.online.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants, kill
@@ -290,6 +291,7 @@ def check_cost(client):
     report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
     assert report["by_key"]["alice"]["num_output_tokens"] > 0
     assert report["account"]["usd"]["idle"] > 0
+    assert report["self_checks"] == {"passed": 1, "failed": 0, "skipped": 0, "unchecked": 0}
 
 
 def check_page(client, url):
@@ -342,4 +344,5 @@ def check_ledger(folder):
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
+    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # and they are nobody's:
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

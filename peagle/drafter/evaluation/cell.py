@@ -56,6 +56,7 @@ class CellResult:
         speculation: drafts of all responses.
         by_category: empty where the data has no category, or the engine cannot tell requests apart.
         measured_at: UTC, ISO 8601.
+        self_check: of the engine, as `SelfCheck.to_dict` has it; None in cells from before there was one.
     """
 
     drafter: str
@@ -70,6 +71,7 @@ class CellResult:
     speculation: SpeculationStats
     by_category: Mapping[str, CategoryResult]
     measured_at: str
+    self_check: Mapping[str, Any] | None = None
 
     @property
     def acceptance_length(self) -> float:

@@ -47,4 +47,5 @@ async def measure(
         speculation=merged_speculation(responses, loop.drafted),
         by_category=by_category(loop.generations, [prompt.category for prompt in prompts]),
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        self_check=None if engine.self_check is None else engine.self_check.to_dict(),
     )

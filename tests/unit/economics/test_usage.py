@@ -64,6 +64,12 @@ def test_sessions_come_back_from_a_file_and_concatenated(tmp_path):
     assert sessions_from_table(pa.concat_tables(tables)) == [SESSION, other]
 
 
+def test_sessions_from_before_engines_were_checked_are_read():
+    checked = dataclasses.replace(SESSION, self_check='{"outcome": "passed"}')
+    assert sessions_from_table(sessions_to_table([checked])) == [checked]
+    assert sessions_from_table(sessions_to_table([checked]).drop_columns(["self_check"])) == [SESSION]
+
+
 def test_no_sessions_are_an_empty_table():
     assert sessions_from_table(sessions_to_table([])) == []
 

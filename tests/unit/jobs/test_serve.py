@@ -97,7 +97,7 @@ def test_a_start_that_breaks_off_ends_no_application_but_its_own(
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(serve, "shutdown", lambda: calls.append(("shutdown",)))
     with pytest.raises(raised):
-        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=is_remote)
+        _deploy(ServeConfig(state=tmp_path), None, [], is_remote=is_remote)
     assert calls == ended
 
 
@@ -120,7 +120,7 @@ def test_an_endpoint_that_the_cluster_has_is_neither_replaced_nor_deleted(monkey
     for name in ("run", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
     with pytest.raises(ConfigError, match=rf"`peagle` already \({status}\)") if is_refused else nullcontext():
-        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
+        _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
     assert calls == ([] if is_refused else ["run"])
 
 
@@ -133,7 +133,7 @@ def test_an_address_at_which_serve_does_not_listen_is_refused(monkeypatch, tmp_p
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     listens_at(monkeypatch, host, port)
     with pytest.raises(ConfigError, match=rf"listens on {host}:{port}, not on 127.0.0.1:8000"):
-        _deploy(ServeConfig(state=tmp_path), None, [], tmp_path, is_remote=True)
+        _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_serve_that_answers_by_another_certificate_is_refused(monkeypatch, tmp
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     listens_at(monkeypatch, "127.0.0.1", 8000, **there)
     with pytest.raises(ConfigError, match=f"answers .*{how}"):
-        _deploy(ServeConfig(state=tmp_path, **wanted), None, [], tmp_path, is_remote=True)
+        _deploy(ServeConfig(state=tmp_path, **wanted), None, [], is_remote=True)
 
 
 def test_a_certificate_without_its_key_is_refused_before_anything_starts(refused, tmp_path):

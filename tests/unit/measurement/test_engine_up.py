@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from peagle import hardware
+from peagle.engine.fake_engine import FakeEngine
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.measurement.engine_up import with_engine
@@ -41,3 +42,28 @@ def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(
             with_engine(EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("it is not up"))
         assert failed.value.message == told
     assert "KV cache" in log.read_text(), "earlier prints are kept"
+
+
+def test_an_engine_whose_answers_are_not_its_targets_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    ended = []
+
+    class Fake(FakeEngine):
+        def shutdown(self) -> None:
+            ended.append(self.self_check)
+
+    async def use(engine: Any, _: float) -> Any:
+        return engine.self_check
+
+    log = tmp_path / "none-k0.log"
+
+    def outcome(*, is_wrong: bool) -> Any:
+        return with_engine(EngineSpec(model="m"), hardware.detect(), lambda *_: Fake(is_wrong=is_wrong), log, use)
+
+    assert outcome(is_wrong=False).outcome == "passed"
+    with pytest.raises(EngineError, match="its answers are not its target's"):
+        outcome(is_wrong=True)
+    assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
+    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in capsys.readouterr().err

@@ -224,6 +224,58 @@ def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
     assert not list(one.run.suspects.iterdir())
 
 
+def test_an_engine_is_checked_once_and_before_it_has_a_row(scene):
+    class Counting(FakeEngine):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.events, answer = [], self.checkable.answer
+
+            async def counted(*arguments, **options):
+                self.events.append("check")
+                await asyncio.sleep(0.05)
+                return await answer(*arguments, **options)
+
+            self.checkable.answer = counted
+
+        async def generate(self, *request):
+            self.events.append("row")
+            return await super().generate(*request)
+
+    async def both(actor):
+        return await asyncio.gather(one.call(actor, 0), one.call(actor, 1), return_exceptions=True)
+
+    one, right, wrong = scene(), Counting(), Counting(is_wrong=True)
+    refusals = asyncio.run(both(one.worker(wrong)))
+    assert [type(refusal) for refusal in refusals] == [EngineError, EngineError]
+    assert "its answers are not its target's: token 1 of" in refusals[0].message
+    assert not one.run.committed()
+    asyncio.run(both(one.worker(right)))
+    assert one.run.committed() == {0, 1}
+    # The greedy request and, beside it, a sampled one.
+    assert (wrong.events, right.events[:3], right.events.count("check")) == (["check"] * 2, ["check"] * 2 + ["row"], 2)
+    for made in one.workers:
+        made._session.end()
+    sessions = one.run.sessions()
+    assert sorted(json.loads(session.self_check)["outcome"] for session in sessions) == ["failed", "passed"]
+    assert sum(session.num_output_tokens for session in sessions) == sum(
+        one.run.usage(unit).num_output_tokens for unit in (0, 1)
+    ), "the check's tokens are nobody's output"
+
+
+def test_an_engine_that_hangs_in_its_check_ends_the_run(scene):
+    class Hanging(FakeEngine):
+        def signs_of_life(self):
+            return 0
+
+    async def never(*_, **__):
+        await asyncio.sleep(60)
+
+    one, engine = scene(), Hanging()
+    engine.checkable.answer = never
+    with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.2 s"):
+        asyncio.run(one.call(one.worker(engine, engine_timeout_s=0.2), 0))
+
+
 @pytest.mark.parametrize(("is_lost", "ends_with"), [(True, Gone), (False, EngineError)])
 def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, monkeypatch, is_lost, ends_with):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
@@ -235,7 +287,7 @@ def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, 
     monkeypatch.setattr("pipelines.batch.node.start_vllm", start)
     start_engine, one = EngineWorker._start_engine, scene()
     made = one.worker(FakeEngine())
-    made._job = replace(made._job, backend="vllm", spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
+    made._job = replace(made._job, spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
     with pytest.raises(ends_with) as ended:
         start_engine(made)
     assert is_lost or ended.value is others.failure

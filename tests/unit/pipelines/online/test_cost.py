@@ -6,6 +6,7 @@ import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
+from peagle.engine.self_check import SelfCheck
 from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
@@ -43,6 +44,14 @@ def test_a_key_sees_its_own_requests_and_nothing_of_the_whole(view):
     report = view.report("alice")
     assert report["total"]["num_requests"] == 1
     assert set(report) == {"window_s", "total", "by_model"}
+
+
+def test_what_the_self_checks_of_engines_found_stands_beside_the_account(view, engine_account, clock, tmp_path):
+    assert view.report()["self_checks"] == {"passed": 0, "failed": 0, "skipped": 0, "unchecked": 1}
+    checked = EngineAccount(tmp_path / "ledger", engine_account._engine, heartbeat_s=300, monotonic=clock)
+    checked.self_check = SelfCheck(outcome="passed").to_json()
+    checked.end()
+    assert view.report()["self_checks"]["passed"] == 1
 
 
 def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from jobs import cli
 from peagle import hardware
 from peagle.catalog.engines import FAKE_MODEL
-from peagle.engine.fake_engine import ByteTokenizer
+from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
 from peagle.engine.generation import Completion, Generation, TokenLogprob
 from peagle.errors import ConfigError
 from pipelines.batch import audit_rows as module
@@ -92,7 +92,7 @@ class Tossing:
     """An engine that answers every prompt with one of two tokens that are equally likely."""
 
     def __init__(self, spec, margin):
-        self.spec, self.margin = spec, margin
+        self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
         self.asked = []
 
     async def generate(self, request_id, prompt_token_ids, sampling):

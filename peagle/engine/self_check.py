@@ -1,0 +1,211 @@
+"""An engine's greedy answer held against its own target, before the engine takes work.
+
+The engine answers a text greedily, with its drafter, and beside a request that is sampled where it can run both. Then
+the same engine reads prompt and answer in one prefill and says, for each token of the answer, which token its target
+holds likeliest there. What they must agree on is the target's argmax, but for rounding ties (`peagle.lossless`).
+
+It knows neither vLLM nor what the engine is for.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
+
+from peagle.engine.generation import RequestRefused
+from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.errors import EngineError
+from peagle.hardware import Hardware
+from peagle.lossless import tie_margin
+
+NUM_TOKENS = 32
+LIMIT_S = 1800.0  # a kernel that is compiled when it is first needed takes minutes
+# Prose: in some places the next token is all but certain, so drafts are accepted, in others it is not.
+TEXT = "The lighthouse keeper wrote a few lines every evening. Today he began: This morning the sea was"
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A token of a text and the one that the target holds likeliest in its place, each with its log-probability."""
+
+    token: str
+    logprob: float
+    likeliest: str
+    likeliest_logprob: float
+
+    @property
+    def margin(self) -> float:
+        """By how much the likeliest is likelier; 0 where it is this token."""
+        return self.likeliest_logprob - self.logprob
+
+
+class Checkable(Protocol):
+    """What an engine must do to be checked."""
+
+    max_model_len: int
+
+    def prompt(self, text: str) -> list[int]:
+        """The token ids of a text, without a chat template."""
+
+    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        """Generate so many tokens, past the end of a text too.
+
+        Raises:
+            RequestRefused, EngineError: as `Engine.generate`.
+        """
+
+    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        """The target's own judgement of the tokens from `begin` on, computed anew: no cache answers.
+
+        Raises:
+            RequestRefused: the engine gives no log-probabilities of a prompt.
+            EngineError: as `Engine.generate`.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheck:
+    """What a self-check found.
+
+    Attributes:
+        num_tokens: of the answer.
+        num_ties: tokens that are not the likeliest, but as good as that.
+        largest_margin: log-probabilities between a token and the likeliest in its place; None where that is no number.
+        max_tie: the largest that counts as a tie.
+        seconds: what it took.
+        seen: the first token that differs, or why the check was skipped; empty where it passed.
+        advice: what to do where it failed.
+    """
+
+    outcome: Outcome
+    num_tokens: int = 0
+    num_ties: int = 0
+    largest_margin: float | None = 0.0
+    max_tie: float = 0.0
+    seconds: float = 0.0
+    seen: str = ""
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The same as text, as a ledger keeps it."""
+        return json.dumps(asdict(self))
+
+    def describe(self) -> str:
+        """One line for a log."""
+        if self.outcome == "passed":
+            return f"self-check passed: {self.num_tokens} tokens, {self.num_ties} ties, {self.seconds:.2f} s"
+        return f"self-check {self.outcome}: {self.seen}"
+
+
+async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *, limit_s: float = LIMIT_S) -> SelfCheck:
+    """Check an engine, and print what came of it to standard error, which is its log.
+
+    Raises:
+        EngineError: it died, or did not answer in time.
+    """
+    if spec.drafter is not None and spec.drafter.synthetic_rates is not None:
+        found = SelfCheck(outcome="skipped", seen="drafts are accepted by lot, so no text is the target's")
+    else:
+        try:
+            max_tie = tie_margin(spec_precision(spec, hardware))
+            found = await asyncio.wait_for(_checked(engine, max_tie, mixed=spec.max_num_seqs > 1), limit_s)
+            found = replace(found, advice=_advice(spec)) if found.outcome == "failed" else found
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer its self-check within {limit_s:g} s") from None
+    sys.stderr.write(f"peagle: {found.describe()}\n")
+    sys.stderr.flush()
+    return found
+
+
+def require_passed(check: SelfCheck) -> None:
+    """Let an engine work.
+
+    Raises:
+        EngineError: its answers are not its target's.
+    """
+    if check.outcome == "failed":
+        raise EngineError(
+            f"the engine is refused, since its answers are not its target's: {check.seen}", hint=check.advice
+        )
+
+
+def require_none_failed(checks: Iterable[str]) -> None:
+    """The same of engines whose checks a ledger has, as `counted` takes them.
+
+    Raises:
+        EngineError: one of them was refused.
+    """
+    for check in checks:
+        if check:
+            require_passed(SelfCheck(**json.loads(check)))
+
+
+def _advice(spec: EngineSpec) -> str:
+    ways = ["--drafter none"] * (spec.drafter is not None)
+    ways += ["--kv-cache-precision bf16", "--precision bf16"] * (spec.precision in ("auto", "fp8"))
+    ways += ["--enforce-eager"] * (not spec.enforce_eager)
+    other = f" by another setting: {', or '.join(ways)}" if ways else ""
+    return f"a kernel of this vLLM is wrong on this hardware or in this precision; find out which{other}"
+
+
+def counted(checks: Iterable[str]) -> dict[str, int]:
+    """How many engines passed, failed, or had no check; each as JSON, empty of an engine that was not checked (yet)."""
+    outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
+    return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
+
+
+async def _checked(engine: Checkable, max_tie: float, *, mixed: bool) -> SelfCheck:
+    started = time.monotonic()
+
+    def skipped(why: str) -> SelfCheck:
+        return SelfCheck(outcome="skipped", seen=why, seconds=time.monotonic() - started)
+
+    prompt = engine.prompt(TEXT)[: max(1, engine.max_model_len // 2)]
+    num_tokens = min(NUM_TOKENS, engine.max_model_len - len(prompt) - 1)
+    if not prompt or num_tokens < 1:
+        return skipped(f"a context of {engine.max_model_len} tokens has no room for one")
+    # Faults of samplers show where greedy and sampled requests share a batch; what the sampled one says is nothing.
+    temperatures = (0.0, 1.0) if mixed else (0.0,)
+    try:
+        answers = await asyncio.gather(
+            *(engine.answer(prompt, num_tokens=num_tokens, temperature=t) for t in temperatures)
+        )
+        judgements = await engine.judge([*prompt, *answers[0]], len(prompt)) if answers[0] else []
+    except RequestRefused as error:
+        return skipped(f"the engine refused it: {error}")
+    return _verdict(judgements, max_tie, time.monotonic() - started)
+
+
+def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
+    # NaN is no margin of a tie.
+    wrong = [place for place, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
+    seen = "it answered with no token" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
+    largest = max((judgement.margin for judgement in judgements), default=None)
+    return SelfCheck(
+        outcome="failed" if seen else "passed",
+        num_tokens=len(judgements),
+        num_ties=sum(0 < judgement.margin <= max_tie for judgement in judgements),
+        largest_margin=largest if largest is not None and abs(largest) < float("inf") else None,
+        max_tie=max_tie,
+        seconds=round(seconds, 3),
+        seen=seen,
+    )
+
+
+def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float) -> str:
+    first = judgements[wrong[0]]
+    return (
+        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), where its "
+        f"target alone holds {first.likeliest!r} likeliest ({first.likeliest_logprob:.3f}); {len(wrong)} of "
+        f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
+    )

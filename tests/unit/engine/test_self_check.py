@@ -1,0 +1,164 @@
+"""A self-check: what passes, what is refused and what the user is told, with engines that are made up."""
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from peagle import hardware
+from peagle.engine.fake_engine import FakeEngine
+from peagle.engine.generation import RequestRefused
+from peagle.engine.self_check import (
+    LIMIT_S,
+    NUM_TOKENS,
+    Judgement,
+    SelfCheck,
+    counted,
+    require_none_failed,
+    require_passed,
+    self_check,
+)
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import EngineError
+
+HERE = hardware.Hardware(
+    platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, core_ids=(0, 1), cpu_flags=frozenset({"avx512f"})
+)
+SPEC = EngineSpec(model="m", precision="bf16", max_num_seqs=4)
+DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3))
+
+
+class Engine:
+    """One whose tokens have given margins below the likeliest, the last of them for all that follow."""
+
+    def __init__(self, *margins: float, max_model_len: int = 512, tokens: int | None = None) -> None:
+        self.max_model_len = max_model_len
+        self._margins, self._tokens = margins or (0.0,), tokens
+        self.asked: list[tuple[int, int, float]] = []
+        self.judged: list[int] = []
+
+    def prompt(self, text: str) -> list[int]:
+        return list(range(100, 100 + len(text.split())))
+
+    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        self.asked.append((len(prompt), num_tokens, temperature))
+        return list(range(num_tokens if self._tokens is None else self._tokens))
+
+    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        self.judged = list(token_ids)
+        places = range(len(token_ids) - begin)
+        margins = [self._margins[min(place, len(self._margins) - 1)] for place in places]
+        return [Judgement(token=" a", logprob=-1 - m, likeliest=" b", likeliest_logprob=-1.0) for m in margins]
+
+
+def check(engine: Any, spec: EngineSpec = SPEC, limit_s: float = LIMIT_S) -> SelfCheck:
+    return asyncio.run(self_check(engine, spec, HERE, limit_s=limit_s))
+
+
+def test_the_targets_own_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    found = check(Engine(0.0, 0.25, 0.0))
+    assert (found.outcome, found.num_tokens, found.num_ties, found.largest_margin) == ("passed", NUM_TOKENS, 1, 0.25)
+    require_passed(found)
+    assert "self-check passed: 32 tokens, 1 ties" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("margin", [0.26, 8.0, math.inf, math.nan])
+def test_one_token_that_is_no_tie_refuses_the_engine(margin: float) -> None:
+    found = check(Engine(0.0, 0.0, margin, 0.0))
+    assert found.outcome == "failed"
+    assert "token 2 of its greedy answer is ' a' (log-probability " in found.seen
+    assert "its target alone holds ' b' likeliest (-1.000); 1 of 32 tokens differ" in found.seen
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
+    finer = dataclasses.replace(SPEC, precision="float32")
+    assert check(Engine(0.2)).outcome == "passed"
+    assert check(Engine(0.2), finer).outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("spec", "ways"),
+    [
+        (DRAFTING, "--drafter none, or --enforce-eager"),
+        (
+            dataclasses.replace(SPEC, precision="fp8", enforce_eager=True),
+            "--kv-cache-precision bf16, or --precision bf16",
+        ),
+    ],
+)
+def test_who_is_refused_is_told_what_may_be_tried(spec: EngineSpec, ways: str) -> None:
+    with pytest.raises(EngineError, match=r"its answers are not its target's: token 0 of .* is ' a'") as refused:
+        require_passed(check(Engine(8.0), spec))
+    assert refused.value.hint.endswith(f": {ways}")
+
+
+def test_a_ledger_tells_of_the_engine_that_was_refused() -> None:
+    passed, failed = check(Engine()).to_json(), check(Engine(8.0), DRAFTING).to_json()
+    require_none_failed([passed, ""])
+    with pytest.raises(EngineError, match="its answers are not its target's") as refused:
+        require_none_failed([passed, "", failed])
+    assert "--drafter none" in refused.value.hint
+
+
+def test_a_sampled_request_runs_beside_it_where_both_fit() -> None:
+    engine, alone = Engine(), Engine()
+    check(engine)
+    check(alone, dataclasses.replace(SPEC, max_num_seqs=1))
+    assert [temperature for _, _, temperature in engine.asked] == [0.0, 1.0]
+    assert [temperature for _, _, temperature in alone.asked] == [0.0]
+    assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
+
+
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 22), (64, NUM_TOKENS)])
+def test_a_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
+    engine = Engine(max_model_len=max_model_len)
+    found = check(engine)
+    assert found.num_tokens == num_tokens
+    assert found.outcome == ("passed" if num_tokens else "skipped")
+    assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
+
+
+def test_an_answer_without_a_token_is_no_answer() -> None:
+    assert check(Engine(tokens=0)).seen == "it answered with no token"
+    assert check(Engine(tokens=5)).num_tokens == 5
+
+
+def test_drafts_that_are_accepted_by_lot_are_not_checked() -> None:
+    lot = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
+    found = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
+    assert found.outcome == "skipped"
+    require_passed(found)
+
+
+def test_an_engine_without_log_probabilities_is_said_not_to_be_checked() -> None:
+    class Mute(Engine):
+        async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+            raise RequestRefused("max_logprobs is 0")
+
+    assert check(Mute()).seen == "the engine refused it: max_logprobs is 0"
+
+
+def test_an_engine_that_does_not_answer_is_given_up() -> None:
+    class Silent(Engine):
+        async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    with pytest.raises(EngineError, match=r"did not answer its self-check within 0\.05 s"):
+        check(Silent(), limit_s=0.05)
+
+
+def test_the_fake_engine_passes_unless_it_is_to_be_wrong() -> None:
+    assert check(FakeEngine().checkable).outcome == "passed"
+    assert check(FakeEngine(is_wrong=True).checkable).outcome == "failed"
+    assert check(FakeEngine(max_model_len=16).checkable).num_tokens == 7
+
+
+def test_outcomes_are_counted() -> None:
+    kept = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
+    assert counted([*kept, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}
