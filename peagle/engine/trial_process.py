@@ -18,6 +18,8 @@ from typing import Any
 from peagle.engine import grammar_priority
 
 _WALL_FACTOR = 20  # of processor time, on a machine where others compute
+# Of a compiler that fails where an engine's would, too. Other signals come from outside, and say nothing of a grammar.
+_CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _STEPS = 16
 _STEP_S = 0.01  # processor time of the mask of one token: every request on the engine waits for each
 
@@ -63,8 +65,8 @@ def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[
         said = answer.read()
     _, status, used = os.wait4(child, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    outcomes: dict[int | None, str] = {signal.SIGPROF: "slow", signal.SIGALRM: "busy"}
-    verdict = json.loads(said) if said else {"outcome": outcomes.get(ended_by, "large")}
+    outcomes: dict[int | None, str] = {signal.SIGPROF: "slow", **dict.fromkeys(_CRASHES, "large")}
+    verdict = json.loads(said) if said else {"outcome": outcomes.get(ended_by, "busy")}
     return {**verdict, "cpu_s": used.ru_utime + used.ru_stime}
 
 

@@ -23,18 +23,21 @@ def answer_shape(
             0 if asks_logprobs is None else 1 + max(_count(asks_logprobs), _length(values.get("logprob_token_ids")))
         )
     asked = values.get("prompt_logprobs")
-    prompt_logprobs = (0 if asked is None else 1 + _count(asked)) or (logprobs if repeats else 0)
+    # vLLM gives a chat with `echo` those of its prompt, whether it wants any or not.
+    prompt_logprobs = 1 + _count(asked) if asked is not None else max(logprobs, int(is_chat)) * repeats
     with_ids = bool(values.get("return_token_ids"))
     comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
     most = num_body_bytes + _TEMPLATE_TOKENS
     lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
     each = num_choices // max(1, len(lengths))
+    is_beam_search = bool(values.get("use_beam_search"))
     return AnswerShape(
         num_choices=num_choices,
         prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
-        logprobs=logprobs,
+        logprobs=max(logprobs, 1 + 2 * each) if is_beam_search else logprobs,  # vLLM asks for two of each beam
         prompt_logprobs=prompt_logprobs,
         with_ids=with_ids,
+        beam_prompt_tokens=min(max(lengths), max_model_len) if is_beam_search else None,
     )
 
 

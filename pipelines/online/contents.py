@@ -98,7 +98,7 @@ def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: f
         if counts[modality] > allowed:
             message = f"the request has more than {allowed} of {modality}"
             raise ApiError(400, message, code="too_many_media", param="messages")
-        if (url := _url(part)) is not None:
+        for url in _urls(part):
             _check_url(url, where, domains)
 
 
@@ -123,10 +123,13 @@ def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield f"messages[{index}].content[{number}]", part
 
 
-def _url(part: Mapping[str, Any]) -> str | None:
-    value = next((part[name] for name in ("image_url", "audio_url", "video_url") if part.get(name) is not None), None)
-    value = value.get("url") if isinstance(value, dict) else value
-    return None if value is None else str(value)
+def _urls(part: Mapping[str, Any]) -> Iterator[str]:
+    """All that a part has: which one vLLM reads depends on its type."""
+    for name in ("image_url", "audio_url", "video_url"):
+        value = part.get(name)
+        value = value.get("url") if isinstance(value, dict) else value
+        if value is not None:
+            yield str(value)
 
 
 def _shown(kind: Any) -> str:

@@ -1,7 +1,10 @@
 """Grammars on trial, in real processes."""
 
 import asyncio
+import faulthandler
 import json
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import psutil
 import pytest
 import xgrammar
 
+from peagle.engine import trial_process
 from peagle.engine import trials as module
 from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _specs, _Turns, check_schema, try_first
 from peagle.errors import ConfigError
@@ -127,6 +131,23 @@ def test_a_process_that_cannot_be_asked_refuses_nothing_for_good(monkeypatch):
     with pytest.raises(TrialsBusy):
         asyncio.run(scene())
     trials.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [("SIGKILL", "busy"), ("SIGTERM", "busy"), ("SIGALRM", "busy"), ("SIGPROF", "slow"), ("SIGSEGV", "large"),
+     ("SIGABRT", "large")],
+)  # fmt: skip
+def test_a_compiler_that_is_killed_from_outside_says_nothing_of_a_grammar(monkeypatch, number, outcome):
+    """As by a machine without memory: the verdict would hold for everybody who has that schema."""
+
+    def die(*_):
+        faulthandler.disable()  # in the child, whose end is wanted
+        os.kill(os.getpid(), getattr(signal, number))
+
+    monkeypatch.setattr(trial_process, "_compile", die)
+    said = trial_process._tried(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
+    assert said["outcome"] == outcome
 
 
 class Slow:

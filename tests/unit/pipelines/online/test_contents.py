@@ -70,6 +70,11 @@ def test_media_come_from_named_domains_alone(url, domains):
     assert refused(says(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
 
 
+def test_every_url_of_a_part_is_looked_at():
+    part = {"type": "video_url", "image_url": {"url": "data:x"}, "video_url": {"url": URL}}
+    assert refused(says(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
+
+
 def test_media_that_are_allowed_pass_up_to_their_number():
     data = image("data:image/png;base64,AAAA")
     assert refused(says(data), {"image": 2}) is None
