@@ -5,7 +5,7 @@ comes; only the server in the proxy knows to wait. The messages of the other dir
 each end that takes says among these how much it has taken, and the other waits for that.
 
     client <- server <- Notes   <- Serve <- Window (`batches/downloads.py`)
-    client -> server -> Reading -> Serve -> Upload (`uploads.py`)
+    client -> server -> Reading -> Serve -> Told   (`uploads.py`, `gate.py`)
 
 A client can say nothing of the kind: a server makes no message with such a key or of such a type. The middle ones are
 in the proxy (`front.py`). Where they are not, as on nodes that somebody started in another environment, the ingress
@@ -21,6 +21,7 @@ _TAKEN = "peagle.taken"  # a key of a message: bytes of the answer that the clie
 _IS_TOLD = "peagle.is_told"  # a key of a message: that its sender waits to be told what was read
 _READ = "peagle.read"  # a type of messages: bytes of the body that were read until now
 UPLOAD_WINDOW_BYTES = 1 << 21
+_PATIENCE_S = 1.0
 
 
 class Notes:
@@ -67,20 +68,22 @@ class Notes:
 
 
 class Reading:
-    """The proxy's end of an upload: `receive` and `send` that hand on no more of the body than the ingress is to have.
+    """The proxy's end of a body: `receive` and `send` that hand on no more of it than the ingress is to have.
 
-    What is more stays with the client: a server stops reading where nobody asks for more.
+    What is more stays with the client: a server stops reading where nobody asks for more. Another application than the
+    ingress tells nothing, and gets a window each second.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._num_passed = self._num_read = 0
-        self._is_answered = False
+        self._is_answered = self._is_told = False
         self._news = asyncio.Event()
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, or hear what the ingress has read."""
         if message["type"] == _READ:
+            self._is_told = True
             self._num_read = message["num_bytes"]
         else:
             self._is_answered = True  # the rest of the body is nobody's any more
@@ -91,20 +94,36 @@ class Reading:
         """The next piece of the body, when there is room for it."""
         while self._num_passed - self._num_read >= UPLOAD_WINDOW_BYTES and not self._is_answered:
             self._news.clear()
-            await self._news.wait()
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._news.wait()
+            except TimeoutError:
+                if not self._is_told:
+                    self._num_read = self._num_passed
         message = await self._receive()
         self._num_passed += len(message.get("body", b""))
         return {**message, _IS_TOLD: True}
 
 
-def wants_to_be_told(message: Message) -> bool:
-    """Whether the sender of this piece of a body waits to be told that it was read."""
-    return _IS_TOLD in message
+class Told:
+    """The ingress's end of a body: a `receive` that says what was read, where somebody waits for that.
 
+    Args:
+        send: as the answer's messages are sent.
+    """
 
-def read_note(num_bytes: int) -> Message:
-    """What tells that so much of a body was read, to be sent as the answer's messages are."""
-    return {"type": _READ, "num_bytes": num_bytes}
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._num_read = self._num_told = 0
+
+    async def __call__(self) -> Message:
+        """The next message."""
+        message = await self._receive()
+        self._num_read += len(message.get("body", b""))
+        if _IS_TOLD in message and self._num_read - self._num_told >= UPLOAD_WINDOW_BYTES // 4:
+            self._num_told = self._num_read
+            await self._send({"type": _READ, "num_bytes": self._num_read})
+        return message
 
 
 class Window:

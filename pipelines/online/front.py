@@ -5,8 +5,8 @@ or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's
 error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
 which no client asks again: that is a 503 too. The proxy also takes orders from anybody's headers, before the gate has
 seen a key, and fails where it cannot read them; so they are left out. What other applications of the cluster say, and
-are told, passes. The proxy would fetch a whole file for a client that does not read it, and press a whole upload on an
-ingress that is not as fast; so files go with back-pressure (`flow.py`).
+are told, passes. The proxy would fetch a whole file for a client that does not read it, and press a whole body on an
+ingress that is not as fast, or does not want it; so both go with back-pressure (`flow.py`).
 
 Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows
 ASGI, and of Ray that one text and those headers.
@@ -49,6 +49,8 @@ _NOT_FOUND = 404
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
 _FILES, _CONTENT = "/v1/files/", "/content"
+_POSTED = ("/v1/files", "/v1/chat/completions", "/v1/completions", "/v1/batches", "/cancel")
+_WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _DIED = "the endpoint is being restarted; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
 _log = logging.getLogger("ray.serve")
@@ -159,12 +161,12 @@ def _is_for_api(scope: Scope) -> bool:
 
 @contextlib.asynccontextmanager
 async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
-    """The `receive` and `send` with which Serve is to answer: where files go either way, with back-pressure."""
+    """The `receive` and `send` with which Serve is to answer: where much may go either way, with back-pressure."""
     method, path = scope.get("method"), scope.get("path", "")
     if method == "GET" and _FILES in path and path.endswith(_CONTENT):
         with contextlib.closing(Notes(receive, send)) as notes:
             yield notes.receive, notes.send
-    elif method == "POST" and path.endswith(_FILES.rstrip("/")):
+    elif method in _WITHOUT_BODY or (method == "POST" and path.endswith(_POSTED)):
         reading = Reading(receive, send)
         yield reading.receive, reading.send
     else:

@@ -19,6 +19,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.online.errors import ApiError, from_exception
+from pipelines.online.flow import Told
 from pipelines.online.heavy import HeavyWork
 from pipelines.online.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.load import Load
@@ -137,7 +138,7 @@ class Gate:
     async def _generate(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route, request_id: str) -> None:
         """An engine's answer: its tokens and cost are held until it is known what it used."""
         settings, key = self._settings, scope[KEY_IN_SCOPE]
-        body = await self._read(scope, receive)
+        body = await self._read(scope, Told(receive, answer.send))
         intake = await self._heavy.run(
             key.name,
             len(body),
@@ -191,7 +192,7 @@ class Gate:
         settings = self._settings
         await self._settlements.require_budget(scope[KEY_IN_SCOPE])
         if route.rule is Rule.ORDER:
-            body = await self._read(scope, receive)
+            body = await self._read(scope, Told(receive, answer.send))
             ORDER.check(body)
             receive = _replay(body, receive)
         else:

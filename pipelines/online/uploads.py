@@ -9,7 +9,7 @@ import time
 from starlette.types import Message, Receive, Send
 
 from pipelines.online.errors import ApiError
-from pipelines.online.flow import UPLOAD_WINDOW_BYTES, read_note, wants_to_be_told
+from pipelines.online.flow import Told
 
 
 def too_large(limit: int) -> ApiError:
@@ -30,8 +30,7 @@ class Upload:
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
-        self._receive, self._send = receive, send
-        self._num_told: int | None = None
+        self._receive = Told(receive, send)
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
         self._give_up_at = time.monotonic() + timeout_s
@@ -45,17 +44,12 @@ class Upload:
         """
         if self.is_whole:
             return await self._receive()
-        if self._num_told is not None and self._num_bytes - self._num_told >= UPLOAD_WINDOW_BYTES // 4:
-            self._num_told = self._num_bytes
-            await self._send(read_note(self._num_bytes))
         left_s = self._give_up_at - time.monotonic()
         try:
             async with asyncio.timeout(min(self._piece_timeout_s, left_s)):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
-        if self._num_told is None and wants_to_be_told(message):
-            self._num_told = 0
         self._num_bytes += len(message.get("body", b""))
         self.is_whole = not message.get("more_body")
         if self._num_bytes > self._max_bytes:

@@ -832,3 +832,31 @@ def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
     assert answer.status_code == status
     assert "secret" not in answer.text
     assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_a_large_body_is_told_as_it_is_read(settings, keys):
+    """Else the proxy, which hands on no more than a window, would wait for ever."""
+    pieces, told = 6, []
+
+    async def scene():
+        budgets_of.cache_clear()
+        totals_of.cache_clear()
+        gate = Gate(Engine(), GateSettings(**settings | {"max_body_bytes": 8 << 20}), ROUTES)
+        messages = [
+            {"type": "http.request", "body": b" " * (1 << 20), "more_body": True, "peagle.is_told": True}
+            for _ in range(pieces)
+        ]
+        messages.append({"type": "http.request", "body": b"{}", "more_body": False, "peagle.is_told": True})
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            if message["type"] == "peagle.read":
+                told.append(message["num_bytes"])
+
+        headers = [(b"authorization", f"Bearer {keys['alice']}".encode())]
+        await gate({"type": "http", "method": "POST", "path": CHAT, "headers": headers, "root_path": ""}, receive, send)
+
+    asyncio.run(scene())
+    assert told == [(number + 1) << 20 for number in range(pieces)]

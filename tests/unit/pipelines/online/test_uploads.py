@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from pipelines.online import flow
 from pipelines.online.errors import ApiError
 from pipelines.online.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.front import Front
@@ -98,6 +99,61 @@ def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
     assert num_sent == NUM_PIECES
     assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/cost"), ("DELETE", "/v1/files/file-1"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/health"),
+     ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
+)  # fmt: skip
+def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path):
+    """Serve takes it all, for as long as the answer takes: it was gigabytes, of a client without a key too."""
+    num_sent = 0
+
+    async def client():
+        nonlocal num_sent
+        await asyncio.sleep(0)
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES)
+
+    async def serve(scope, receive, send):
+        async def take_all():
+            while True:
+                await receive()
+
+        taking = asyncio.create_task(take_all())
+        await asyncio.sleep(0.2)
+        taking.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def send(message):
+        pass
+
+    asyncio.run(Front(serve)({"type": "http", "method": method, "path": path, "headers": []}, client, send))
+    assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
+
+
+def test_an_application_that_tells_nothing_gets_its_bodies(monkeypatch):
+    monkeypatch.setattr(flow, "_PATIENCE_S", 0.02)
+    pieces = [piece(b"x" * PIECE_BYTES, more=number + 1 < NUM_PIECES) for number in range(NUM_PIECES)]
+
+    async def client():
+        return pieces.pop(0)
+
+    async def another(scope, receive, send):
+        num_bytes, more = 0, True
+        while more:
+            message = await receive()
+            num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
+        assert num_bytes == NUM_PIECES * PIECE_BYTES
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/other/v1/files", "headers": []}
+    asyncio.run(asyncio.wait_for(Front(another)(scope, client, send), 5))
+    assert not pieces
 
 
 def test_a_body_that_is_refused_is_not_held_up():
