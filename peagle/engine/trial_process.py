@@ -51,6 +51,7 @@ def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[
     child = os.fork()
     if child == 0:
         try:
+            os.dup2(2, 1)  # standard output is for verdicts, and not for what a library says
             _limit(settings["cpu_s"], settings["memory_bytes"])
             os.write(writable, json.dumps(_compile(xgrammar, tokenizer, asked)).encode())
         except MemoryError:

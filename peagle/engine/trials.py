@@ -2,16 +2,19 @@
 
 What a schema, a regular expression or a grammar costs to compile does not show in its size. vLLM compiles in the
 engine's own process, for as long and in as much memory as it takes, and every request there waits. A trial has some
-seconds of processor time and a bound on memory; its verdict is remembered. Online and bulk share it.
+seconds of processor time and a bound on memory; its verdict is remembered, a refusal for ten minutes. Online and bulk
+share it.
 """
 
 import asyncio
 import functools
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,7 @@ DEFAULT_CPU_S = 3.0
 ASKER: ContextVar[str] = ContextVar("asker", default="")
 """Whose request this task works on: trials take askers in turn."""
 _REMEMBERED = 4_096
+_REFUSED_S = 600.0  # a machine that is busy makes processor time longer, too: what was too slow then is tried again
 _MEMORY_BYTES = 512 * 2**20  # that a compilation may add
 _MOST_OF_ONE = 5  # that are tried or wait
 _MOST_OF_ALL = 64
@@ -61,13 +65,15 @@ class Trials:
         is_shared: bool = False,
         cpu_s: float = DEFAULT_CPU_S,
         memory_bytes: int = _MEMORY_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._any_whitespace = any_whitespace
         self._is_shared = is_shared
         self._cpu_s = cpu_s
         self._process = _Process(lambda: {**tokenizer(), "cpu_s": cpu_s, "memory_bytes": memory_bytes})
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
-        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+        self._monotonic = monotonic
+        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # and until when it holds
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._of_asker: Counter[str] = Counter()
         self._turns = _Turns()
@@ -92,9 +98,10 @@ class Trials:
         self._process.close()
 
     async def _verdict(self, digest: str, asked: Mapping[str, Any]) -> str | None:
-        if digest in self._verdicts:
+        reason, holds_until = self._verdicts.get(digest, (None, -math.inf))
+        if self._monotonic() < holds_until:
             self._verdicts.move_to_end(digest)
-            return self._verdicts[digest]
+            return reason
         task = self._running.get(digest)
         if task is None:
             asker = ASKER.get()
@@ -121,7 +128,7 @@ class Trials:
         if verdict["outcome"] in ("busy", "gone"):
             raise TrialsBusy("the machine is too busy to try a new schema or grammar; try again")
         reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
-        self._verdicts[digest] = reason
+        self._verdicts[digest] = reason, math.inf if reason is None else self._monotonic() + _REFUSED_S
         if len(self._verdicts) > _REMEMBERED:
             self._verdicts.popitem(last=False)
         return reason

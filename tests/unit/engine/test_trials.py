@@ -150,6 +150,34 @@ def test_a_compiler_that_is_killed_from_outside_says_nothing_of_a_grammar(monkey
     assert said["outcome"] == outcome
 
 
+def test_a_refusal_of_a_busy_machine_does_not_hold_for_good(monkeypatch):
+    outcomes, asked, now = ["slow", "ok"], [], [0.0]
+
+    class Process:
+        def ask(self, about):
+            asked.append(about["spec"])
+            return {"outcome": outcomes.pop(0)}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(module, "_Process", lambda settings: Process())
+    trials = Trials(vocabulary, monotonic=lambda: now[0])
+
+    async def scene():
+        for at in (0.0, 599.0):
+            now[0] = at
+            with pytest.raises(TrialRefused):
+                await trials.require(constraint(regex="a"))
+        for at in (601.0, 1e9):
+            now[0] = at
+            await trials.require(constraint(regex="a"))
+
+    asyncio.run(scene())
+    assert asked == ["a", "a"]
+    trials.close()
+
+
 class Slow:
     """A process that answers when a test says so."""
 
