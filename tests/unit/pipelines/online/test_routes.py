@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from pipelines.online import ingress
 from pipelines.online.errors import ApiError
-from pipelines.online.gate import GateSettings
+from pipelines.online.gate import Gate, GateSettings
 from pipelines.online.paths import path_refusal
 from pipelines.online.routes import PASS, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
 
@@ -132,6 +132,22 @@ def test_a_new_route_is_guarded_though_nobody_thought_of_it():
 
     with pytest.raises(ApiError):
         asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
+
+
+def test_a_websocket_is_let_in_nowhere(tmp_path):
+    app, sent = guarded_app(), []
+
+    @app.websocket("/v1/new")
+    async def new(socket):
+        await socket.accept()
+
+    async def send(message):
+        sent.append(message)
+
+    gate = Gate(app, GateSettings(models=(), ledger=tmp_path), TABLE)
+    scope = {"type": "websocket", "path": "/v1/new", "root_path": "", "headers": [], "query_string": b""}
+    asyncio.run(gate(scope, nothing, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
 def test_what_costs_money_or_engines_is_metered_and_nothing_is_open_but_health_and_the_page():
