@@ -7,6 +7,7 @@
 # make setup  only the environment, in .venv
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
+# make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the endpoint's page again, in headless Chromium
 # make lock   resolve requirements/*.txt again
 #
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults hostile setup check audit-deps docs-bad-inputs docs-images lock clean
+.PHONY: demo test soak chaos faults hostile setup check audit-deps docs-bad-inputs docs-requests docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -86,6 +87,9 @@ $(PIP_AUDIT):
 
 docs-bad-inputs: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/bad_inputs
+
+docs-requests: setup
+	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/requests/test_fields.py
 
 docs-images: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/browser

@@ -11,6 +11,10 @@ from typing import Any
 _LEAST_LOGPROB = -9999.0
 
 
+class HalfSurrogate(ValueError):  # noqa: N818 - as a part of a sentence
+    """JSON text with half of a surrogate pair, which no text can hold and no UTF-8 can say."""
+
+
 def to_json(value: Any, **layout: Any) -> str:
     """A value as JSON text: bytes in base64, times as ISO 8601, null for NaN and infinity.
 
@@ -32,15 +36,35 @@ def to_json(value: Any, **layout: Any) -> str:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """What JSON text says. Python's own parser also takes NaN and infinities, written so or as 1e999.
+    """What JSON text says. Python's own parser also takes NaN and infinities, written so or as 1e999, halves of
+    surrogate pairs, and bytes of any encoding.
 
     Args:
+        text: bytes are UTF-8, with a BOM or without.
         options: as `json.loads` has them.
 
     Raises:
+        HalfSurrogate: there is half of a surrogate pair in it.
         ValueError: it is not JSON.
     """
-    return json.loads(text, parse_constant=_refuse, **{"parse_float": finite_float, **options})
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    value = json.loads(text, parse_constant=_refuse, **{"parse_float": finite_float, **options})
+    require_unicode(text, value)
+    return value
+
+
+def require_unicode(text: str, value: Any) -> None:
+    """Refuse what JSON text says where it has half of a surrogate pair, in a key or a value.
+
+    Raises:
+        HalfSurrogate: it has.
+    """
+    try:
+        text.encode()
+        if "\\ud" in text.lower():  # an escape, of which two may make a pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise HalfSurrogate("half a surrogate pair (\\ud800 to \\udfff), which is no text") from None
 
 
 def logprob_number(logprob: float) -> float:

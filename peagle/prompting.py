@@ -5,13 +5,15 @@ as a `RowError`, which becomes its dead letter.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.messages import kind_of, parse_messages
+from peagle.requests.chat_template import conversation, takes_parts
+from peagle.requests.openai import Body
 from peagle.templates import Template
 
 
@@ -153,24 +155,27 @@ class PromptBuilder:
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
         """Token ids of the row's prompt, or why there are none."""
         content = self._content(columns)
-        return content if isinstance(content, RowError) else self._tokens(content, chat=self.spec.chat)
+        if isinstance(content, RowError):
+            return content
+        return self._tokens(Body(content=content, is_chat=self.spec.chat))
 
-    def of_body(self, content: Any, *, chat: bool) -> list[int] | RowError:
+    def of_body(self, body: Body) -> list[int] | RowError:
         """Token ids of an OpenAI request: a chat's messages, or a completion's text or token ids."""
-        if chat and not self.spec.chat:
+        content = body.content
+        if body.is_chat and not self.spec.chat:
             return RowError(reason="invalid", message="the model has no chat template")
-        if chat:
-            messages = _messages(content, "body.messages")
-            return messages if isinstance(messages, RowError) else self._tokens(messages, chat=True)
+        if body.is_chat:
+            messages = self._messages(content, "body.messages", body.template.get("tools"))
+            return messages if isinstance(messages, RowError) else self._tokens(replace(body, content=messages))
         if isinstance(content, str):
-            return self._tokens(content, chat=False)
+            return self._tokens(body)
         if isinstance(content, list) and content and all(map(_is_token_id, content)):
             return self._fitting(content)
         return RowError(reason="invalid_prompt", message=f"body.prompt holds {kind_of(content)}, not text or token ids")
 
-    def _tokens(self, content: str | list[dict[str, Any]], *, chat: bool) -> list[int] | RowError:
+    def _tokens(self, body: Body) -> list[int] | RowError:
         try:
-            token_ids = self._encode(content, chat=chat)
+            token_ids = self._encode(body)
         except Exception as error:  # it refuses roles, and its filters raise whatever they meet
             return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
         return self._fitting(token_ids)
@@ -188,7 +193,7 @@ class PromptBuilder:
     def _content(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]] | RowError:
         spec = self.spec
         if spec.messages_column is not None:
-            return _messages(columns.get(spec.messages_column), f"column {spec.messages_column!r}")
+            return self._messages(columns.get(spec.messages_column), f"column {spec.messages_column!r}")
         if self._template is not None:
             try:
                 return self._template.render(columns)
@@ -199,15 +204,34 @@ class PromptBuilder:
             return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {kind_of(value)}, not text")
         return value
 
-    def _encode(self, content: str | list[dict[str, Any]], *, chat: bool) -> list[int]:
-        if not chat:
-            return list(self._tokenizer.encode(content))  # type: ignore[arg-type]
+    def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
+        messages = parse_messages(value, keep_parts=takes_parts(self._chat_template(tools)))
+        if isinstance(messages, str):
+            return RowError(reason="invalid_messages", message=f"{where}{messages}")
+        return messages
+
+    def _encode(self, body: Body) -> list[int]:
+        """A text is encoded with the model's special tokens; a template writes its own."""
+        special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
+        text = self._chat(body) if body.is_chat else body.content
+        # Not said where it is the default: not every tokenizer knows the word.
+        return list(self._tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
+
+    def _chat(self, body: Body) -> Any:
+        content = body.content
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         if self.spec.system_prompt is not None:
             messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # The template writes its own special tokens; the tokenizer must not add them a second time.
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        told = conversation(messages, self._chat_template(body.template.get("tools")))
+        template = {"add_generation_prompt": True, **body.template}
+        return self._tokenizer.apply_chat_template(told, tokenize=False, **template)
+
+    def _chat_template(self, tools: Any) -> str:
+        """The template's text; a model may have one of its own for tools."""
+        own = self._tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("tool_use" if tools and "tool_use" in own else "default", "")
+        return str(own)
 
 
 def _default_source(columns: list[str], where: str) -> tuple[str | None, str | None]:
@@ -219,13 +243,6 @@ def _default_source(columns: list[str], where: str) -> tuple[str | None, str | N
     if {"custom_id", "body"}.issubset(columns):
         hint = "its rows look like requests of an OpenAI batch: say --input-format openai-batch"
     raise InputError(f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}", hint=hint)
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]] | RowError:
-    messages = parse_messages(value)
-    if isinstance(messages, str):
-        return RowError(reason="invalid_messages", message=f"{where}{messages}")
-    return messages
 
 
 def _is_token_id(value: Any) -> bool:

@@ -7,16 +7,21 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from peagle.answer_size import DEFAULT_MIB, AnswerShape
-from peagle.constraints import schema_error
+from peagle.constraints import request_error, schema_error
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import from_json
+from peagle.requests.bounds import bounds_error
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of `structured_outputs`
+_CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_REPETITION_NAMES = ("max_pattern_size", "min_pattern_size", "min_count")
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
@@ -27,7 +32,7 @@ class SamplingKeys(BaseModel):
 
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
-    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    top_k: int = Field(0, ge=-1, description="0 (or -1, as vLLM has it) keeps every token")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
     max_tokens: int = Field(256, ge=1, description="longest response in tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end a response")
@@ -46,6 +51,11 @@ class SamplingKeys(BaseModel):
         None, description="JSON schema that every response keeps to: a file, or the schema itself"
     )
     ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+
+    @field_validator("top_k")
+    @classmethod
+    def _off_is_zero(cls, value: int) -> int:
+        return max(value, 0)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -73,6 +83,51 @@ class SamplingKeys(BaseModel):
 
 
 SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
+"""Of a run."""
+
+
+class RequestSampling(SamplingKeys):
+    """What one request may set: all that a run may, and what means something for one prompt alone."""
+
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0)
+    bad_words: list[str] = Field(default_factory=list)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    repetition_detection: dict[str, int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_are_of_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if wrong := next((key for key in value or () if not (key.isascii() and key.isdecimal())), None):
+            raise ValueError(f"{shown(wrong)} is no token id")
+        return value
+
+    @field_validator("repetition_detection")
+    @classmethod
+    def _known_numbers(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+        if unknown := sorted(set(value or ()) - set(_REPETITION_NAMES)):
+            raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], _REPETITION_NAMES)}")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        given = {name for name, one in (value or {}).items() if one is not None}
+        if unknown := sorted(given - {*_CONSTRAINTS, *_CONSTRAINT_OPTIONS}):
+            raise ValueError(
+                f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS))}"
+            )
+        if value is not None and len(given.intersection(_CONSTRAINTS)) != 1:
+            raise ValueError(f"it needs one of {', '.join(_CONSTRAINTS)}")
+        if wrong := request_error({"structured_outputs": value}):
+            raise ValueError(wrong[1])
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +160,12 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
         return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
         return "min_p: vLLM does not take it together with a drafter; use top_p, or drafter: none"
+    if sampling.get("logit_bias") and limits.has_drafter:
+        return "logit_bias: vLLM does not take it together with a drafter; use drafter: none"
+    if sampling.get("min_tokens", 0) > sampling["max_tokens"]:
+        return f"min_tokens: {sampling['min_tokens']} are more than max_tokens, {sampling['max_tokens']}"
+    if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:
+        return "structured_outputs: it excludes json_schema and response_format"
     # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
     if sampling.get("seed") is not None and not greedy and not limits.can_seed:
         return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
@@ -147,8 +208,10 @@ def _overrides(values: Any) -> dict[str, Any] | str:
     if not isinstance(values, dict):
         return f"a {type(values).__name__}, not an object of parameters"
     given = {key: value for key, value in values.items() if value is not None}
+    if wrong := bounds_error(given):
+        return f"{wrong[0]}: {wrong[1]}"
     try:
-        model = SamplingKeys.model_validate(given, strict=True)
+        model = RequestSampling.model_validate(given, strict=True)
     except pydantic.ValidationError as error:
         return _explain(error.errors()[0])
     return {key: getattr(model, key) for key in given}
@@ -157,7 +220,7 @@ def _overrides(values: Any) -> dict[str, Any] | str:
 def _explain(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown parameter {shown(name)}: {did_you_mean(name, SAMPLING_KEYS)}"
+        return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
     return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown(error['input'])}"
 
 

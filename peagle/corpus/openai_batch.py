@@ -1,7 +1,7 @@
 """The OpenAI batch format: one request a line, with `custom_id`, `method`, `url` and `body`.
 
 It checks the envelope; what is in a body is checked where prompts and sampling parameters are
-(`peagle/requests.py`). A body is carried as JSON text: bodies differ from row to row.
+(`peagle/requests/builder.py`). A body is carried as JSON text: bodies differ from row to row.
 """
 
 from typing import Any

@@ -13,6 +13,7 @@ from peagle.corpus.csv_rows import csv_rows
 from peagle.corpus.lines import Lines, lines_of
 from peagle.corpus.openai_batch import batch_row
 from peagle.corpus.rows import RawRow, Span
+from peagle.plain_json import HalfSurrogate, require_unicode
 
 TEXT_COLUMN = "prompt"
 _DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, less those of whoever calls
@@ -60,15 +61,17 @@ def read_records(span: Span) -> Iterator[RawRow]:
 
 def _json_row(line: bytes, where: str) -> RawRow:
     try:
-        value = json.loads(line.removeprefix(_BOM).decode())  # of bytes it would guess the encoding
+        text = line.removeprefix(_BOM).decode()  # of bytes `json.loads` would guess the encoding
+        value = json.loads(text)
+        require_unicode(text, value)
+    except HalfSurrogate as error:
+        return _no_row(line, f"{where}: {error}")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         return _no_row(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
         return _no_row(line, f"{where}: a JSON {type(value).__name__}, not an object")
     if line.count(b"[") + line.count(b"{") > _DEEPEST and _is_deep(value):
         return _no_row(line, f"{where}: more than {_DEEPEST} levels deep")
-    if b"\\ud" in line.lower() and not _is_unicode(value):
-        return _no_row(line, f"{where}: half a surrogate pair, which is no text")
     return RawRow(value)
 
 
@@ -80,14 +83,6 @@ def _is_deep(value: Any) -> bool:
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False
-    return True
-
-
-def _is_unicode(value: dict[str, Any]) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
     return True
 
 

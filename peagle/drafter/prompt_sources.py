@@ -14,7 +14,7 @@ from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, 
 from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
 from peagle.errors import InputError, did_you_mean
-from peagle.openai_body import parse_body
+from peagle.requests.openai import parse_body
 
 MESSAGES = "messages"
 PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run's own, such as `response`
@@ -132,6 +132,12 @@ def _of_request(row: Row) -> Row:
     body = parse_body(row["url"], row["body"])
     if isinstance(body, str):
         raise InputError(f"request {row['custom_id']!r}: {body}")
+    if body.template:
+        names = ", ".join(sorted(body.template))
+        raise InputError(
+            f"request {row['custom_id']!r} has {names}: prompts of a training are messages alone",
+            hint="leave these requests out; an answer without them would be another one",
+        )
     return {"id": row["custom_id"], MESSAGES if body.is_chat else PROMPT: body.content}
 
 

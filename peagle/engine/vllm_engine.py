@@ -195,12 +195,18 @@ def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
 
 def _sampling_params(sampling: Mapping[str, Any]) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     arguments = {key: value for key, value in sampling.items() if key not in ("json_schema", "stop")}
     if schema := sampling.get("json_schema"):
         arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
-    return SamplingParams(**arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY)
+    elif constraint := sampling.get("structured_outputs"):
+        arguments["structured_outputs"] = StructuredOutputsParams(**constraint)
+    if detection := sampling.get("repetition_detection"):
+        arguments["repetition_detection"] = RepetitionDetectionParams(**detection)
+    return SamplingParams.from_optional(
+        **arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY
+    )
 
 
 def _require_answers(output: Any) -> None:

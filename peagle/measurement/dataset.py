@@ -17,9 +17,9 @@ from peagle.drafter.data import Row
 from peagle.errors import InputError
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.measurement.keys import HUMANEVAL, MeasurementKeys
-from peagle.openai_body import parse_body
 from peagle.plain_json import is_nan, to_json
 from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer, resolve_prompts
+from peagle.requests.openai import parse_body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
     body = parse_body(row["url"], row[builder.spec.body_column])
     if isinstance(body, str):
         return RowError(reason="invalid", message=body)
-    return builder.of_body(body.content, chat=body.is_chat)
+    return builder.of_body(body)
 
 
 def _category(row: Mapping[str, Any], column: str | None) -> str | None:

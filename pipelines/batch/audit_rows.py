@@ -27,7 +27,7 @@ from peagle.hardware import Hardware
 from peagle.lossless import NUM_LIKELIEST, Response, Verdict, compare, tie_margin
 from peagle.measurement.engine_up import with_engine
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
-from peagle.requests import RequestBuilder, SamplingSpec
+from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.storage import open_to_read
 from pipelines.batch.plan import WorkUnit

@@ -13,7 +13,7 @@ import pyarrow as pa
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.corpus.scan import read
 from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
-from peagle.requests import RequestBuilder, SamplingSpec
+from peagle.requests.builder import RequestBuilder, SamplingSpec
 from pipelines.batch.node import localize
 from pipelines.batch.plan import WorkUnit, unit_from_json
 from pipelines.batch.rows import given_back, packed, prepare

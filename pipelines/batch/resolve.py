@@ -19,7 +19,7 @@ from peagle.engine.trials import check_schema
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
-from peagle.requests import SamplingSpec
+from peagle.requests.builder import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.node import localize

@@ -17,7 +17,7 @@ from peagle.engine.generation import Completion, Generation
 from peagle.errors import InputError
 from peagle.plain_json import to_json
 from peagle.prompting import RowError
-from peagle.requests import Request, RequestBuilder
+from peagle.requests.builder import Request, RequestBuilder
 from pipelines.batch.plan import WorkUnit, unit_from_json, unit_to_json
 
 _LOGPROB = pa.struct(

@@ -8,6 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from peagle.constraints import request_error
+from peagle.messages import message_error
+from peagle.requests.bounds import bounds_error
+from peagle.requests.openai import template_error
 from pipelines.online.errors import ApiError
 
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
@@ -17,17 +20,6 @@ _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
     *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
 )
-_REFUSED = {
-    "chat_template": "the model's own template is used",
-    "prompt_embeds": "prompts are text or token ids",
-    "kv_transfer_params": "it is the engines' own",
-    "ec_transfer_params": "it is the engines' own",
-    "media_io_kwargs": "media are read as the endpoint's operator says",
-    "mm_processor_kwargs": "media are read as the endpoint's operator says",
-}
-_MOST_ENTRIES = {"tools": 128, "stop": 64, "bad_words": 128, "documents": 128, "stop_token_ids": 1024}
-_MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM's core looks for each length at each token
-_MOST_TEXT_BYTES = {"stop": 8_192, "bad_words": 8_192}
 
 
 def check_contents(
@@ -43,42 +35,33 @@ def check_contents(
     Raises:
         ApiError: 400, with the field that is at fault.
     """
-    for field, reason in _REFUSED.items():
-        if values.get(field) is not None:
-            raise ApiError(400, f"{field} is not taken: {reason}", code="unsupported_parameter", param=field)
-    if isinstance(kwargs := values.get("chat_template_kwargs"), dict) and "chat_template" in kwargs:
-        message = f"chat_template is not taken: {_REFUSED['chat_template']}"
-        raise ApiError(400, message, code="unsupported_parameter", param="chat_template_kwargs")
-    _check_lists(values, {**_MOST_ENTRIES, "messages": max_messages})
-    _check_repetitions(values.get("repetition_detection"))
+    kwargs = values.get("chat_template_kwargs")
+    if kwargs is not None and (refused := template_error(kwargs)):
+        raise ApiError(
+            400, f"chat_template_kwargs: {refused}", code="unsupported_parameter", param="chat_template_kwargs"
+        )
+    _check_lists(values, max_messages)
+    _check_messages(values.get("messages"))
     _check_media(values, media, media_domains)
     if wrong := request_error(values):
         field, reason = wrong
         raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
 
 
-def _check_lists(values: Mapping[str, Any], most_entries: Mapping[str, int]) -> None:
-    for field, most in most_entries.items():
-        value = values.get(field)
-        if isinstance(value, list) and len(value) > most:
-            message = f"{field} has {len(value):,} entries, and may have {most:,}"
-            raise ApiError(400, message, code="invalid_value", param=field)
-    for field, most in _MOST_TEXT_BYTES.items():
-        value = values.get(field)
-        texts = value if isinstance(value, list) else [value]
-        size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
-        if size > most:
-            message = f"{field} has {size:,} bytes, and may have {most:,}"
-            raise ApiError(400, message, code="invalid_value", param=field)
+def _check_lists(values: Mapping[str, Any], max_messages: int) -> None:
+    messages = values.get("messages")
+    if isinstance(messages, list) and len(messages) > max_messages:
+        message = f"messages has {len(messages):,} entries, and may have {max_messages:,}"
+        raise ApiError(400, message, code="invalid_value", param="messages")
+    if wrong := bounds_error(values):
+        field, message = wrong
+        raise ApiError(400, message, code="invalid_value", param=field)
 
 
-def _check_repetitions(detection: Any) -> None:
-    for name, most in _MOST_REPETITIONS.items() if isinstance(detection, dict) else ():
-        number = detection.get(name)
-        # A number as text is one for pydantic, too.
-        if (isinstance(number, int | float) and number > most) or (isinstance(number, str) and len(number) > 2):
-            message = f"repetition_detection.{name} may be {most} at most"
-            raise ApiError(400, message, code="invalid_value", param="repetition_detection")
+def _check_messages(messages: Any) -> None:
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and isinstance(message.get("role"), str) and (wrong := message_error(message)):
+            raise ApiError(400, f"messages[{index}]: {wrong}", code="invalid_value", param="messages")
 
 
 def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import did_you_mean, shown
-from peagle.plain_json import finite_float, from_json
+from peagle.plain_json import HalfSurrogate, finite_float, from_json
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
 from pipelines.online.answer_room import answer_shape, within_room
 from pipelines.online.contents import check_contents
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.shape import REQUEST
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+CHAT = CHAT_URL
+COMPLETIONS = COMPLETIONS_URL
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
@@ -39,13 +40,9 @@ _DIGITS_SHOWN = 40
 _OF_A_TEXT_PART = {"type", "text"}
 # What vLLM takes from anybody and the endpoint decides: whose cache a request reads, and by which ids it is known.
 _OF_THE_ENDPOINT = ("cache_salt", "request_id", "session_id")
-_REFUSED = {"vllm_xargs": "engines have no extensions that read it", "priority": "requests are served as they come"}
 _MOST_FRACTIONS = 10_000
 _MOST_FIELDS, _LONGEST_FIELD = 200, 100  # of a request; vLLM has some seventy
 _DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
-# vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py); of ids that end an answer, of
-# which the model's own are some, only where it has a least length.
-_MOST_ENTRIES = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +117,7 @@ def check(
     """
     values = _parse(path, body)
     model = _model(values, key, models)
-    _require_nothing_of_others(values)
+    values = _as_an_engine_takes_it(path, values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
@@ -140,7 +137,7 @@ def check(
     values["model"] = model.name
     values |= {"cache_salt": cache_salt} if cache_salt else {}
     return Intake(
-        body=_to_bytes(values),
+        body=json.dumps(values, ensure_ascii=False).encode(),
         model=model,
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),
@@ -157,6 +154,8 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
     REQUEST.check(body)
     try:
         values = from_json(body, parse_int=_whole_number, parse_float=_Fractions().read)
+    except HalfSurrogate as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     if not isinstance(values, dict):
@@ -171,24 +170,23 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
             raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
-    for field, most in _MOST_ENTRIES.items():
-        if field == "stop_token_ids" and not values.get("min_tokens"):
-            continue
-        if isinstance(value := values.get(field), list | dict) and len(value) > most:
-            message = f"{field} has {len(value)} entries, and may have {most}"
-            raise ApiError(400, message, code="invalid_value", param=field)
     if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
         raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
     return values
 
 
-def _require_nothing_of_others(values: dict[str, Any]) -> None:
-    """Leave out by what a request could reach another's cache or be taken for it, or be served before it."""
-    for field, reason in _REFUSED.items():
-        if values.get(field):
-            raise ApiError(400, f"{field} is not taken: {reason}", code="unsupported_parameter", param=field)
-    for field in _OF_THE_ENDPOINT:
-        values.pop(field, None)
+def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The request without what asks for nothing, and without what the endpoint says itself.
+
+    Raises:
+        ApiError: 400, it has a field that nobody knows, or that is not taken.
+    """
+    if refused := refused_field(path, values, in_bulk=False):
+        code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
+        raise ApiError(400, str(refused), code=code, param=refused.field)
+    return {
+        name: value for name, value in values.items() if not (name in _OF_THE_ENDPOINT or asks_nothing(name, value))
+    }
 
 
 def _depth(values: Any) -> int:
@@ -224,14 +222,6 @@ def _whole_number(digits: str) -> int:
         return number
     shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
     raise ApiError(400, f"the number {shown} is too large: whole numbers have 64 bits", code="invalid_value")
-
-
-def _to_bytes(values: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        message = "the body is not valid JSON: half of a surrogate pair (\\ud800 to \\udfff) is no character"
-        raise ApiError(400, message, code="invalid_json") from None
 
 
 def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:

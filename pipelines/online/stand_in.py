@@ -16,8 +16,8 @@ from peagle.engine.generation import Completion, Generation, RequestRefused
 from peagle.engine.self_check import Checkable
 from peagle.errors import EngineError
 from peagle.openai_answer import output_line
-from peagle.openai_body import parse_body
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
+from peagle.requests.openai import parse_body
 from peagle.sampling import SamplingLimits, conflict
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.requests import CHAT, COMPLETION_TOKENS, COMPLETIONS
@@ -147,7 +147,7 @@ class StandInEngine:
         body = parse_body(url, asked)
         if isinstance(body, str):
             return body
-        token_ids = self._prompts.of_body(body.content, chat=body.is_chat)
+        token_ids = self._prompts.of_body(body)
         if isinstance(token_ids, RowError):
             return token_ids.message
         left = COMPLETION_TOKENS if url == COMPLETIONS else max(1, self._max_model_len - len(token_ids))

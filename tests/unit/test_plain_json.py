@@ -85,3 +85,18 @@ def test_no_configuration_takes_a_number_that_json_has_not(kind, name, number):
     with pytest.raises(pydantic.ValidationError) as caught:
         kind(**{name: number})
     assert any(error["loc"] == (name,) for error in caught.value.errors()), name
+
+
+@pytest.mark.parametrize(
+    "text", [r'"\ud83d"', r'{"\uDC00": 1}', '"\ud83d"', b'"\xed\xa0\x80"', '"x"'.encode("utf-16-le")]
+)
+def test_text_that_is_none_is_no_json(text):
+    with pytest.raises(ValueError, match=r"half a surrogate|codec|Expecting|control"):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    "text", [r'"\ud83d\ude00"', '"\U0001f600"', '"\U0001f600"'.encode(), b'\xef\xbb\xbf"\xf0\x9f\x98\x80"']
+)
+def test_a_pair_is_a_character(text):
+    assert from_json(text) == "\U0001f600"

@@ -64,6 +64,9 @@ def test_what_is_wrong_with_a_rows_parameters_is_said(values, message):
         ({"max_tokens": 101}, "max_tokens: 101 is more than the context of 100"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
         ({"min_p": 0.1}, "min_p: vLLM does not take it together with a drafter"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias: vLLM does not take it together with a drafter"),
+        ({"min_tokens": 11}, "min_tokens: 11 are more than max_tokens, 10"),
+        ({"json_schema": "{}", "structured_outputs": {"regex": "x"}}, "structured_outputs: it excludes json_schema"),
         ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU dies on seeded sampling"),
     ],
 )
@@ -77,6 +80,12 @@ def test_the_same_parameters_go_where_the_engine_takes_them():
     assert conflict(sampling, SamplingLimits(max_model_len=256)) is None
     greedy = {**sampling, "n": 1, "temperature": 0.0}
     assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
+
+
+def test_a_top_k_that_is_off_is_so_in_one_way():
+    """A run that continues, and one that says it as vLLM does, have the same fingerprint."""
+    assert SamplingKeys(top_k=-1) == SamplingKeys(top_k=0)
+    assert parse_overrides({"top_k": -2}).startswith("top_k: Input should be greater than or equal to -1")
 
 
 def test_a_row_whose_answer_could_fill_the_memory_is_refused():

@@ -12,7 +12,7 @@ from typing import Any
 from peagle.corpus.lines import Lines
 from peagle.corpus.openai_batch import envelope_error
 from peagle.errors import InputError, shown
-from peagle.plain_json import from_json
+from peagle.plain_json import HalfSurrogate, from_json
 from pipelines.online.errors import ApiError
 from pipelines.online.keys import KeyRecord
 from pipelines.online.requests import ServedModel, check
@@ -150,6 +150,8 @@ class _Reader:
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         request = from_json(line)
+    except HalfSurrogate as error:
+        raise _Wrong("invalid_json_line", f"this line has {error}") from None
     except (ValueError, RecursionError):
         raise _Wrong("invalid_json_line", "this line is not valid JSON") from None
     if not isinstance(request, dict):

@@ -51,8 +51,9 @@ def envelope(what, says, reason="invalid", **changes):
     return Bad(what, {**request, **changes}, reason, says, good={**request, "custom_id": "a"})
 
 
-def body(what, says, reason="invalid", **changes):
-    return envelope(f"an OpenAI request {what}", says, reason, body={"messages": CHAT, **changes})
+def body(what, says, reason="invalid", url="/v1/chat/completions", **changes):
+    source = {"messages": CHAT} if "prompt" not in changes else {}
+    return envelope(f"an OpenAI request {what}", says, reason, url=url, body={**source, **changes})
 
 
 def of_file(what, name, good, row, reason, says):
@@ -117,8 +118,11 @@ CASES = [
     envelope("an OpenAI request with another key", "unknown key 'priority'", priority=1),
     body("without messages", "the request has no messages", messages=None),
     body("with an unknown parameter", "did you mean temperature?", temprature=1),
-    body("for a stream", "body.stream: True is not supported", stream=True),
-    body("with tools", "is not supported", tools=[{"type": "function"}]),
+    body("for a stream", "body.stream: True is not taken", stream=True),
+    body("that wants tools called", "they need tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
+    body("with several prompts", "send a line for each", url="/v1/completions", prompt=["x", "y"]),
+    body("with a call of another kind", "tool_calls must be", "invalid_messages",
+         messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
     body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
     body("with top_logprobs alone", "needs logprobs: true", top_logprobs=2),
     body("with an image", "both text", "invalid_messages", messages=[{"role": "user", "content": [{"type": "image"}]}]),

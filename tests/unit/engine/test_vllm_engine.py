@@ -113,6 +113,21 @@ def test_every_sampling_key_is_one_of_vllms():
     assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
 
 
+def test_every_parameter_of_a_request_reaches_vllm():
+    own = {
+        "temperature": 1.0, "max_tokens": 5, "min_tokens": 1, "stop_token_ids": [3], "bad_words": ["x"], "top_k": 0,
+        "logit_bias": {"7": 200.0}, "allowed_token_ids": [7], "skip_special_tokens": False, "json_schema": None,
+        "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "stop": ["y"],
+        "structured_outputs": {"regex": "a+"}, "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+    }  # fmt: skip
+    params = _sampling_params(own)
+    assert params.logit_bias == {7: 100.0}
+    assert params.structured_outputs.regex == "a+"
+    assert (params.repetition_detection.max_pattern_size, params.repetition_detection.min_count) == (2, 3)
+    plain = own.keys() - {"logit_bias", "structured_outputs", "repetition_detection", "json_schema"}
+    assert {name: getattr(params, name) for name in plain} == {name: own[name] for name in plain}
+
+
 def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
     from vllm.exceptions import VLLMValidationError
 

@@ -10,7 +10,7 @@ from peagle.engine.fake_engine import ByteTokenizer
 from peagle.engine.generation import Generation
 from peagle.errors import InputError
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
-from peagle.requests import RequestBuilder, SamplingSpec
+from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.speculation import SpeculationStats
 from pipelines.batch.plan import WorkUnit

@@ -50,7 +50,10 @@ def test_a_model_of_text_gets_text_alone(part, role):
 
 
 def test_texts_pass_in_every_form():
-    assert refused({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}) is None
+    assert refused({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}) is None
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    assert refused({"messages": history}) is None
     assert (
         refused(says("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"})) is None
     )
@@ -91,18 +94,30 @@ def test_media_that_are_allowed_pass_up_to_their_number():
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-        ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params"),
-        ({"ec_transfer_params": {}}, "ec_transfer_params"),
-        ({"mm_processor_kwargs": {"size": {"height": 10**6}}}, "mm_processor_kwargs"),
-        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "media_io_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ],
 )
 def test_what_the_engines_side_would_run_or_fetch_for_a_client_is_refused(body, param):
     assert refused(body) == (400, "unsupported_parameter", param)
     assert refused(dict.fromkeys(body)) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "tool", "tool_call_id": "1", "content": []},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]},
+    ],
+    ids=str,
+)
+def test_a_message_that_says_nothing_is_refused_as_in_bulk(message):
+    assert refused({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
 
 
 def test_chat_template_arguments_pass():

@@ -130,7 +130,8 @@ def ask(settings, keys):
 
 def post(key=None, *, path=CHAT, headers=None, raw=None, **body):
     own = {"authorization": f"Bearer {key}"} if key else {}
-    content = raw if raw is not None else json.dumps({"model": "a", "messages": []} | body)
+    source = {"prompt": "x"} if path.endswith("/completions") and not path.endswith(CHAT) else {"messages": []}
+    content = raw if raw is not None else json.dumps({"model": "a"} | source | body)
     return ("POST", path), {"content": content, "headers": own | (headers or {})}
 
 
@@ -293,6 +294,20 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"raw": '{"model": "a", "prompt": "x", "temperature": NaN}'}, (400, "invalid_json")),
         ({"raw": '{"model": "a", "prompt": "x", "temperature": 1e999}'}, (400, "invalid_json")),
         ({"raw": '{"model": "a", "prompt": "\\ud800"}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "messages": [], "\\uD800": 1}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "\\ud800"}'}, (400, "invalid_json")),
+        ({"temprature": 1}, (400, "unknown_parameter")),
+        ({"prompt": "x"}, (400, "unknown_parameter")),
+        ({"best_of": 1, "path": "/v1/completions", "messages": []}, (400, "unknown_parameter")),
+        ({"best_of": 2, "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"use_beam_search": True}, (400, "unsupported_parameter")),
+        ({"functions": [{"name": "f"}]}, (400, "unsupported_parameter")),
+        ({"chat_template": "x"}, (400, "unsupported_parameter")),
+        ({"kv_transfer_params": {}}, (400, "unsupported_parameter")),
+        ({"ec_transfer_params": {}, "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"prompt_embeds": "AAAA", "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"mm_processor_kwargs": {"size": 1}}, (400, "unsupported_parameter")),
+        ({"media_io_kwargs": {"video": {}}}, (400, "unsupported_parameter")),
         ({"raw": "[]"}, (422, "invalid_type")),
         ({"stream": "yes"}, (422, "invalid_type")),
         ({"max_tokens": "9"}, (422, "invalid_type")),
@@ -334,7 +349,7 @@ def test_each_key_has_a_part_of_the_prefix_cache_to_itself(ask, keys):
     assert len(alice) == len(boss) == 64
     assert alice != boss
     for path in (CHAT, "/v1/completions"):
-        forged = post(keys["alice"], path=path, cache_salt=boss, prompt="x")
+        forged = post(keys["alice"], path=path, cache_salt=boss)
         assert salt_of(ask, forged, **secret) == alice
     assert salt_of(ask, post(keys["alice"]), cache_secret=b"t" * 32) != alice
     assert b"ssss" not in repr(GateSettings(models=(), ledger=None, **secret)).encode()
@@ -353,6 +368,18 @@ def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys
     assert not {"request_id", "session_id"} & set(engine.asked)
     for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
+
+
+def test_what_asks_for_nothing_does_not_reach_an_engine(ask, keys):
+    """A null is one of every field, also where vLLM has a type without it."""
+    engine = Engine()
+    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
+    assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
+    assert not nothing.keys() & engine.asked.keys()
+    said = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
+    assert ask(post(keys["alice"], **said, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
+    assert said.items() <= engine.asked.items()
+    assert not {"tools", "functions", "metadata"} & engine.asked.keys()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +403,7 @@ def test_the_largest_numbers_that_an_engine_holds_pass(ask, keys):
 
 def test_a_body_as_deep_as_is_allowed_passes(ask, keys):
     engine = Engine()
-    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "x": ' + nested(99, "[", "]") + "}"), app=engine)
+    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
     assert engine.asked is not None
 
 

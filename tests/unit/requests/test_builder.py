@@ -2,7 +2,7 @@ import pytest
 
 from peagle.engine.fake_engine import ByteTokenizer
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
-from peagle.requests import Request, RequestBuilder, SamplingSpec
+from peagle.requests.builder import Request, RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingKeys, SamplingLimits
 
 CHAT = "/v1/chat/completions"
@@ -23,13 +23,76 @@ def test_a_chat_body_goes_through_the_chat_template_and_a_completion_does_not():
     assert build({"url": "/v1/completions", "body": {"prompt": [7, 8]}}) == Request(prompt_token_ids=[7, 8])
 
 
+@pytest.mark.parametrize("prompt", [["ab"], [[97, 98]]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt):
+    assert build({"url": "/v1/completions", "body": {"prompt": prompt}}) == Request(prompt_token_ids=[97, 98])
+
+
+def test_a_rows_constraint_takes_the_place_of_the_runs():
+    own = build({"url": "/v1/completions", "body": {"prompt": "a", "structured_outputs": {"regex": "x"}}}).sampling
+    assert own == {"json_schema": None, "structured_outputs": {"regex": "x"}}
+
+
+class Recording(ByteTokenizer):
+    """Keeps what its template was given."""
+
+    chat_template = "role: content"
+
+    def apply_chat_template(self, conversation, **names):
+        self.given = conversation, names
+        return super().apply_chat_template(conversation)
+
+    def encode(self, text, **names):
+        self.encoded = names
+        return super().encode(text)
+
+
+def test_what_a_request_tells_its_template_gets_there():
+    tokenizer = Recording()
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "none",
+        "documents": [{"title": "t", "text": "d"}],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"own": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+    }
+    limits = SamplingLimits(max_model_len=300)
+    spec = SamplingSpec(base=SamplingKeys().model_dump(), limits=limits)
+    RequestBuilder(PromptBuilder(BATCH, tokenizer, 300), spec).build({"url": CHAT, "body": body})
+    assert tokenizer.given == (
+        [{"role": "user", "content": "x"}],
+        {
+            "tokenize": False,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": None, "parameters": {"type": "object"}},
+                }
+            ],
+            "documents": [{"title": "t", "text": "d"}],
+            "reasoning_effort": "low",
+            "enable_thinking": True,
+            "own": 1,
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    )
+    assert tokenizer.encoded == {}
+
+
 @pytest.mark.parametrize(
     ("url", "body", "reason", "message"),
     [
         (CHAT, {"messages": []}, "invalid_messages", "body.messages holds an empty list"),
         (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid_prompt", "body.prompt holds a list, not text"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: it holds 2 prompts, and a row has one"),
+        ("/v1/completions", {"prompt": []}, "invalid_prompt", "body.prompt holds an empty list, not text"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it holds 2 prompts"),
         ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
         ("/v1/completions", {"prompt": "x" * 300}, "prompt_too_long", "the prompt has 300 tokens"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 is more than the context"),

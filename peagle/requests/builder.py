@@ -1,14 +1,14 @@
 """From a row to a request: the token ids of its prompt and its own sampling parameters, or why there are none.
 
-It puts prompts and sampling together; what each of them is, is in `prompting.py`, `sampling.py` and `openai_body.py`.
+It puts prompts and sampling together; what each of them is, is in `prompting.py`, `sampling.py` and `openai.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.openai_body import parse_body
 from peagle.prompting import PromptBuilder, RowError
+from peagle.requests.openai import parse_body
 from peagle.sampling import SamplingLimits, conflict, parse_overrides
 
 
@@ -56,9 +56,11 @@ class RequestBuilder:
         body = parse_body(columns["url"], columns[self._prompts.spec.body_column or ""])
         if isinstance(body, str):
             return _invalid(body)
-        return self._request(self._prompts.of_body(body.content, chat=body.is_chat), body.sampling)
+        return self._request(self._prompts.of_body(body), body.sampling)
 
     def _request(self, prompt: list[int] | RowError, own: dict[str, Any]) -> Request | RowError:
+        if "structured_outputs" in own:
+            own = {"json_schema": None, **own}  # in the place of the run's
         if own and (wrong := conflict({**self._sampling.base, **own}, self._sampling.limits)):
             return _invalid(wrong)
         return prompt if isinstance(prompt, RowError) else Request(prompt_token_ids=prompt, sampling=own)

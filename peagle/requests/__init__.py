@@ -1,0 +1,1 @@
+"""A row or a request -> token ids and sampling parameters, and OpenAI's forms of both."""

@@ -1,0 +1,177 @@
+"""The body of an OpenAI request, chat completions or completions: its prompt and its sampling parameters.
+
+It knows the API's names; it knows neither batches nor answers. What a row cannot have is refused by name
+(`fields.py`), what does not change a response is left aside.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.errors import shown
+from peagle.requests.fields import CHAT_URL, Refused, refused_field
+from peagle.sampling import MAX_LOGPROBS, RequestSampling, parse_overrides
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
+_NOT_FOR_TEMPLATES = ("chat_template", "tokenize")
+_TOOL = '{"type": "function", "function": {"name": ...}}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A request's content, how it becomes a prompt, and its own sampling parameters.
+
+    Attributes:
+        content: messages, a text or token ids.
+        template: what the chat template is told beside the messages, by name; `tools` too.
+        add_special_tokens: beside those of a template; None is as the kind of prompt has it.
+    """
+
+    content: Any
+    is_chat: bool
+    template: dict[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+class _Wrong(Exception):  # noqa: N818 - it never leaves this file
+    """Of a field of a body: its name, and what is wrong."""
+
+
+def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
+    """The body, or what is wrong with it. Null is not set."""
+    is_chat = url == CHAT_URL
+    given = {key: value for key, value in body.items() if value is not None}
+    if refused := refused_field(url, given, in_bulk=True):
+        return _refusal(refused)
+    source = "messages" if is_chat else "prompt"
+    if source not in given:
+        return f"body: the request has no {source}"
+    try:
+        return Body(
+            content=given[source] if is_chat else _one_prompt(given[source]),
+            is_chat=is_chat,
+            template=_template(given) if is_chat else {},
+            add_special_tokens=_flag(given, "add_special_tokens"),
+            sampling=_sampling(given, is_chat),
+        )
+    except _Wrong as wrong:
+        return f"body.{wrong}"
+
+
+def template_error(arguments: Any) -> str | None:
+    """What is wrong with a request's `chat_template_kwargs`."""
+    if not isinstance(arguments, dict):
+        return f"must be an object, not {shown(arguments)}"
+    refused = next((name for name in _NOT_FOR_TEMPLATES if name in arguments), None)
+    return refused and f"{refused} is not taken: the model's own template is used"
+
+
+def _refusal(refused: Refused) -> str:
+    if refused.hint is not None:
+        return f"body: {refused}"
+    return f"body.{refused.field}: {shown(refused.value)} is not taken: {refused.why}"
+
+
+def _one_prompt(prompt: Any) -> Any:
+    """A text or token ids; the API also has a list of prompts, of which a row has one."""
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return prompt
+    if len(prompt) > 1:
+        raise _Wrong(f"prompt: it holds {len(prompt)} prompts, and a row has one: send a line for each")
+    return prompt[0]
+
+
+def _template(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The names that a template gets, as vLLM gives them."""
+    own = given.get("chat_template_kwargs", {})
+    if wrong := template_error(own):
+        raise _Wrong(f"chat_template_kwargs: {wrong}")
+    template = {**own, **{name: _flag(given, name) for name in _FLAGS[1:] if name in given}}
+    if template.get("continue_final_message") and template.get("add_generation_prompt", True):
+        raise _Wrong("continue_final_message: it needs add_generation_prompt: false")
+    if "reasoning_effort" in given:
+        if (effort := given["reasoning_effort"]) not in EFFORTS:
+            raise _Wrong(f"reasoning_effort: must be one of {', '.join(EFFORTS)}, not {shown(effort)}")
+        template = {"enable_thinking": effort != "none", **template, "reasoning_effort": effort}
+    if "documents" in given:
+        template["documents"] = _documents(given["documents"])
+    if tools := given.get("tools"):
+        template["tools"] = _tools(tools)
+        if given.get("tool_choice") != "none":
+            raise _Wrong('tools: they need tool_choice: "none" here: a response is text, and calls in it stay text')
+    return template
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _Wrong(f"{name}: must be true or false, not {shown(value)}")
+    return value
+
+
+def _documents(documents: Any) -> list[dict[str, str]]:
+    is_list = isinstance(documents, list) and all(isinstance(one, dict) for one in documents)
+    if not is_list or not all(isinstance(text, str) for one in documents for text in one.values()):
+        raise _Wrong(f"documents: must be a list of objects of texts, not {shown(documents)}")
+    return list(documents)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    """The tools with every key that vLLM gives a template."""
+    named = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _Wrong(f"tools: each must be {_TOOL}, not {shown(tool)}")
+        kept = {"name": function["name"], "description": None, "parameters": None} | {
+            key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None
+        }
+        named.append({"type": "function", "function": kept})
+    return named
+
+
+def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+    values = {key: value for key, value in given.items() if key in RequestSampling.model_fields}
+    values.pop("json_schema", None)
+    if "max_completion_tokens" in given:
+        values["max_tokens"] = given["max_completion_tokens"]
+    if is_chat:
+        values["logprobs"] = _chat_logprobs(given)
+    values |= _constraint(given.get("response_format", {"type": "text"}))
+    parsed = parse_overrides(values)
+    if isinstance(parsed, str):
+        raise _Wrong(parsed)
+    return parsed
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    asked, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if not isinstance(asked, bool):
+        raise _Wrong(f"logprobs: must be true or false, not {shown(asked)}")
+    if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
+        raise _Wrong(f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}")
+    if top and not asked:
+        raise _Wrong("top_logprobs: needs logprobs: true")
+    return top if asked else None
+
+
+def _constraint(response_format: Any) -> dict[str, Any]:
+    """What a response keeps to, as a sampling parameter."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "structural_tag":
+        return {"structured_outputs": {"structural_tag": json.dumps(response_format)}}
+    if kind != "json_schema":
+        kinds = "text, json_object, json_schema or structural_tag"
+        raise _Wrong(f"response_format: its type must be {kinds}, not {shown(kind)}")
+    named = response_format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise _Wrong("response_format: json_schema needs a schema that is an object")
+    return {"json_schema": schema}

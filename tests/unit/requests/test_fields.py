@@ -1,0 +1,141 @@
+"""The table of fields against the schemas that are installed, and against the page that shows it.
+
+WRITE_DOCS=1 (`make docs-requests`) writes the page's table, instead of comparing it.
+"""
+
+import json
+import os
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, FIELDS, asks_nothing, refused_field
+from peagle.requests.openai import EFFORTS, parse_body
+from peagle.sampling import RequestSampling
+from peagle.tables import markdown
+
+PAGE = Path(__file__).parents[3] / "docs" / "requests.md"
+OF_OPENAI = {CHAT_URL: chat_create_params, COMPLETIONS_URL: completion_create_params}
+SOURCE = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS_URL: {"prompt": "x"}}
+
+
+def vllm_schema(url):
+    """vLLM's model of a request's body."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    return {CHAT_URL: ChatCompletionRequest, COMPLETIONS_URL: CompletionRequest}[url]
+
+
+def openai_fields(url):
+    """Those that OpenAI's client sends."""
+    module = OF_OPENAI[url]
+    kinds = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
+    return set().union(*(typing.get_type_hints(kind) for kind in kinds))
+
+
+@pytest.mark.parametrize("url", OF_OPENAI)
+def test_every_field_of_the_installed_schemas_is_in_the_table_and_no_other(url):
+    """A new version's new field fails here: decide what becomes of it."""
+    known = {name for name, field in FIELDS.items() if url in field.urls}
+    assert known == set(vllm_schema(url).model_fields) | openai_fields(url)
+
+
+@pytest.mark.parametrize("url", OF_OPENAI)
+def test_what_is_honoured_online_alone_or_everywhere_is_vllms(url):
+    honoured = {name for name, field in FIELDS.items() if url in field.urls and field.use in ("honoured", "online")}
+    assert honoured <= set(vllm_schema(url).model_fields)
+
+
+def values_of(name):
+    """A value that asks for something."""
+    known = {
+        "model": "m", "stop": ["x"], "stop_token_ids": [1], "bad_words": ["x"], "logit_bias": {"1": 1},
+        "allowed_token_ids": [1], "repetition_detection": {"max_pattern_size": 2, "min_count": 2}, "top_logprobs": 1,
+        "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}, "documents": [{"text": "x"}],
+        "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "min_tokens": 1,
+        "tools": [{"type": "function", "function": {"name": "f"}}], "seed": 1, "n": 2, "max_tokens": 2, "top_k": 5,
+        "max_completion_tokens": 2, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 1,
+        "presence_penalty": 1,
+    }  # fmt: skip
+    beside = {
+        "top_logprobs": {"logprobs": True}, "tools": {"tool_choice": "none"},
+        "continue_final_message": {"add_generation_prompt": False},
+    }  # fmt: skip
+    return {name: known.get(name, True), **beside.get(name, {})}
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [(url, name) for name, field in FIELDS.items() for url in field.urls if name not in ("messages", "prompt")],
+)
+def test_bulk_honours_a_field_or_refuses_it_by_name(url, name):
+    plain = parse_body(url, SOURCE[url])
+    asked = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
+    body = parse_body(url, {**SOURCE[url], **asked})
+    use = FIELDS[name].use
+    if use in ("online", "refused") and not asks_nothing(name, asked[name]) and asked[name] not in FIELDS[name].neutral:
+        assert body.startswith(f"body.{name}: ")
+        assert body.endswith(f" is not taken: {FIELDS[name].note}")
+    else:
+        assert (body == plain) == (use != "honoured" or name == "model")
+    for value in (None, *FIELDS[name].neutral):
+        assert parse_body(url, {**SOURCE[url], name: value}) == plain
+
+
+@pytest.mark.parametrize("url", OF_OPENAI)
+def test_online_a_field_that_is_refused_is_so_by_name_and_one_of_bulk_alone_is_not_there(url):
+    for name, field in FIELDS.items():
+        refused = refused_field(url, {name: object()}, in_bulk=False)
+        if url not in field.urls:
+            assert refused.hint is not None
+        else:
+            assert (refused is not None) == (field.use == "refused")
+
+
+def test_parameters_of_a_row_are_vllms_by_their_names():
+    """The engine hands them on so; `json_schema` is ours."""
+    own = set(RequestSampling.model_fields) - {"json_schema"}
+    assert own == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
+        "model",
+        "response_format",
+        "add_special_tokens",
+    }
+
+
+def test_efforts_are_vllms():
+    (literal, _) = typing.get_args(vllm_schema(CHAT_URL).model_fields["reasoning_effort"].annotation)
+    assert typing.get_args(literal) == EFFORTS
+
+
+def test_constraints_are_vllms():
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
+    for name, kind in (
+        ("structured_outputs", StructuredOutputsParams),
+        ("repetition_detection", RepetitionDetectionParams),
+    ):
+        known = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
+        said = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
+        assert all(field in said for field in known)
+
+
+def test_the_page_has_the_table():
+    says = {"honoured": ("yes", "yes"), "online": ("yes", "no"), "ignored": ("no effect",) * 2, "refused": ("no", "no")}
+    routes = {CHAT_URL: "chats", COMPLETIONS_URL: "completions"}
+    rows = [("field", "of", "online", "bulk, batches", "taken everywhere", "note")]
+    for name, field in sorted(FIELDS.items()):
+        of = "both" if len(field.urls) == 2 else routes[field.urls[0]]
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+        rows.append((f"`{name}`", of, *says[field.use], neutral, field.note))
+    page = PAGE.read_text()
+    table = "\n".join(markdown(rows)) + "\n"
+    written = re.sub(r"\| field \| of .*?\n(?=\n|\Z)", lambda _: table, page, flags=re.DOTALL)
+    if os.environ.get("WRITE_DOCS"):
+        PAGE.write_text(written)
+    assert PAGE.read_text() == written, "docs/requests.md is not what the table says: make docs-requests"
