@@ -33,6 +33,7 @@ _REFUSED_S = 600.0  # a machine that is busy makes processor time longer, too: w
 _MEMORY_BYTES = 512 * 2**20  # that a compilation may add
 _MOST_OF_ONE = 5  # that are tried or wait
 _MOST_OF_ALL = 64
+_MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # processor time of one's refused trials; how much a second is forgotten
 _REASONS = {
     "slow": "it takes more than {cpu_s:g} s of processor time to compile; lengths and optional properties cost most",
     "slow_steps": "it takes too long to follow at each token",
@@ -54,7 +55,8 @@ class Trials:
     Args:
         tokenizer: what `trial_process.py` is told of the engine's vocabulary; asked for once, in a thread.
         any_whitespace: as the engine compiles JSON schemas.
-        is_shared: askers do not know each other: of each a few may wait, and more are refused.
+        is_shared: askers do not know each other: of each a few may wait, and more are refused, as is who had many
+            refused.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Trials:
         self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # and until when it holds
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._of_asker: Counter[str] = Counter()
+        self._refused: dict[str, tuple[float, float]] = {}  # of each asker: processor time, as of when
         self._turns = _Turns()
 
     async def require(self, constraint: Any) -> None:
@@ -107,6 +110,8 @@ class Trials:
             asker = ASKER.get()
             if self._is_shared and (self._of_asker[asker] >= _MOST_OF_ONE or self._of_asker.total() >= _MOST_OF_ALL):
                 raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
+            if self._is_shared and self._refused_s(asker) >= _MOST_REFUSED_S:
+                raise TrialsBusy("too many schemas or grammars that take too long; try again in a minute")
             self._of_asker[asker] += 1
             # A client that leaves does not end a trial: it would begin another at once.
             task = self._running[digest] = asyncio.create_task(self._try(digest, asked, asker))
@@ -128,10 +133,17 @@ class Trials:
         if verdict["outcome"] in ("busy", "gone"):
             raise TrialsBusy("the machine is too busy to try a new schema or grammar; try again")
         reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
+        if reason is not None:
+            self._refused[asker] = self._refused_s(asker) + verdict.get("cpu_s", 0.0), self._monotonic()
         self._verdicts[digest] = reason, math.inf if reason is None else self._monotonic() + _REFUSED_S
         if len(self._verdicts) > _REMEMBERED:
             self._verdicts.popitem(last=False)
         return reason
+
+    def _refused_s(self, asker: str) -> float:
+        """Processor time that this asker's refused trials took of late: others waited for each."""
+        seconds, at = self._refused.get(asker, (0.0, 0.0))
+        return max(0.0, seconds - (self._monotonic() - at) * _FORGOTTEN)
 
 
 class _Process:

@@ -247,6 +247,13 @@ def _constraints() -> Iterator[dict[str, Any]]:
     yield {"structured_outputs": {"choice": [f"choice {number}" for number in range(20_000)]}}
     rules = "\n".join(f'r{number} ::= r{number + 1} | "a" r{number + 1} | "b"' for number in range(2000))
     yield {"structured_outputs": {"grammar": f'root ::= r0\n{rules}\nr2000 ::= "z"'}}
+    blanks = "a{1," + " " * 8_000
+    yield {"structured_outputs": {"regex": blanks}}
+    yield {"structured_outputs": {"grammar": blanks * 8}}
+    patterns = {"type": "object", "patternProperties": {"^a{1,20000}$": {"type": "string"}}}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": patterns}}
+    yield {"response_format": tag}
+    yield {"structured_outputs": {"structural_tag": json.dumps(tag)}}
     yield {"chat_template": "{% for i in range(100000000) %}{% endfor %}x"}
 
 

@@ -108,6 +108,13 @@ OK = '{"role": "user", "content": ""}'
 PARTS = '{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": ['
 SAID = '{"model": "m", "messages": [{"role": "user", "content": "'
 PROMPT = '{"model": "m", "max_tokens": 1, "prompt": ['
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "json_schema",
+        "json_schema": {"type": "object", "patternProperties": {"^a{1,20000}$": {}}},
+    },
+}
 CHAT_BODIES = {
     "messages that are none": repeated("{}", MESSAGES, "]}"),
     "as many as pass": at_most(9_990, "{}", MESSAGES, "]}"),
@@ -133,6 +140,10 @@ CHAT_BODIES = {
     "choices": at_most(
         249_000, "1", '{"model": "m", "messages": [' + OK + '], "structured_outputs": {"choice": [', "]}}"
     ),
+    "blanks where a repetition may be": (
+        MESSAGES + OK + '], "structured_outputs": {"grammar": "a{1,' + " " * 65_000 + '"}}'
+    ).encode(),
+    "a small tag that takes minutes": (MESSAGES + OK + '], "response_format": ' + json.dumps(TAG) + "}").encode(),
     "fields": b'{"model": "m", ' + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}",
     "fractions": repeated("1e1", '{"model": "m", "messages": [], "x": [', "]}"),
     "empty lists": repeated("[]", '{"model": "m", "messages": [], "x": [', "]}"),

@@ -178,6 +178,40 @@ def test_a_refusal_of_a_busy_machine_does_not_hold_for_good(monkeypatch):
     trials.close()
 
 
+def test_who_sends_one_slow_grammar_after_another_waits_and_others_do_not(monkeypatch):
+    asked, now = [], [0.0]
+
+    class Process:
+        def ask(self, about):
+            asked.append(about["spec"])
+            return {"outcome": "slow" if about["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(module, "_Process", lambda settings: Process())
+    trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
+
+    async def outcome(key, spec):
+        ASKER.set(key)
+        try:
+            await trials.require(constraint(regex=spec))
+        except (TrialRefused, TrialsBusy) as error:
+            return type(error)
+        return None
+
+    async def scene():
+        assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
+        assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
+        assert await outcome("mallory", "good 0") is None  # what is known needs no trial
+        now[0] = 60.0
+        assert await outcome("mallory", "slow 9") is TrialRefused
+
+    asyncio.run(scene())
+    assert len(asked) == 25
+    trials.close()
+
+
 class Slow:
     """A process that answers when a test says so."""
 
