@@ -145,6 +145,15 @@ def max_model_len(model: ResolvedModel, asked: int | None) -> int:
     return asked or own
 
 
+def name_of(model: str) -> str:
+    """What people may be told of a model that was asked for: of a path the folder's name.
+
+    >>> name_of("smollm2-135m"), name_of("org/model"), name_of("/srv/models/mine/"), name_of("./mine")
+    ('smollm2-135m', 'org/model', 'mine', 'mine')
+    """
+    return model if is_hub_id(model) else Path(model).name or model
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form ORG/NAME."""
     owner, _, rest = name.partition("/")

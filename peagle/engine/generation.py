@@ -60,8 +60,23 @@ class Generation:
     completions: tuple[Completion, ...] = ()
 
 
+FAILED = "engine_failed"  # reason of a row on which the engine failed, and went on with the others
+
+
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
-    """The engine will not take this one request; it goes on with the others."""
+    """The engine will not take this one request; it goes on with the others.
+
+    Attributes:
+        reason: of a row's dead letter.
+    """
+
+    reason = "refused"
+
+
+class RequestFailed(RequestRefused):
+    """The engine failed on this one request, by a fault of its own that its message tells; it goes on likewise."""
+
+    reason = FAILED
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from peagle.engine.generation import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.engine.generation import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
 from peagle.engine.interrupts import interruptible
 from peagle.engine.self_check import SelfCheck
 from peagle.engine.trials import trials_of, try_first
@@ -70,7 +70,7 @@ class VllmEngine:
         except refusals() as error:
             raise RequestRefused(str(error)) from error
         except EngineGenerateError as error:  # this request's only: the engine goes on
-            raise RequestRefused(f"vLLM failed on it: {error.__cause__!r}") from error
+            raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
         _require_answers(outputs[-1])

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import plain, plain_schema, to_values
+from peagle.engine.generation import FAILED
 from peagle.errors import ConfigError, PeagleError
 from peagle.openai_answer import ANSWER_COLUMNS, error_line, output_line
 from peagle.plain_json import to_json
@@ -169,7 +170,9 @@ class _OpenAiLines(_PlainLines):
 
     def __init__(self, run: RunDirectory, run_id: str) -> None:
         self._run_id = run_id
-        self._is_batch = run.plan().is_batch
+        plan = run.plan()
+        self._is_batch = plan.is_batch
+        self._paths = {unit.unit: unit.span.path for unit in plan.units}
         manifest = run.manifest()
         self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
         # Runs that were begun by an earlier peagle do not say.
@@ -188,6 +191,11 @@ class _OpenAiLines(_PlainLines):
 
     def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
         row = letter["row"]
+        # A client may read it: the file's name says which one it is, and where it lies is the server's matter.
+        path = self._paths[letter["unit"]]
+        letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
+        if letter["reason"] == FAILED and self._named:
+            letter["message"] = "the engine failed on this request; it may be tried again"
         custom_id = row.get("custom_id") if isinstance(row, dict) else None
         if custom_id is None and not self._is_batch:
             custom_id = letter["id"]  # in a batch it could be another request's

@@ -226,7 +226,7 @@ class EngineWorker:
             generation = await within(self._job.row_timeout_s, answer, self._engine.signs_of_life)
             num_tokens = generation.num_output_tokens
         except RequestRefused as error:
-            prepared.refuse(index, RowError(reason="refused", message=str(error)))
+            prepared.refuse(index, RowError(reason=error.reason, message=str(error)))
             return None
         except OutOfTime:
             prepared.refuse(index, _out_of_time(self._job.row_timeout_s))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
+from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
 from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
@@ -279,7 +280,7 @@ def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
     """What `/v1/models` says of a model: OpenAI's fields, and under `peagle` what its engines are."""
     spec, keys = one.engine.spec, one.keys
     ours = {
-        "target": one.engine.model.name,
+        "target": name_of(one.engine.model.name),
         "precision": one.engine.precision.describe(),
         "drafter": one.engine.drafter.name,
         "method": spec.drafter.method if spec.drafter else None,

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from peagle.answer_size import DEFAULT_MIB
 from peagle.catalog.engines import FAKE_MODEL, EngineKeys
+from peagle.catalog.targets import name_of
 from peagle.economics.price_keys import PriceKeys
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
@@ -23,7 +24,9 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     """One model of the endpoint: its engine, and how many of them there are."""
 
     name: str | None = Field(
-        None, min_length=1, description="what clients call it, without a colon; default: the value of model, or fake"
+        None,
+        min_length=1,
+        description="what clients call it, without a colon; default: the value of model, of a folder its name, or fake",
     )
     tool_call_parser: str | None = Field(
         None,
@@ -78,8 +81,8 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
     @property
     def served_name(self) -> str:
-        """What clients call it."""
-        return self.name or (FAKE_MODEL.name if self.engine == "fake" else self.model)
+        """What clients call it; of a folder its name, since where it lies is the server's matter."""
+        return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
     def parsers(self) -> dict[str, Any]:

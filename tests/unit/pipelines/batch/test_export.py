@@ -54,7 +54,7 @@ def make_run(root):
             WorkUnit(
                 unit=unit,
                 first_id=unit * 3,
-                span=Span(path="a", format=kind, first_row=unit * 3, num_rows=3),
+                span=Span(path="/srv/corpus.jsonl", format=kind, first_row=unit * 3, num_rows=3),
             )
             for unit in range(NUM_UNITS)
         )
@@ -118,6 +118,37 @@ def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run
     (error,) = lines(run, "openai-batch", "errors.jsonl")
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert len({row["id"] for row in [*rows, error]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("letter", "manifest", "says"),
+    [
+        (
+            {"reason": "invalid_row", "message": "PATH line 3: not valid JSON"},
+            {},
+            "corpus.jsonl line 3: not valid JSON",
+        ),
+        ({"reason": "refused", "message": "too long"}, {"served_name": "m"}, "too long"),
+        (
+            {"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"},
+            {"served_name": "m"},
+            "the eng",
+        ),
+        ({"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"}, {}, "vLLM failed on it: OSE"),
+    ],
+)
+def test_a_client_is_told_of_no_place_on_the_server(make_run, letter, manifest, says):
+    run = make_run("openai-batch", **manifest)
+    span = run.plan().units[0].span
+    assert span.path.startswith("/")
+    sent = {**letter, "id": "4", "unit": 0, "row": "{", "message": letter["message"].replace("PATH", span.path)}
+    rows = output(["000000000"], custom_id=["a"], url=["/v1/completions"])
+    assert run.commit(0, rows, usage(0), [sent])
+    export(run, "openai-batch", partial=True)
+    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    told = error["error"] or error["response"]["body"]["error"]
+    assert told["message"].startswith(says)
+    assert span.path not in json.dumps(error)
 
 
 @pytest.mark.parametrize(

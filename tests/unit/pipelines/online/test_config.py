@@ -18,6 +18,7 @@ def test_keys_beside_the_list_hold_for_every_model_unless_it_says_otherwise():
 
 def test_a_models_path_may_have_a_colon_where_clients_call_it_otherwise():
     assert ServeConfig(model="models/qwen3:8b", name="qwen3").served[0].served_name == "qwen3"
+    assert ServeConfig(model="/srv/models/mine").served[0].served_name == "mine"
     assert ServeConfig(model="models/qwen3:8b", models=[{"name": "a"}]).served[0].served_name == "a"
 
 
