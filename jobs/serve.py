@@ -228,6 +228,9 @@ def _start(application: Any, state: Path) -> None:
     before, earlier = set(logs.glob("engine-*.log")), {session.session_id for session in read_sessions(ledger)}
     try:
         serve.run(application, name=APP_NAME, route_prefix="/")
+        started = [one for one in read_sessions(ledger) if one.session_id not in earlier]
+        for warning in dict.fromkeys(line for one in started for line in one.start_warnings.splitlines()):
+            print(f"warning of an engine's start: {warning}", flush=True)
     except RuntimeError as error:  # Serve gave up on starting it
         require_none_failed(one.self_check for one in read_sessions(ledger) if one.session_id not in earlier)
         new = sorted(set(logs.glob("engine-*.log")) - before)

@@ -33,6 +33,10 @@ class QuietStderr:
         self._log.close()
         self._log = log
 
+    def tell(self, text: str) -> None:
+        """Print a line where standard error was before."""
+        os.write(self._terminal, f"{text}\n".encode(errors="replace"))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -182,6 +182,7 @@ class EngineSession:
         num_output_tokens: all tokens it generated, committed or not.
         ended: False while it runs, and for ever if it was killed.
         self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
+        start_warnings: of its start, those that cost time or correctness, one a line.
 
     Raises:
         ValueError: a field has the wrong type, or the four states do not sum to its life.
@@ -201,6 +202,7 @@ class EngineSession:
     num_output_tokens: int
     ended: bool
     self_check: str = ""
+    start_warnings: str = ""
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -23,6 +23,7 @@ from peagle.hardware import Hardware
 from peagle.lossless import tie_margin
 
 NUM_TOKENS = 32
+_NUM_TOKENS_UNDRAFTED = 16  # each takes a step
 LIMIT_S = 1800.0  # a kernel that is compiled when it is first needed takes minutes
 # Prose: in some places the next token is all but certain, so drafts are accepted, in others it is not.
 TEXT = "The lighthouse keeper wrote a few lines every evening. Today he began: This morning the sea was"
@@ -118,7 +119,7 @@ async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *,
     else:
         try:
             max_tie = tie_margin(spec_precision(spec, hardware))
-            found = await asyncio.wait_for(_checked(engine, max_tie, mixed=spec.max_num_seqs > 1), limit_s)
+            found = await asyncio.wait_for(_checked(engine, max_tie, spec), limit_s)
             found = replace(found, advice=_advice(spec)) if found.outcome == "failed" else found
         except TimeoutError:
             raise EngineError(f"the engine did not answer its self-check within {limit_s:g} s") from None
@@ -164,23 +165,25 @@ def counted(checks: Iterable[str]) -> dict[str, int]:
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
 
 
-async def _checked(engine: Checkable, max_tie: float, *, mixed: bool) -> SelfCheck:
+async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfCheck:
     started = time.monotonic()
 
     def skipped(why: str) -> SelfCheck:
         return SelfCheck(outcome="skipped", seen=why, seconds=time.monotonic() - started)
 
     prompt = engine.prompt(TEXT)[: max(1, engine.max_model_len // 2)]
-    num_tokens = min(NUM_TOKENS, engine.max_model_len - len(prompt) - 1)
+    wanted = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_UNDRAFTED
+    num_tokens = min(wanted, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
         return skipped(f"a context of {engine.max_model_len} tokens has no room for one")
     # Faults of samplers show where greedy and sampled requests share a batch; what the sampled one says is nothing.
-    temperatures = (0.0, 1.0) if mixed else (0.0,)
+    # It is shorter, as fewer of its drafts are accepted.
+    asked = [(num_tokens, 0.0)] + [(max(1, num_tokens // 2), 1.0)] * (spec.max_num_seqs > 1)
     try:
-        answers = await asyncio.gather(
-            *(engine.answer(prompt, num_tokens=num_tokens, temperature=t) for t in temperatures)
+        answer, *_ = await asyncio.gather(
+            *(engine.answer(prompt, num_tokens=num, temperature=temperature) for num, temperature in asked)
         )
-        judgements = await engine.judge([*prompt, *answers[0]], len(prompt)) if answers[0] else []
+        judgements = await engine.judge([*prompt, *answer], len(prompt)) if answer else []
     except RequestRefused as error:
         return skipped(f"the engine refused it: {error}")
     return _verdict(judgements, max_tie, time.monotonic() - started)

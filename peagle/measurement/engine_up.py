@@ -6,7 +6,7 @@ It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU ho
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from peagle.engine.generation import Engine
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
+from peagle.engine.start_log import costly_warnings
 from peagle.engine.vllm_engine import with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
@@ -56,7 +57,29 @@ def with_engine(
             engine = start(spec, hardware)
         except EngineError as error:
             raise with_root_cause(error, read_from(log, began_at)) from error
-        return asyncio.run(_used(engine, spec, hardware, lambda: use(engine, time.monotonic() - started)))
+        start_s = time.monotonic() - started
+        for warning in costly_warnings(read_from(log, began_at)):
+            _warn(quiet, warning)
+
+        return asyncio.run(_used(engine, spec, hardware, quiet, lambda: use(engine, start_s)))
+
+
+async def _used(
+    engine: Engine, spec: EngineSpec, hardware: Hardware, quiet: QuietStderr, use: Callable[[], Awaitable[Result]]
+) -> Result:
+    """vLLM has tasks in the loop that it was used in, so it is shut down there too."""
+    try:
+        engine.self_check = await self_check(engine.checkable, spec, hardware)
+        if engine.self_check.outcome == "skipped":
+            _warn(quiet, engine.self_check.describe())
+        require_passed(engine.self_check)
+        return await use()
+    finally:
+        engine.shutdown()
+
+
+def _warn(quiet: QuietStderr, warning: str) -> None:
+    quiet.tell(f"warning of an engine's start: {warning}")
 
 
 def read_from(log: Path, position: int) -> str:
@@ -64,15 +87,3 @@ def read_from(log: Path, position: int) -> str:
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")
-
-
-async def _used(
-    engine: Engine, spec: EngineSpec, hardware: Hardware, use: Callable[[], Coroutine[Any, Any, Result]]
-) -> Result:
-    """vLLM has tasks in the loop that it was used in, so it is shut down there too."""
-    try:
-        engine.self_check = await self_check(engine.checkable, spec, hardware)
-        require_passed(engine.self_check)
-        return await use()
-    finally:
-        engine.shutdown()

@@ -37,6 +37,7 @@ class Snapshot:
         started_at: float,
         ended: bool,
         self_check: str,
+        start_warnings: str,
     ) -> EngineSession:
         """The heartbeat that says this, of an engine process of this host."""
         return EngineSession(
@@ -54,6 +55,7 @@ class Snapshot:
             num_output_tokens=self.num_output_tokens,
             ended=ended,
             self_check=self_check,
+            start_warnings=start_warnings,
         )
 
 

@@ -24,12 +24,14 @@ class Session:
         log: where everything goes that this process and its children print.
         meter: where its seconds go.
         self_check: what the engine's self-check found, as JSON; empty before it.
+        start_warnings: of the engine's start.
     """
 
     def __init__(self, run: RunDirectory, *, places: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
         keep_private()
         self.meter = EngineMeter()
         self.self_check = ""
+        self.start_warnings: list[str] = []
         self._started_at = time.time()
         self.session_id = new_session_id()
         self._run = run
@@ -85,5 +87,6 @@ class Session:
                 started_at=self._started_at,
                 ended=ended,
                 self_check=self.self_check,
+                start_warnings="\n".join(self.start_warnings),
             )
         )

@@ -86,6 +86,7 @@ def _watch(
             raise taken_over(run.root)
         looked_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
+        _tell_warnings(supervisor, progress)
         progress.show(supervisor.tally)
         if resolved.tuned:
             drafted = supervisor.tally.speculation
@@ -97,6 +98,12 @@ def _watch(
             cluster.abandon()
             break
     supervisor.observe()
+    _tell_warnings(supervisor, progress)
+
+
+def _tell_warnings(supervisor: Supervisor, progress: Progress) -> None:
+    for warning in supervisor.new_warnings():
+        progress.say(f"warning of an engine's start: {warning}")
 
 
 def _observe(supervisor: Supervisor) -> None:

@@ -115,6 +115,7 @@ class Supervisor:
         self._limits = replace(limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
+        self._warnings: dict[str, bool] = {}  # of engines' starts: whether they were told
         self.ending: Ending | None = None
 
     def _earlier(self) -> Iterator[UnitUsage]:
@@ -140,12 +141,19 @@ class Supervisor:
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(sessions, usd, alive)
+        self._warnings = dict.fromkeys(_lines(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
             self._give_up_at = time.monotonic() + self._resolved.config.grace_s + _GIVE_UP_S
         if self.ending is not None and not self._is_asked:
             self._ask_to_stop()
+
+    def new_warnings(self) -> list[str]:
+        """What engines of this attempt have warned of when they started, each once."""
+        new = [warning for warning, is_told in self._warnings.items() if not is_told]
+        self._warnings |= dict.fromkeys(new, True)
+        return new
 
     def _ask_to_stop(self) -> None:
         """Where the word cannot be written (a full disk), every look tries again; workers are abandoned in time."""
@@ -298,3 +306,8 @@ def describe_failures(run: RunDirectory) -> str:
         return "no dead letter can be read"
     often = counts.most_common(3)
     return f"{', '.join(f'{count} {reason}' for reason, count in often)}; for example {examples[often[0][0]]}"
+
+
+def _lines(sessions: Iterable[EngineSession]) -> Iterator[str]:
+    for session in sessions:
+        yield from session.start_warnings.splitlines()

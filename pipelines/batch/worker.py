@@ -174,6 +174,7 @@ class EngineWorker:
                 work.cancel()
                 raise EngineError(f"the engine showed no sign of life in its self-check for {limit_s:g} s")
         self._session.self_check = work.result().to_json()
+        self._session.start_warnings += [work.result().describe()] * (work.result().outcome == "skipped")
         await asyncio.to_thread(self._session.beat)
         require_passed(work.result())
 
@@ -295,6 +296,7 @@ class EngineWorker:
 
             k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
             return FakeEngine(num_speculative_tokens=k, max_num_seqs=job.spec.max_num_seqs, **job.fake), 0.0
+        from peagle.engine.start_log import costly_warnings
         from peagle.engine.vllm_engine import compile_seconds, with_root_cause
         from pipelines.batch.node import start_vllm
 
@@ -312,7 +314,9 @@ class EngineWorker:
                 self._end_if_lost(self._others)
                 raise self._others.failure from error
             raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
-        return vllm, compile_seconds(self._session.log.read_text(errors="replace"))
+        log = self._session.log.read_text(errors="replace")
+        self._session.start_warnings = costly_warnings(log)
+        return vllm, compile_seconds(log)
 
     def _end_if_lost(self, others: OtherNodes) -> None:
         """A node that is lost while the engine starts is no fault of the engine's: Ray starts this process again."""

@@ -60,6 +60,7 @@ class EngineAccount:
 
     Attributes:
         self_check: what the engine's self-check found, as JSON; empty before it.
+        start_warnings: of the engine's start.
 
     Args:
         folder: of the ledger; created if need be.
@@ -82,6 +83,7 @@ class EngineAccount:
         self._disk = GroupSync(requests_file(folder, self.session_id))
         self.engine_index = 0
         self.self_check = ""
+        self.start_warnings: list[str] = []
         self._folder = folder
         self._engine = engine
         self._listener = listener
@@ -145,6 +147,7 @@ class EngineAccount:
             started_at=self._started_at,
             ended=self._ended.is_set(),
             self_check=self.self_check,
+            start_warnings="\n".join(self.start_warnings),
         )
         write_session(self._folder, session)
         if session.last_seen_at >= self._next_kept_at or session.ended:

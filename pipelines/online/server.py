@@ -20,6 +20,7 @@ from peagle import hardware
 from peagle.engine.environment import environment
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
+from peagle.engine.start_log import costly_warnings
 from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
 from peagle.engine.vllm_check import CheckableLlm
 from peagle.engine.vllm_engine import compile_seconds
@@ -85,6 +86,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             tell_sequences(self.engine._engine_client.output_processor)
             self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)
             try_first(self.engine._engine_client, self._trials)
+        self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
         self._watch = asyncio.create_task(self._end_with_engine())
@@ -98,6 +100,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         engine = self.engine.checkable if job.stand_in else CheckableLlm(self.engine._engine_client)
         found = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = found.to_json()
+        self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
         self._account.heartbeat()
         require_passed(found)
 

@@ -10,7 +10,8 @@ def test_what_children_and_c_code_print_goes_to_the_log(tmp_path, capfd):
     with QuietStderr() as quiet:
         os.write(2, b"before\n")
         quiet.move_to(log)
+        quiet.tell("look at this")
         subprocess.run([sys.executable, "-c", "import sys; print('child', file=sys.stderr)"], check=True)
     os.write(2, b"after\n")
     assert log.read_bytes() == b"before\nchild\n"
-    assert capfd.readouterr().err == "after\n"
+    assert capfd.readouterr().err == "look at this\nafter\n"

@@ -55,7 +55,7 @@ class Engine:
         return [Judgement(token=" a", logprob=-1 - m, likeliest=" b", likeliest_logprob=-1.0) for m in margins]
 
 
-def check(engine: Any, spec: EngineSpec = SPEC, limit_s: float = LIMIT_S) -> SelfCheck:
+def check(engine: Any, spec: EngineSpec = DRAFTING, limit_s: float = LIMIT_S) -> SelfCheck:
     return asyncio.run(self_check(engine, spec, HERE, limit_s=limit_s))
 
 
@@ -76,7 +76,7 @@ def test_one_token_that_is_no_tie_refuses_the_engine(margin: float) -> None:
 
 
 def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
-    finer = dataclasses.replace(SPEC, precision="float32")
+    finer = dataclasses.replace(DRAFTING, precision="float32")
     assert check(Engine(0.2)).outcome == "passed"
     assert check(Engine(0.2), finer).outcome == "failed"
 
@@ -108,9 +108,9 @@ def test_a_ledger_tells_of_the_engine_that_was_refused() -> None:
 def test_a_sampled_request_runs_beside_it_where_both_fit() -> None:
     engine, alone = Engine(), Engine()
     check(engine)
-    check(alone, dataclasses.replace(SPEC, max_num_seqs=1))
-    assert [temperature for _, _, temperature in engine.asked] == [0.0, 1.0]
-    assert [temperature for _, _, temperature in alone.asked] == [0.0]
+    check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
+    assert [asked[1:] for asked in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 2, 1.0)]
+    assert [asked[1:] for asked in alone.asked] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
@@ -121,6 +121,10 @@ def test_a_short_context_has_a_short_check(max_model_len: int, num_tokens: int) 
     assert found.num_tokens == num_tokens
     assert found.outcome == ("passed" if num_tokens else "skipped")
     assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
+
+
+def test_an_engine_that_takes_a_step_a_token_has_fewer() -> None:
+    assert check(Engine(), SPEC).num_tokens == NUM_TOKENS // 2
 
 
 def test_an_answer_without_a_token_is_no_answer() -> None:

@@ -45,7 +45,7 @@ def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(
 
 
 def test_an_engine_whose_answers_are_not_its_targets_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     ended = []
@@ -59,11 +59,19 @@ def test_an_engine_whose_answers_are_not_its_targets_is_not_used(
 
     log = tmp_path / "none-k0.log"
 
-    def outcome(*, is_wrong: bool) -> Any:
-        return with_engine(EngineSpec(model="m"), hardware.detect(), lambda *_: Fake(is_wrong=is_wrong), log, use)
+    def start(*_: Any) -> Fake:
+        os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
+        return Fake(is_wrong=is_wrong)
 
-    assert outcome(is_wrong=False).outcome == "passed"
+    def outcome() -> Any:
+        return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)
+
+    is_wrong = False
+    assert outcome().outcome == "passed"
+    is_wrong = True
     with pytest.raises(EngineError, match="its answers are not its target's"):
-        outcome(is_wrong=True)
+        outcome()
     assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
-    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in capsys.readouterr().err
+    said = capfd.readouterr().err
+    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in log.read_text() + said
+    assert said.count("warning of an engine's start: no libtcmalloc: this is slow") == 2

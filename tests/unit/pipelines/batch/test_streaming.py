@@ -26,6 +26,9 @@ class Supervisor:
     def observe(self):
         pass
 
+    def new_warnings(self):
+        return []
+
     def error(self):
         return EngineError("the run ended before its last unit")
 

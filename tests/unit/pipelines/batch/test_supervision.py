@@ -71,6 +71,18 @@ def start(tmp_path):
     return make
 
 
+def test_what_engines_warned_of_when_they_started_is_told_once(start):
+    run, supervisor = start()
+    run.write_session(replace(session("a"), start_warnings="no libtcmalloc\nno cards"))
+    supervisor.observe()
+    assert supervisor.new_warnings() == ["no libtcmalloc", "no cards"]
+    run.write_session(replace(session("b", engine_index=1), start_warnings="no libtcmalloc\ncompiled again"))
+    supervisor.observe()
+    assert supervisor.new_warnings() == ["compiled again"]
+    supervisor.observe()
+    assert supervisor.new_warnings() == []
+
+
 def test_a_run_within_its_limits_goes_on(start):
     run, supervisor = start(budget_usd=100, deadline="2h", max_failed_rows="2")
     supervisor.require_room()
