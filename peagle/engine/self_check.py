@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 from peagle.engine.generation import RequestRefused
+from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
@@ -118,9 +119,9 @@ async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *,
         found = SelfCheck(outcome="skipped", seen="drafts are accepted by lot, so no text is the target's")
     else:
         try:
-            max_tie = tie_margin(spec_precision(spec, hardware))
-            found = await asyncio.wait_for(_checked(engine, max_tie, spec), limit_s)
-            found = replace(found, advice=_advice(spec)) if found.outcome == "failed" else found
+            precision = spec_precision(spec, hardware)
+            found = await asyncio.wait_for(_checked(engine, tie_margin(precision), spec), limit_s)
+            found = replace(found, advice=_advice(spec, precision)) if found.outcome == "failed" else found
         except TimeoutError:
             raise EngineError(f"the engine did not answer its self-check within {limit_s:g} s") from None
     sys.stderr.write(f"peagle: {found.describe()}\n")
@@ -151,9 +152,10 @@ def require_none_failed(checks: Iterable[str]) -> None:
             require_passed(SelfCheck(**json.loads(check)))
 
 
-def _advice(spec: EngineSpec) -> str:
+def _advice(spec: EngineSpec, precision: Precision) -> str:
     ways = ["--drafter none"] * (spec.drafter is not None)
-    ways += ["--kv-cache-precision bf16", "--precision bf16"] * (spec.precision in ("auto", "fp8"))
+    ways += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
+    ways += ["--precision bf16"] * (precision.quantization == "fp8")
     ways += ["--enforce-eager"] * (not spec.enforce_eager)
     other = f" by another setting: {', or '.join(ways)}" if ways else ""
     return f"a kernel of this vLLM is wrong on this hardware or in this precision; find out which{other}"

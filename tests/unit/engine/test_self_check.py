@@ -87,8 +87,9 @@ def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
         (DRAFTING, "--drafter none, or --enforce-eager"),
         (
             dataclasses.replace(SPEC, precision="fp8", enforce_eager=True),
-            "--kv-cache-precision bf16, or --precision bf16",
+            "--kv-cache-precision bf16",
         ),
+        (dataclasses.replace(DRAFTING, precision="auto"), "--drafter none, or --enforce-eager"),
     ],
 )
 def test_who_is_refused_is_told_what_may_be_tried(spec: EngineSpec, ways: str) -> None:

@@ -1,0 +1,26 @@
+"""A real engine passes its self-check, and one whose sampler is wrong does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "fault", "num_tokens"),
+    [("peagle", "go_wrong_in_verifying", 32), ("none", "go_wrong_in_sampling", 16)],
+)
+def test_a_wrong_kernel_is_found(drafter, fault, num_tokens, embedded_target, tmp_path):
+    script, out = Path(__file__).with_name("wrong_kernels.py"), tmp_path / "checks.json"
+    command = [sys.executable, str(script), drafter, fault, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, again, wrong = json.loads(out.read_text())
+    assert [check["outcome"] for check in (first, again)] == ["passed", "passed"]
+    assert first["num_tokens"] == num_tokens
+    assert wrong["outcome"] == "failed"
+    assert "of its greedy answer is" in wrong["seen"]

@@ -1,0 +1,60 @@
+"""An engine whose worker has a kernel wrong, and what its self-checks find: `wrong_kernels.py DRAFTER FAULT OUT`.
+
+Once as it started, once more, and once when the fault is there. It is a process of its own, as vLLM leaves sockets.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+
+class Wrong:
+    """`worker_extension_cls` of an engine; each method is called by `collective_rpc`."""
+
+    def go_wrong_in_verifying(self) -> None:
+        """Drafts are verified against logits that belong to other tokens."""
+        import vllm.v1.sample.rejection_sampler as sampler
+
+        original = sampler.rejection_sample
+
+        def rejection_sample(*arguments: Any, **options: Any) -> Any:
+            tokens = original(*arguments, **options)
+            return tokens.where(tokens < 1, tokens - 1)
+
+        sampler.rejection_sample = rejection_sample
+
+    def go_wrong_in_sampling(self) -> None:
+        """A token of which nothing was drafted is any but the likeliest."""
+        from vllm.v1.sample.sampler import Sampler
+
+        Sampler.greedy_sample = staticmethod(lambda logits: logits.topk(2, dim=-1).indices[:, 1].view(-1))
+
+
+def main() -> None:
+    from peagle import hardware
+    from peagle.catalog.resolve import resolve_drafter, resolve_model
+    from peagle.engine.self_check import self_check
+    from peagle.engine.spec import EngineSpec
+    from peagle.engine.start import start_engine
+    from peagle.measurement.engine_up import with_engine
+
+    drafter, fault, out = sys.argv[1:]
+    here, model = hardware.detect(), resolve_model("smollm2-135m")
+    extra = {"worker_extension_cls": "wrong_kernels.Wrong"}
+    spec = EngineSpec(model=model.path, max_num_seqs=4, max_model_len=512, enforce_eager=True, extra=extra)
+    if drafter != "none":
+        spec = replace(spec, drafter=resolve_drafter(drafter, model, 1, num_speculative_tokens=3).spec)
+
+    async def use(engine: Any, _: float) -> list[Any]:
+        again = await self_check(engine.checkable, spec, here)
+        await engine._llm.collective_rpc(fault)
+        return [engine.self_check, again, await self_check(engine.checkable, spec, here)]
+
+    checks = with_engine(spec, here, start_engine, Path(out).with_suffix(".log"), use)
+    Path(out).write_text(json.dumps([check.to_dict() for check in checks]))
+
+
+if __name__ == "__main__":
+    main()
