@@ -3,6 +3,7 @@
 Requests are done one at a time: moto looks for a name and takes it in two steps.
 """
 
+import io
 import logging
 import random
 import socket
@@ -94,6 +95,8 @@ class FaultyS3:
         return None
 
     def _serve(self, environ, start_response):
+        # Read before the lock is taken: a client may be stopped in the middle of its request.
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         with self._lock:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
             self.requests.append((method, path))
@@ -103,7 +106,7 @@ class FaultyS3:
             if fault == "cut":
                 return _hang_up(environ)
             if isinstance(fault, int):
-                return _refuse(fault, environ, start_response)
+                return _refuse(fault, start_response)
             answer = []
             data = b"".join(self._app(environ, lambda status, headers, *_: answer.append((status, headers))))
             if "uploads" in environ.get("QUERY_STRING", ""):
@@ -119,8 +122,7 @@ _MOTOS_DATE = b"2010-11-10T20:48:33.000Z"  # of every upload
 _CODES = {403: "AccessDenied", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 409: "OperationAborted"}
 
 
-def _refuse(status, environ, start_response):
-    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+def _refuse(status, start_response):
     code = _CODES[status]
     start_response(f"{status} {code}", [("Content-Type", "application/xml")])
     return [f"<Error><Code>{code}</Code><Message>by request of a test</Message></Error>".encode()]

@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -248,7 +249,7 @@ def store(folder: Path) -> Iterator[str]:
         _serve(said)
     try:
         while not (url := said.read_text().strip() if said.exists() else ""):
-            pass
+            time.sleep(0.05)
         os.environ |= {
             "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_REGION": "us-east-1",
