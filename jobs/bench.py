@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(BenchConfig, args)
     from peagle.bench.run import bench
     from peagle.bench.tables import text_tables
-    from peagle.engine.interrupts import interrupted_by_sigterm
 
-    with interrupted_by_sigterm():
-        report, folder = bench(config, listener())
+    report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
     if report["num_passes_left"]:
         say(f"{report['num_passes_left']} passes are left: the same command goes on")

@@ -24,6 +24,7 @@ from peagle.errors import PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
 from peagle.private import keep_private
+from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_signal
 
 COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
@@ -52,6 +53,7 @@ _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stop
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
+    interrupt_on_signal()
     with standard_streams() as streams:
         streams.code = run(sys.argv[1:] if argv is None else list(argv))
     sys.exit(streams.code)
@@ -67,10 +69,11 @@ def run(argv: Sequence[str]) -> int:
     args = _parsed(_parser(command), [command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
     try:
-        return _run(args)
+        with interrupted_by_signal():
+            return _run(args)
     except KeyboardInterrupt:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
-        return 3
+        return STOPPED_CODE
     except BrokenPipeError as error:
         return broken_pipe(f"peagle {args.command}: {error}")
     except OSError as error:  # a file that cannot be read or written, wherever nobody knew more to say

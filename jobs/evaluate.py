@@ -42,10 +42,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(EvaluateConfig, args)
     from peagle.drafter.evaluation.report import text_report
     from peagle.drafter.evaluation.run import evaluate
-    from peagle.engine.interrupts import interrupted_by_sigterm
 
-    with interrupted_by_sigterm():
-        report, folder = evaluate(config, listener())
+    report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
     if report["failed"]:
         say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")

@@ -39,6 +39,7 @@ exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped
 APP_NAME = "peagle"
 _FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
+_AT_ONCE = "stopped at once: requests under way are lost"
 # Beside what requests get: Serve looks now and then, and kills what does not end by itself.
 _SPARE_S = 30.0
 _GROUPS = {
@@ -108,8 +109,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle import hardware
     from peagle.ports import require_free
     from peagle.quiet import QuietStderr
+    from peagle.signals import stop_on_signal
     from pipelines.batch import cluster
-    from pipelines.batch.stopping import stop_on_signal
     from pipelines.online import front
     from pipelines.online.app import endpoint_price, gate_settings, resolve
     from pipelines.online.tls import require_certificate
@@ -136,7 +137,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
-            with stop_on_signal(stopped):  # after Ray, which takes SIGTERM for itself when it starts
+            with stop_on_signal(
+                stopped, last_words=_AT_ONCE
+            ):  # after Ray, which takes SIGTERM for itself when it starts
                 if not is_remote:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)

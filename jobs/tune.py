@@ -45,11 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Tune, and print what was measured and what was chosen."""
     config = flags.load(TuneConfig, args)
-    from peagle.engine.interrupts import interrupted_by_sigterm
     from peagle.tuning.answer import text_table
     from peagle.tuning.run import tune
 
-    with interrupted_by_sigterm():
-        profile, path = tune(config, listener())
+    profile, path = tune(config, listener())
     say(f"\n{text_table(profile)}\n\nprofile: {path}")
     return 0, profile.model_dump(mode="json")

@@ -42,7 +42,7 @@ from peagle.catalog.targets import resolve_model
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from peagle.engine.interrupts import interrupted_by_sigterm, interruptible
+from peagle.engine.interrupts import interruptible
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.engine.vllm_engine import root_cause
 from peagle.errors import DrafterError, EngineError, PeagleError
@@ -54,6 +54,7 @@ from peagle.measurement.folder import MeasurementFolder
 from peagle.measurement.lines import Axes, line_chart
 from peagle.measurement.reported import reported
 from peagle.quiet import QuietStderr
+from peagle.signals import interrupted_by_signal
 from peagle.svg import standalone
 from peagle.tables import aligned, markdown
 
@@ -94,7 +95,7 @@ def profile(config: BenchConfig) -> int:
     root = config.output or Path("runs/steps")
     folder = MeasurementFolder(root, name="steps", schema=1, fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
     run = _Run(plan, dataset, folder)
-    with interrupted_by_sigterm():
+    with interrupted_by_signal():
         reported(run, folder.root, listener(), parts="engines")
     num_left = len(plan.setups) - len(run.done)
     say(f"\nreport: {folder.root / 'report.md'}; {num_left} engines are left")

@@ -21,6 +21,7 @@ from peagle.hardware import Hardware
 from peagle.ports import require_free
 from pipelines.batch import ray_token
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
+from pipelines.batch.ray_group import own_groups
 from pipelines.failures import explain
 
 _POLL_S = 5.0
@@ -68,15 +69,16 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     remote = is_remote()
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address=None if remote else "local",
-            num_cpus=None if remote else max(2, hardware.detect().num_cpus),
-            include_dashboard=False if not remote else None,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-            _metrics_export_port=metrics_port,
-        )
+        with own_groups():
+            ray.init(
+                address=None if remote else "local",
+                num_cpus=None if remote else max(2, hardware.detect().num_cpus),
+                include_dashboard=False if not remote else None,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+                _metrics_export_port=metrics_port,
+            )
     except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise explain(error, what, hint=_NO_JOIN if remote else _NO_RAY, otherwise=CapacityError) from error

@@ -200,7 +200,8 @@ def hold_lease(
     try:
         yield holding
     except BaseException as error:
-        holding.outcome = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        kind, message = type(error).__name__, getattr(error, "message", error)
+        holding.outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind}: {message}"
         if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and holding.is_lost():
             raise taken_over(root) from error
         raise

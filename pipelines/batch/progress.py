@@ -3,8 +3,9 @@
 It adds up what it is told and draws it; it reads no files.
 """
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -46,16 +47,15 @@ class Tally:
         if before:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
-    def observe(self, sessions: Iterable[EngineSession], usd: float, alive: Sequence[EngineSession]) -> None:
-        """Take dollars, and speed from the heartbeats of this attempt's engines, of which some are alive."""
+    def observe(self, usd: float, alive: Sequence[EngineSession]) -> None:
+        """Take dollars, and speed from the heartbeats of this attempt's engines that are alive."""
         self.usd = usd
         up = [session for session in alive if session.busy_s + session.idle_s > 0]
         self.num_engines = len(up)
         self.tokens_per_s = sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in up)
         done = self.num_rows + self.num_failed_rows
-        fresh = done - self._rows_before
-        up_s = sum(session.busy_s + session.idle_s for session in sessions)
-        self.seconds_left = (self.num_rows_planned - done) * up_s / fresh / len(up) if fresh and up else None
+        left = self.num_rows_planned - done
+        self.seconds_left = seconds_left(left, done, self.num_output_tokens, self.tokens_per_s)
 
     def line(self) -> str:
         """The state in one line."""
@@ -109,8 +109,21 @@ def _started(live: Live) -> Live:
     return live
 
 
+def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:
+    """How long the rest takes at this speed; None where nothing is left, or nobody knows yet.
+
+    Args:
+        num_output_tokens: of the rows that are done; those of the rest are taken to be as many by the row.
+        tokens_per_s: as heartbeats tell it. They come later than what is committed, so rows are not divided by their
+            seconds: before the second heartbeat, no time would seem to be left.
+    """
+    if not (num_rows_left and num_rows_done and num_output_tokens and tokens_per_s):
+        return None
+    return num_rows_left * num_output_tokens / num_rows_done / tokens_per_s
+
+
 def duration(seconds: float) -> str:
-    """A length of time, for people."""
-    minutes, rest = divmod(int(seconds), 60)
+    """A length of time, for people; what is not over takes a second at least."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

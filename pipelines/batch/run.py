@@ -23,6 +23,7 @@ from peagle.economics.prices import Price
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.quiet import QuietStderr
+from peagle.signals import interrupted_by_signal, stop_on_signal
 from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.export import Export, export
@@ -37,7 +38,6 @@ from pipelines.batch.reporting import make_report
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.batch.retries import plan_retry
 from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.stopping import interrupted_by_signal, stop_on_signal
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import (
     BY_SIGNAL,
@@ -45,6 +45,7 @@ from pipelines.batch.supervision import (
     limits_of,
     require_few_failures,
     require_time,
+    stopped_at_once,
     stopped_before_engines,
 )
 
@@ -185,7 +186,7 @@ def _generate(
         quiet.move_to(log)
         if not is_remote:
             stack.enter_context(cluster.ray_cluster())
-        stack.enter_context(stop_on_signal(stop))
+        stack.enter_context(stop_on_signal(stop, last_words=stopped_at_once(command)))
         cluster.require_capacity(
             resolved.placement,
             config.engine_range.smallest,

@@ -15,11 +15,13 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from pipelines.batch.lease import Lease, clock, read_lease
 from pipelines.batch.limits import dollars
 from pipelines.batch.plan import Plan
-from pipelines.batch.progress import duration
+from pipelines.batch.progress import duration, seconds_left
 from pipelines.batch.rundir import RunDirectory
 
 _SILENT_AFTER_S = 60.0  # or, if that is longer,
 _SILENT_AFTER = 3.0  # heartbeats: engines beat at different moments, and one may come late
+
+_REPORT_MAY_MISS = "`peagle report` makes a report that is missing"
 
 State = Literal["running", "silent", "stopped", "finished"]
 
@@ -127,7 +129,9 @@ class StatusReader:
             tokens_per_s=_tokens_per_s(alive),
             acceptance_length=total.speculation.acceptance_length,
             usd=total.total_usd,
-            seconds_left=_seconds_left(num_left, alive, usages),
+            seconds_left=seconds_left(
+                num_left, plan.num_rows - num_left, total.num_output_tokens, _tokens_per_s(alive) or 0.0
+            ),
         )
 
     def _silent_after_s(self, lease: Lease | None) -> float:
@@ -161,7 +165,11 @@ def _driver(state: State, lease: Lease | None) -> str:
     if state == "running":
         return f"{lease.describe()}, heard of {max(0.0, time.time() - lease.renewed_at):.0f} s ago"
     if lease.outcome is None:
-        return f"{lease.describe()}; not heard of since {clock(lease.renewed_at)}: the same command continues the run"
+        silent = f"{lease.describe()}; not heard of since {clock(lease.renewed_at)}"
+        if state != "finished":
+            return f"{silent}: the same command continues the run"
+        # The report and the export come after the last unit.
+        return f"{lease.describe()}, is making the report" if lease.seems_alive() else f"{silent}: {_REPORT_MAY_MISS}"
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
@@ -185,11 +193,3 @@ def _num_open_tokens(alive: Sequence[EngineSession], usages: Sequence[UnitUsage]
 def _tokens_per_s(alive: Sequence[EngineSession]) -> float | None:
     speeds = [s.num_output_tokens / (s.busy_s + s.idle_s) for s in alive if s.busy_s + s.idle_s > 0]
     return sum(speeds) if speeds else None
-
-
-def _seconds_left(num_rows_left: int, alive: Sequence[EngineSession], usages: Sequence[UnitUsage]) -> float | None:
-    """At the speed by the row of the engines that live."""
-    by = {session.session_id for session in alive}
-    num_rows = sum(usage.num_rows + usage.num_failed_rows for usage in usages if usage.session_id in by)
-    at_work_s = sum(session.busy_s + session.idle_s for session in alive)
-    return num_rows_left * at_work_s / num_rows / len(alive) if num_rows and at_work_s else None

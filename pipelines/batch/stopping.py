@@ -1,60 +1,14 @@
-"""How a run is asked to stop, how its workers keep the time that they are given, and how it is continued."""
+"""How workers are asked to stop and keep the time that they are given, and how a run is continued."""
 
 import contextlib
 import json
-import os
 import shlex
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from peagle.errors import PeagleError, StoppedEarly
+from peagle.errors import PeagleError
 from peagle.storage import Place, is_remote, write_json
-
-
-@contextlib.contextmanager
-def stop_on_signal(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop`, and a second one ends the process at once.
-
-    Elsewhere than in the main thread, signals are left as they are.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(*_: object) -> None:
-        if stop.is_set():
-            os._exit(StoppedEarly.exit_code)  # as after kill -9: Ray's processes go with this one
-        stop.set()
-
-    with _handled_by(ask):
-        yield
-
-
-@contextlib.contextmanager
-def interrupted_by_signal() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: what is under way is given up at once, for none of it is lost.
-
-    Elsewhere than in the main thread, signals are left as they are.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _handled_by(signal.default_int_handler):
-        yield
-
-
-@contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
 
 
 class StopWord:

@@ -13,7 +13,7 @@ from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
-from peagle.errors import EngineError, PeagleError
+from peagle.errors import EngineError, PeagleError, StoppedEarly
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission, work_by_unit
 from pipelines.batch.config import GenerateConfig
@@ -76,7 +76,7 @@ def _watch(
 ) -> None:
     """Until the dataset has ended, or is given up."""
     looked_at = -math.inf
-    for usage in receipts:
+    for usage in _until_broken(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
         if time.monotonic() - looked_at < _POLL_S:
@@ -104,6 +104,17 @@ def _watch(
 def _tell_warnings(supervisor: Supervisor, progress: Progress) -> None:
     for warning in supervisor.new_warnings():
         progress.say(f"warning of an engine's start: {warning}")
+
+
+def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
+    """The receipts, up to where they break off while the run is stopped: the signal may have ended Ray as well."""
+    try:
+        yield from receipts
+    except PeagleError:
+        _observe(supervisor)
+        if supervisor.ending is None or supervisor.ending.error is not StoppedEarly:
+            raise
+        cluster.abandon()
 
 
 def _observe(supervisor: Supervisor) -> None:

@@ -140,7 +140,7 @@ class Supervisor:
         sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
-        self.tally.observe(sessions, usd, alive)
+        self.tally.observe(usd, alive)
         self._warnings = dict.fromkeys(_lines(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
@@ -169,8 +169,9 @@ class Supervisor:
     def error(self) -> PeagleError:
         """The end of a run that is not finished: the reason, where it stands, and how it goes on."""
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
-        num_units, num_done = len(self._plan.units), len(self._run.committed())
-        rows_left = self._plan.num_rows - self.tally.num_rows - self.tally.num_failed_rows
+        committed = self._run.committed()  # not the tally: of what is committed last, the driver may hear nothing
+        num_units, num_done = len(self._plan.units), len(committed)
+        rows_left = sum(unit.num_rows for unit in self._plan.left(committed))
         command = resume_command(self._command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
@@ -283,6 +284,12 @@ def stopped_before_engines(message: str, command: Sequence[str]) -> StoppedEarly
         f"stopped while no engine was at work: {message}",
         hint=f"the same command continues: {resume_command(command, {})}",
     )
+
+
+def stopped_at_once(command: Sequence[str]) -> str:
+    """The last words of a command that a second signal ends."""
+    again = resume_command(command, {})
+    return f"stopped at once: units under way are lost\n  the same command continues the run: {again}"
 
 
 def limits_of(config: GenerateConfig) -> Limits:

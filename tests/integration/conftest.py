@@ -10,12 +10,14 @@ import pytest
 
 @pytest.fixture
 def peagle():
-    """Start `peagle ARGUMENTS`; whatever a test leaves behind is killed."""
+    """Start `peagle ARGUMENTS` in a process group of its own; whatever a test leaves behind is killed."""
     started = []
 
     def start(*arguments):
         command = [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        )
         started.append(process)
         return process
 

@@ -45,13 +45,28 @@ def ids(run):
     return sorted(row["id"] for row in ds.dataset(run.data, format="parquet").to_table(columns=["id"]).to_pylist())
 
 
+SOAK = pytest.mark.soak
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.soak) for one in (signal.SIGTERM, signal.SIGKILL))]
+    ("number", "whole_group"),
+    [
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, False, marks=SOAK),
+        pytest.param(signal.SIGTERM, True, marks=SOAK),
+        pytest.param(signal.SIGTERM, False, marks=SOAK),
+        pytest.param(signal.SIGKILL, False, marks=SOAK),
+    ],
 )
-def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processes, arguments, tmp_path, number):
+def test_a_stopped_run_continues_with_the_same_command(
+    peagle, leftover_processes, arguments, tmp_path, number, whole_group
+):
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     wait_for_units(run, first, 3)
+    if whole_group:  # as a terminal's Ctrl-C and `timeout` do
+        os.killpg(first.pid, number)
+        time.sleep(0.2)
     first.send_signal(number)
     said, _ = first.communicate(timeout=120)
     if number == signal.SIGKILL:
@@ -59,7 +74,7 @@ def test_a_stopped_run_continues_with_the_same_command(peagle, leftover_processe
     else:
         assert first.returncode == 3, said
         assert "the same command continues the run: peagle generate --engine fake" in said
-        assert "rows are left" in said
+        assert f"{NUM_ROWS - len(run.committed())} of {NUM_ROWS} rows are left" in said
         assert StatusReader(run).read().state == "stopped"
     assert not leftover_processes(ray_processes_of(first.pid))
     before = run.committed()
@@ -90,7 +105,9 @@ def test_another_driver_is_refused_and_a_second_ctrl_c_stops_at_once(peagle, lef
     time.sleep(2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=20)
     assert process.returncode == 3
+    assert "stopped at once" in said
+    assert "continues the run: peagle generate" in said
     assert StatusReader(run).read().state == "silent"
     assert not leftover_processes(ray_processes_of(process.pid))

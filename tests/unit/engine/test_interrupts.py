@@ -6,7 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from peagle.engine.interrupts import interrupted_by_sigterm, interruptible
+from peagle.engine.interrupts import interruptible
+from peagle.signals import interrupted_by_signal
 
 
 @pytest.fixture(autouse=True)
@@ -17,13 +18,13 @@ def handler():
     signal.signal(signal.SIGINT, before)
 
 
-def start_as_vllm_does(address: str) -> str:
+def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
     """Open the socket that the core says on that it is up, and be interrupted."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 
     with zmq_socket_ctx(address, zmq.ROUTER, bind=True) as socket, closing(socket):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
     return "waits on"
 
 
@@ -79,30 +80,11 @@ def test_an_engine_may_start_in_any_thread():
     assert done == [True]
 
 
-def test_sigterm_is_an_interrupt_also_of_a_start_and_of_an_event_loop(tmp_path):
-    import asyncio
-
+def test_a_sigterm_that_interrupts_ends_a_start_too(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    ended = []
-
-    async def wait():
-        try:
-            signal.raise_signal(signal.SIGTERM)
-            await asyncio.sleep(60)
-        finally:
-            ended.append("in order")
-
-    with interrupted_by_sigterm():
+    with interrupted_by_signal():
+        ours = signal.getsignal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt), interruptible():
-            signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.run(wait())
-    assert ended == ["in order"]
+            start_as_vllm_does(f"ipc://{tmp_path}/core", signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is ours
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_where_interrupts_are_ignored_sigterm_stays_what_it_was():
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupted_by_sigterm():
-        assert signal.getsignal(signal.SIGTERM) is before

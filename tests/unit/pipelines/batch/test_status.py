@@ -72,9 +72,9 @@ def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5
     assert status.usd == pytest.approx(0.2)
-    assert status.seconds_left == pytest.approx(4 * 8 / 2)
+    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
     said = status.describe()
-    for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "16s", "process"):
+    for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "6s", "process"):
         assert part in said
 
 
@@ -127,6 +127,26 @@ def test_a_finished_run_is_finished(run):
     commit(run, 3)
     status = StatusReader(run).read()
     assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_finished_run_whose_driver_has_not_ended_is_not_to_be_continued(run, monkeypatch, gone):
+    commit(run, 2)
+    commit(run, 3)
+    with hold(run):
+        if gone:
+            monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
+        status = StatusReader(run).read()
+    assert status.state == "finished"
+    assert "continues the run" not in status.describe()
+    assert ("is making the report" in status.driver) is not gone
+    assert ("`peagle report` makes a report that is missing" in status.driver) is gone
+
+
+def test_a_driver_that_was_interrupted_says_so(run):
+    with pytest.raises(KeyboardInterrupt), hold(run):
+        raise KeyboardInterrupt
+    assert StatusReader(run).read().driver.endswith(": interrupted")
 
 
 def test_the_command_prints_data_alone_or_lines(run, capsys):

@@ -1,27 +1,9 @@
-import signal
 import threading
 
 import pytest
 
 from peagle.errors import StorageError
-from pipelines.batch.stopping import GraceClock, PolledStop, interrupted_by_signal, resume_command, stop_on_signal
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_for_a_stop_and_the_old_handler_comes_back(number):
-    before, stop = signal.getsignal(number), threading.Event()
-    with stop_on_signal(stop):
-        signal.raise_signal(number)
-        assert stop.is_set()
-    assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_before_engines_are_at_work_a_signal_interrupts(number):
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
-        signal.raise_signal(number)
-    assert signal.getsignal(number) is before
+from pipelines.batch.stopping import GraceClock, PolledStop, resume_command
 
 
 def test_grace_begins_when_a_worker_learns_of_the_stop():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from peagle.errors import EngineError, PeagleError, StorageError
+from peagle.errors import EngineError, PeagleError, StoppedEarly, StorageError
 from pipelines.batch import cluster, streaming
 
 
@@ -65,3 +65,26 @@ def test_a_driver_that_cannot_look_leaves_ray_alone_until_its_end(monkeypatch, e
     with pytest.raises((OSError, PeagleError)):
         streaming._observe(SimpleNamespace(observe=observe))
     assert abandoned == [True]
+
+
+@pytest.mark.parametrize(("ending", "goes_on"), [(StoppedEarly, True), (EngineError, False), (None, False)])
+def test_what_breaks_off_in_a_stop_ends_with_the_stop(monkeypatch, ending, goes_on):
+    """A signal to all processes of a machine ends Ray too."""
+
+    def receipts():
+        yield "usage"
+        raise EngineError("the run broke off: the actor died")
+
+    abandoned, heard = [], []
+    monkeypatch.setattr(cluster, "abandon", lambda: abandoned.append(True))
+    ended = ending and SimpleNamespace(error=ending)
+    supervisor = SimpleNamespace(observe=lambda: heard.append("looked"), ending=ended)
+    found = streaming._until_broken(receipts(), supervisor)
+    assert next(found) == "usage"
+    if goes_on:
+        assert list(found) == []
+    else:
+        with pytest.raises(EngineError, match="broke off"):
+            next(found)
+    assert heard == ["looked"]
+    assert bool(abandoned) is goes_on

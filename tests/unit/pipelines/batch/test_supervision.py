@@ -123,6 +123,15 @@ def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
     assert error.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
+def test_rows_left_are_those_of_units_that_are_not_committed_whatever_the_driver_has_heard(start):
+    run, supervisor = start()
+    supervisor._stop.set()
+    supervisor.observe()
+    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # its receipt was lost with Ray
+    assert "stopped with 2 of 4 units committed" in supervisor.error().message
+    assert "6 of 12 rows are left" in supervisor.error().message
+
+
 def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_larger_one(start):
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:

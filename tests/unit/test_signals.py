@@ -1,0 +1,159 @@
+"""Signals that interrupt a command or ask it to stop, and those that come with them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from peagle import signals
+from peagle.signals import interrupted_by_signal, stop_on_signal
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which signals are heard, in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes with which the process would have ended at once."""
+    codes = []
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    return codes
+
+
+@BOTH
+def test_a_signal_asks_for_a_stop_and_the_old_handler_comes_back(number):
+    before, stop = signal.getsignal(number), threading.Event()
+    with stop_on_signal(stop, last_words=""):
+        signal.raise_signal(number)
+        assert stop.is_set()
+    assert signal.getsignal(number) is before
+
+
+@BOTH
+def test_a_signal_interrupts(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+@BOTH
+def test_what_comes_within_a_second_is_the_same_wish(clock, ended, number):
+    stop = threading.Event()
+    with stop_on_signal(stop, last_words=""):
+        signal.raise_signal(number)
+        clock[0] += 0.9
+        signal.raise_signal(signal.SIGTERM)
+        assert not ended
+        clock[0] += 0.2
+        signal.raise_signal(number)
+        assert ended == [3]
+
+
+def test_a_wish_that_was_heard_is_not_heard_again_once_another_handler_is_there(clock):
+    with interrupted_by_signal():
+        with stop_on_signal(threading.Event(), last_words=""):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # the end is under way
+        clock[0] += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupted_by_signal():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_leave_signals_as_they_are():
+    seen = []
+
+    def look():
+        with interrupted_by_signal(), stop_on_signal(threading.Event(), last_words=""):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+@BOTH
+def test_an_event_loop_ends_in_order(number):
+    done = []
+
+    async def wait():
+        try:
+            signal.raise_signal(number)
+            await asyncio.sleep(60)
+        finally:
+            done.append("in order")
+
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
+        asyncio.run(wait())
+    assert done == ["in order"]
+
+
+_STOPS = """
+import threading
+from peagle.signals import interrupt_on_signal, stop_on_signal
+interrupt_on_signal()
+with stop_on_signal(threading.Event(), last_words="stopped at once"):
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_second_signal_ends_the_process_and_says_so():
+    process = subprocess.Popen([sys.executable, "-c", _STOPS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(1.2)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "stopped at once" in said
+
+
+_ENDS = """
+import time
+from jobs import cli
+def run(argv):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 3
+cli.run = run
+cli.main([])
+"""
+
+
+@BOTH
+def test_two_signals_at_once_end_a_command_with_its_own_code(number):
+    """As `timeout` sends them: to its child, and to the group that both are in."""
+    process = subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(3):
+        os.kill(process.pid, number)
+        time.sleep(0.05)
+    process.communicate(timeout=20)
+    assert process.returncode == 3
