@@ -20,7 +20,7 @@ from typing import Any
 from jobs.streams import broken_pipe, is_unicode, prints_unicode, standard_streams
 from jobs.throttle import human_output
 from peagle import __version__
-from peagle.errors import PeagleError
+from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
 from peagle.private import keep_private
@@ -91,6 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     except PeagleError as error:
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
+        if code == ConfigError.exit_code and (variables := getattr(args, "variables", ())):
+            print(f"  set in the environment: {', '.join(variables)}", file=sys.stderr)
         result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     if args.json:
         _write_result(args.json, result)

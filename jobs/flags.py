@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from jobs.streams import is_unicode
 from peagle.errors import ConfigError, did_you_mean
+from peagle.ports import is_service_link
 from peagle.storage import Place
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
@@ -66,12 +67,13 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
     """
     known = model.model_fields
     values = _from_yaml(args.config, known) if args.config else {}
-    values |= {name: _from_environment(key) for name in known if (key := f"PEAGLE_{name.upper()}") in os.environ}
-    values |= {name: getattr(args, name) for name in known if hasattr(args, name)}
+    set_there = _from_environment(known)
+    flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
+    args.variables = [_variable(name) for name in set_there if name not in flags]
     try:
-        return model(**values)
+        return model(**values | set_there | flags)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n  ".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("\n  ".join(_explain(e, args.variables) for e in error.errors())) from None
 
 
 _METAVARS = {int: "N", float: "X", Path: "PATH", Place: "PATH", str: "TEXT"}
@@ -86,10 +88,20 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-def _from_environment(key: str) -> str:
-    if not is_unicode(value := os.environ[key]):
-        raise ConfigError(f"{key} is not UTF-8: {os.fsencode(value)!r}")
-    return value
+def _variable(name: str) -> str:
+    return f"PEAGLE_{name.upper()}"
+
+
+def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """The keys that variables set; an empty one sets nothing, nor does what Kubernetes says of a service."""
+    found: dict[str, Any] = {}
+    for name, field in known.items():
+        value = os.environ.get(_variable(name), "")
+        if not is_unicode(value):
+            raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
+        if value and not (name.endswith("port") and is_service_link(value)):
+            found[name] = [value] if typing.get_origin(_plain(field.annotation)) is list else value
+    return found
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
@@ -107,8 +119,10 @@ def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     return values
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, variables: Collection[str]) -> str:
     where = ".".join(map(str, error["loc"]))
+    if error["loc"] and (variable := _variable(str(error["loc"][0]))) in variables:
+        where = variable
     if error["type"] == "missing":
         return f"--{where.replace('_', '-')} is needed"
     message = error["msg"].removeprefix("Value error, ")

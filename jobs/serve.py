@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     with QuietStderr() as quiet:
         here = hardware.detect()
         is_remote = cluster.is_remote()
+        if not is_remote:
+            cluster.require_startable()
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
         if not is_remote:
@@ -128,7 +130,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         if gate.prompts:
             print(f"prompts are written to {gate.prompts}", flush=True)
         logs = config.state / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"state {config.state}: cannot be written: {error}", hint="name another --state"
+            ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= front.ENVIRONMENT | os.environ  # for a Ray that is started here
         with cluster.ray_cluster(metrics_port=config.metrics_port):

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peagle.private import user_path
+
 if TYPE_CHECKING:
     from pipelines.online.keys import KeyRecord
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
     from pipelines.online.keys import read_keys
 
-    path: Path = args.keys.expanduser()
+    path: Path = user_path(args.keys)
     if args.action == "list":
         records = read_keys(path)
         for record in records:

@@ -51,7 +51,8 @@ def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         mode: as `write_atomic`.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written. The file may be there all the same.
+        OSError: the disk is full, the folder cannot be written, or its file system has no hard links. The file may be
+            there all the same.
     """
     return _put(path, data, _link, mode)
 
@@ -154,7 +155,7 @@ def require_links(folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        raise ConfigError(f"{folder}: its file system has no hard links ({error.strerror})", hint=_LINKS) from error
+        raise ConfigError(f"{folder}: {error.strerror}", hint=_LINKS) from error
     if not held:
         raise ConfigError(f"{folder}: its file system lets two writers create the same name", hint=_LINKS)
 
@@ -233,6 +234,8 @@ def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:
     except OSError as error:
         if _has_name(file, path):
             return True
+        if error.errno in _NO_LINKS:
+            raise OSError(error.errno, f"its file system has no hard links ({error.strerror})", str(path)) from error
         if not isinstance(error, FileExistsError):
             raise
         return False

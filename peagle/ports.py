@@ -27,6 +27,15 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise OSError(f"{_ATTEMPTS} ports of {host or 'this machine'} between {_PORTS[0]} and {_PORTS[-1]} are in use")
 
 
+def is_service_link(value: str) -> bool:
+    """Whether a variable NAME_PORT is Kubernetes' word for where a service called NAME listens: it is in every pod.
+
+    >>> is_service_link("tcp://10.0.0.1:8000"), is_service_link("8000")
+    (True, False)
+    """
+    return value.startswith(("tcp://", "udp://", "sctp://"))
+
+
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
     """Refuse a port that somebody listens on, or an address that is not this machine's. Whoever asks for it later may
     not: Ray Serve shares its port with any other Serve, so that each gets some of the connections.

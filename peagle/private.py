@@ -15,6 +15,7 @@ from peagle.errors import ConfigError
 SECRET_MODE = 0o600
 _OTHERS = 0o007
 _ALL_BUT_OWNER = 0o077
+_MAX_SOCKET_PATH = 107  # bytes; Linux has 108 with the one that ends it
 
 
 def keep_private() -> None:
@@ -42,6 +43,36 @@ def temporary_folder(name: str | None = None) -> Path:
     if status.st_uid != os.geteuid() or status.st_mode & _ALL_BUT_OWNER:
         folder = _own(folder / f"peagle-{os.geteuid()}")
     return folder if name is None else _own(folder / name)
+
+
+def user_path(path: str | Path) -> Path:
+    """A path in which `~` stands for this user's home folder.
+
+    Raises:
+        ConfigError: there is none: a container's user often has no name, and then HOME has to say it.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}", hint="set HOME to a folder that this user can write") from error
+
+
+def require_short_sockets(what: str, folder: str, num_bytes: int) -> None:
+    """Refuse a folder for temporary files whose path is too long for the sockets that are made in it.
+
+    Args:
+        what: makes them.
+        num_bytes: the most that the names of sockets in it have.
+
+    Raises:
+        ConfigError: it is too long.
+    """
+    length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
+    if length > most:
+        raise ConfigError(
+            f"temporary folder {folder}: its path has {length} bytes, and {what} can use at most {most}",
+            hint="set TMPDIR to a folder with a shorter path that only you can enter (mkdir -m 700)",
+        )
 
 
 def _own(folder: Path) -> Path:

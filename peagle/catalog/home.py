@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
+from peagle.private import user_path
+
 
 def peagle_home() -> Path:
-    """`$PEAGLE_HOME`, `~/.peagle` by default. It need not exist yet."""
-    return Path(os.environ.get("PEAGLE_HOME") or "~/.peagle").expanduser()
+    """`$PEAGLE_HOME`, `~/.peagle` by default. It need not exist yet.
+
+    Raises:
+        ConfigError: this user has no home folder, and no variable names another one.
+    """
+    return user_path(os.environ.get("PEAGLE_HOME") or "~/.peagle")

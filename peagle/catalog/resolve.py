@@ -17,6 +17,7 @@ from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, is_hub_id, local_path, max_model_len, resolve_model
 from peagle.engine import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
+from peagle.private import user_path
 
 __all__ = [
     "ResolvedDrafter",
@@ -106,7 +107,7 @@ def _build(
     note: str,
 ) -> ResolvedDrafter:
     """Read the head, check that it fits and settle K."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     is_local = folder.exists()
     if not is_local and not is_hub_id(path):
         raise DrafterError(

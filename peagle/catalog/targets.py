@@ -17,6 +17,7 @@ from peagle.catalog.hub import hub_commit, hub_config, is_commit
 from peagle.catalog.loader import load_catalog
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
 from peagle.errors import CatalogError, ConfigError
+from peagle.private import user_path
 
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -71,7 +72,7 @@ def resolve_model(
         CatalogError: nothing by that name; names the nearest.
     """
     catalog = load_catalog()
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     card = catalog.find(name) or (catalog.find(str(folder.resolve())) if folder.exists() else None)
     if card is not None and card.source.kind == "package":
         return _local_model(card.name, ensure_embedded(embedded_name(card.source.id), announce=announce), card)
@@ -90,7 +91,7 @@ def resolve_model(
 
 def lasting_name(name: str) -> str:
     """The same model by a name that holds wherever a command runs: of a folder its whole path."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name
 
 
@@ -103,7 +104,7 @@ def local_path(name: str) -> str:
     Raises:
         CatalogError: nothing by that name on this node.
     """
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.exists():
         return str(folder.resolve())
     if folder.parent.name == HEADS and (shipped := find_shipped_head(folder.name)):

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from peagle.errors import InputError
+from peagle.private import user_path
 
 FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
@@ -116,7 +117,7 @@ class _Folder:
 
 
 def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
-    path = Path(uri).expanduser().absolute()  # workers have other working directories
+    path = user_path(uri).absolute()  # workers have other working directories
     if path.is_dir():
         return _Folder(sorted((str(p), p.stat().st_size) for p in path.iterdir() if p.is_file()))
     files = [path]

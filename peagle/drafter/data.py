@@ -13,6 +13,7 @@ from peagle.corpus.files import SourceFile
 from peagle.corpus.scan import find, read_all
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.messages import parse_messages
+from peagle.private import user_path
 from peagle.storage import Place
 from peagle.storage.s3_path import SCHEME, S3Path
 
@@ -162,7 +163,7 @@ def source_files(source: str | Path) -> list[SourceFile]:
 def _units(source: str) -> Sequence[Place]:
     """The committed units, where the source is a run directory."""
     if not source.startswith(SCHEME):
-        return sorted((Path(source).expanduser() / "data").glob("unit-*.parquet"))
+        return sorted((user_path(source) / "data").glob("unit-*.parquet"))
     try:
         folder = S3Path.parse(source)
     except ConfigError:

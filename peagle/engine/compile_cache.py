@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from peagle.errors import ConfigError
-from peagle.private import temporary_folder
+from peagle.private import temporary_folder, user_path
 
 ROOT = "VLLM_CACHE_ROOT"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
@@ -37,7 +37,7 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
     Raises:
         ConfigError: neither is to be had.
     """
-    root = Path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm").expanduser()
+    root = user_path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
     kind = f"peagle-{_kind(cpuinfo)}"
     folder = root if root.name == kind else root / kind
     if (why := _unfit(folder)) is not None:

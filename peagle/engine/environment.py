@@ -8,6 +8,8 @@ processes of its own, which inherit it.
 
 import os
 import sys
+import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from peagle.engine.compile_cache import cache_root
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
+from peagle.ports import is_service_link
+from peagle.private import require_short_sockets
 
 _SYSTEM_LIBRARY_FOLDERS = (
     "/usr/lib/*-linux-gnu",
@@ -64,6 +68,22 @@ def environment(
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
     return variables
+
+
+def set_environment(
+    spec: EngineSpec, hardware: Hardware, *, engine_index: int = 0, num_engines_on_node: int = 1
+) -> None:
+    """Give this process the variables of an engine, and take from it what vLLM would mistake for its own.
+
+    Raises:
+        CapacityError, ConfigError: as `environment`; or vLLM's sockets have no place.
+    """
+    # In a pod beside a service called "vllm". vLLM refuses to start with it.
+    if is_service_link(os.environ.get("VLLM_PORT", "")):
+        del os.environ["VLLM_PORT"]
+    sockets = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    require_short_sockets("vLLM", sockets, num_bytes=len(f"/{uuid.UUID(int=0)}"))
+    os.environ |= environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
 
 
 def find_preload_libraries() -> dict[str, Path]:

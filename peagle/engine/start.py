@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 from peagle.engine.arguments import engine_args
-from peagle.engine.environment import environment
+from peagle.engine.environment import set_environment
 from peagle.engine.ranks import NodeRank, follow
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm_engine import VllmEngine, has_request_metrics, has_synthetic_acceptance
@@ -48,7 +48,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Set the environment, and make vLLM's arguments."""
     assert (node_rank is not None) == (spec.num_nodes > 1), "each node of several has its rank"
-    os.environ |= environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
+    set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
     if spec.drafter and hardware.platform == "cpu":

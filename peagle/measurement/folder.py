@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from peagle.errors import ConfigError
 from peagle.files import json_bytes, make_folder, remove_temporaries, write_json, write_once
 from peagle.manifest import require_same
+from peagle.private import user_path
 
 Record = TypeVar("Record")
 
@@ -34,7 +35,7 @@ class MeasurementFolder:
     """
 
     def __init__(self, root: Path, *, name: str, schema: int, fingerprint: Mapping[str, Any]) -> None:
-        self.root = root.expanduser()
+        self.root = user_path(root)
         self._logs, self._cells = self.root / "logs", self.root / "cells"
         manifest = self.root / f"{name}.json"
         if manifest.exists():

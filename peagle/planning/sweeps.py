@@ -13,6 +13,7 @@ from typing import Any
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
 from peagle.measurement.cells import Cell, read_cells
+from peagle.private import user_path
 
 SWEEP_KEYS = ("peagle_sweep", "model", "instance_type", "devices_per_engine", "source", "start_s", "cells")
 _HINT = "give the report.json of `peagle bench`, or a file as docs/planning.md shows"
@@ -66,7 +67,7 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
     """
     name = name or path.name
     try:
-        data = json.loads(path.expanduser().read_bytes())
+        data = json.loads(user_path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"measured {path}: {error.strerror}", hint=_HINT) from error
     except ValueError as error:

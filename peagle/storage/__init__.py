@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol, Self, cast
 
 from peagle import files
 from peagle.errors import ConfigError, StorageError
+from peagle.private import user_path
 from peagle.storage.s3_path import READ_AHEAD_BYTES as READ_AHEAD_BYTES
 from peagle.storage.s3_path import SCHEME, S3Path
 
@@ -84,7 +85,7 @@ def place(location: "str | Place") -> Place:
         return S3Path.parse(location)
     if isinstance(location, str) and "://" in location:
         raise ConfigError(f"{location!r} is neither local nor in S3", hint=f"write {SCHEME}BUCKET/FOLDER, or a path")
-    return Path(str(location)).expanduser().absolute()
+    return user_path(str(location)).absolute()
 
 
 def on_disk(location: Any) -> Any:

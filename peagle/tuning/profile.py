@@ -19,6 +19,7 @@ from peagle.catalog.targets import lasting_name
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.measurement.cells import Cell
+from peagle.private import user_path
 from peagle.tuning.ranges import acceptance_range, concurrency_range
 
 SCHEMA = 1
@@ -159,7 +160,7 @@ def read_profile(path: Path) -> Profile:
     """
     again = "`peagle tune` writes one"
     try:
-        data = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        data = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"profile {path}: {error.strerror}", hint=again) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -186,7 +187,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """
     words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    path = path.expanduser()
+    path = user_path(path)
     with writing(path, hint="name another file with --profile-output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (words + text).encode())

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.ports import require_free
+from peagle.private import require_short_sockets
 from pipelines.batch import ray_token
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
 from pipelines.batch.ray_group import own_groups
@@ -30,6 +32,7 @@ _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "docs/security.md says how it gets there"
 )
+_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
 _abandoned = False
 _exit_code = StoppedEarly.exit_code
 _asked = False
@@ -101,10 +104,21 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
     if is_remote():
         ray_token.prepare_to_join()
         return
-    ray_token.prepare_to_start()
+    require_startable()
     if not has_metrics_port:
         # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def require_startable() -> None:
+    """Make sure that Ray can be started here, as far as that depends on this user's folders.
+
+    Raises:
+        ConfigError: its token cannot be kept, or its sockets have no place.
+    """
+    ray_token.prepare_to_start()
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
 
 
 def _give_back(handler: Any) -> None:

@@ -5,7 +5,6 @@ It checks what can be checked without a corpus, a model or a cluster; it resolve
 
 import datetime
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from peagle.catalog.engines import EngineKeys
 from peagle.economics.price_keys import PriceKeys
 from peagle.errors import ConfigError
+from peagle.private import user_path
 from peagle.prompting import PromptKeys
 from peagle.sampling import SAMPLING_KEYS, SamplingKeys
 from peagle.storage import Place, place
@@ -189,7 +189,7 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:
-            return Path(value).expanduser().read_text(encoding="utf-8-sig")
+            return user_path(value).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"no schema can be read there ({error})") from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_once
-from peagle.private import SECRET_MODE
+from peagle.private import SECRET_MODE, user_path
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # A call that every Ray answers, asks nothing of, and refuses without the token where there is one.
@@ -32,8 +32,12 @@ def is_disabled() -> bool:
 
 
 def token_file() -> Path:
-    """Where Ray looks for the token when no variable names it."""
-    return Path.home() / ".ray" / "auth_token"
+    """Where Ray looks for the token when no variable names it.
+
+    Raises:
+        ConfigError: this user has no home folder.
+    """
+    return user_path("~/.ray/auth_token")
 
 
 def prepare_to_start() -> None:
@@ -57,7 +61,8 @@ def prepare_to_start() -> None:
             write_once(path, secrets.token_hex(32).encode(), mode=SECRET_MODE)
     except OSError as error:
         raise ConfigError(
-            f"Ray's token {path}: cannot be written: {error.strerror}", hint=f"set {_TOKEN} to a long random string"
+            f"Ray's token {path}: cannot be written: {error.strerror}",
+            hint=f"set HOME to a folder that this user can write, or {_TOKEN} to a long random string",
         ) from error
     _close_to_others(path)
 

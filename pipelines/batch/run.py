@@ -133,7 +133,9 @@ def _generate(
                 f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS names no cluster, so there is one node",
                 hint="set RAY_ADDRESS to a cluster's address, or leave --nodes-per-engine out",
             )
-        if is_remote:
+        if not is_remote:
+            cluster.require_startable()
+        else:
             stack.enter_context(cluster.ray_cluster())
             stack.callback(cluster.release_nodes)
         plan = _plan_without_looking(run, config)

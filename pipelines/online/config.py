@@ -16,6 +16,7 @@ from peagle.catalog.targets import name_of
 from peagle.economics.price_keys import PriceKeys
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
+from peagle.private import user_path
 from pipelines.batch.config import FolderKey, StandInKeys
 from pipelines.batch.pool import EngineRange
 
@@ -204,7 +205,7 @@ class ServeConfig(ServedModelKeys, PriceKeys):
     @field_validator("state", "keys", "tls_cert", "tls_key")
     @classmethod
     def _home_is_meant(cls, path: Path | None) -> Path | None:
-        return path and path.expanduser()
+        return path and user_path(path)
 
     @field_validator("batch_engines", mode="before")
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any
 from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
-from peagle.engine.environment import environment
+from peagle.engine.environment import set_environment
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.start_log import costly_warnings
@@ -120,7 +120,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
         self._account.engine_index = claim_slot(job.app_id)
         set_threads(spec)
-        os.environ |= environment(
+        set_environment(
             spec,
             here,
             # One that drains still has its slot; its successor computes on the same cores.

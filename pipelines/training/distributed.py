@@ -23,7 +23,7 @@ from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, 
 from peagle.drafter.prompts import is_code_source
 from peagle.drafter.workers import Distributed
 from peagle.errors import DivergedError, PeagleError
-from peagle.private import keep_private
+from peagle.private import keep_private, user_path
 from peagle.storage import place
 from pipelines.batch.cluster import abandon, has_gpus, ray_cluster, require_workers
 from pipelines.training.features import extract_on_actors
@@ -133,7 +133,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
 
 def _target_for_workers(config: TrainConfig) -> str:
     """The target by a name that every node can resolve; one of the catalog wins over a folder, as everywhere."""
-    folder = Path(config.target).expanduser()
+    folder = user_path(config.target)
     is_folder = load_catalog().find(config.target) is None and folder.is_dir()
     return str(folder.resolve()) if is_folder else config.target
 

@@ -166,6 +166,8 @@ def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as refused:
         files.require_links(tmp_path)
     assert refused.value.exit_code == 2
+    with pytest.raises(OSError, match="its file system has no hard links"):
+        files.write_once(tmp_path / "a", b"1")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from peagle import private
 from peagle.errors import ConfigError
 from peagle.files import write_atomic, write_once
-from peagle.private import keep_private, temporary_folder
+from peagle.private import keep_private, require_short_sockets, temporary_folder, user_path
 
 
 @pytest.fixture
@@ -115,3 +115,25 @@ def test_the_command_makes_everything_private(shared, tmp_path):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]
+
+
+def test_a_home_that_there_is_not_is_said(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of the arbitrary user that some clusters give a container
+    with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
+        user_path("~/.peagle")
+    assert refused.value.exit_code == 2
+    assert user_path("/x/y") == Path("/x/y")
+    with pytest.raises(ConfigError, match="~nobody-here/x"):
+        user_path("~nobody-here/x")
+
+
+def test_a_folder_whose_sockets_would_have_no_place_is_refused():
+    require_short_sockets("Ray", "/" + 56 * "x", num_bytes=50)
+    with pytest.raises(ConfigError, match=r"58 bytes, and Ray can use at most 57(.|\n)*TMPDIR") as refused:
+        require_short_sockets("Ray", "/" + 57 * "x", num_bytes=50)
+    assert refused.value.exit_code == 2

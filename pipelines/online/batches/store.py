@@ -20,7 +20,16 @@ from typing import Any
 
 from peagle.errors import ConfigError
 from peagle.files import json_bytes
-from peagle.storage import Place, make_folder, remove, remove_temporaries, require_usable, write_json, write_once
+from peagle.storage import (
+    Place,
+    make_folder,
+    remove,
+    remove_temporaries,
+    require_links,
+    require_usable,
+    write_json,
+    write_once,
+)
 from pipelines.online.batches.files import ID, FileStore, read_json
 from pipelines.online.batches.records import (
     BATCH_PREFIX,
@@ -61,12 +70,13 @@ class BatchStore(FileStore):
         """Make the folder ready.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or lets two writers create the same name.
         """
         require_usable(self.root / ".lease")
         try:
             for name in _FOLDERS:
                 make_folder(self.root / name)
+            require_links(self.root)
             if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
                 self.clock.resume(note)
             self._is_resumed = True

@@ -55,3 +55,24 @@ def test_a_node_of_several_starts_its_own_ranks_on_cores_of_its_own(monkeypatch:
         assert (started["master_addr"], started["master_port"]) == ("10.0.0.1", 4000)
         assert os.environ["VLLM_HOST_IP"] == "10.0.0.2"
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_service_called_vllm_does_not_keep_an_engine_from_starting(
+    linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes tells each pod of its namespace where it listens, by a name that vLLM reads a port from."""
+    from vllm.envs import get_vllm_port
+
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if linked else "29500"})
+    monkeypatch.setattr(start, "VllmEngine", lambda arguments: get_vllm_port())
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    assert start.start_engine(SPEC, HERE) == (None if linked else 29500)
+
+
+def test_a_temporary_folder_in_which_vllm_has_no_place_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
+    with pytest.raises(ConfigError, match="vLLM can use at most 70"):
+        start.start_engine(SPEC, HERE)

@@ -3,6 +3,7 @@ import argparse
 import pytest
 
 from jobs import bench, evaluate, flags, generate, plan, serve, train, tune
+from jobs.cli import run
 from peagle.bench.config import BenchConfig
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.evaluation.config import EvaluateConfig
@@ -98,3 +99,51 @@ def test_what_looks_like_a_number_to_the_base_of_60_is_text(parse, tmp_path):
     assert (found.engines, found.deadline, found.max_tokens) == ("2:8", "18:30", 64)
     with pytest.raises(ConfigError, match=r"engines: a number of engines, or MIN:MAX, not '8:2'"):
         parse("--config", str(config), "--engines", "8:2")
+
+
+@pytest.fixture
+def served():
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, ServeConfig, {}, yaml_only=["models"])
+    return lambda *argv: flags.load(ServeConfig, parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("name", ["PEAGLE_PORT", "PEAGLE_METRICS_PORT"])
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "udp://[fd00::1]:53"])
+def test_what_kubernetes_says_of_a_service_is_no_port_of_ours(served, monkeypatch, name, value):
+    """Of services that are called peagle and peagle-metrics, in every pod of their namespace."""
+    for suffix in ("", "_8000_TCP", "_8000_TCP_PORT"):
+        monkeypatch.setenv(name + suffix, value)
+    monkeypatch.setenv("PEAGLE_SERVICE_HOST", "10.0.0.1")
+    assert (served().port, served().metrics_port) == (8000, None)
+
+
+def test_an_empty_variable_sets_nothing(parse, monkeypatch):
+    monkeypatch.setenv("PEAGLE_TOP_K", "")
+    monkeypatch.setenv("PEAGLE_LIMIT", "")
+    assert (parse().top_k, parse().limit) == (GenerateConfig.model_fields["top_k"].default, None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("PEAGLE_PORT", "http"), ("PEAGLE_MAX_NUM_SEQS", "many")])
+def test_a_wrong_value_of_a_variable_is_told_by_its_name(served, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name}: .* not '{value}'"):
+        served()
+    with pytest.raises(ConfigError, match=r"^port: "):  # what a flag says counts, and is to blame
+        served("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
+
+
+def test_a_key_that_may_be_repeated_can_be_set_once_in_the_environment(monkeypatch):
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, BenchConfig, {})
+    monkeypatch.setenv("PEAGLE_DRAFTER", "eagle3=heads/mine")
+    monkeypatch.setenv("PEAGLE_METHODS", "none,eagle3")
+    assert flags.load(BenchConfig, parser.parse_args([])).drafter == ["eagle3=heads/mine"]
+
+
+def test_bad_usage_names_the_variables_that_were_in_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PEAGLE_INPUT", str(tmp_path / "nothing.jsonl"))
+    assert run(["generate", "--engine", "fake", "--output", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "nothing.jsonl': no such file" in said
+    assert "set in the environment: PEAGLE_INPUT" in said

@@ -2,16 +2,20 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 
 import pytest
 
+from jobs.cli import run
 from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.signals import interrupted_by_signal
 from pipelines.batch import cluster
 from pipelines.batch.cluster import ray_cluster
 from pipelines.batch.placing import on_accelerators
+from pipelines.batch.ray_group import own_groups
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,44 @@ def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypa
     monkeypatch.setattr(cluster.os, "environ", environment)
     with ray_cluster():
         assert seen["RAY_worker_niceness"] == found
+
+
+def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_begins(monkeypatch, tmp_path, capsys):
+    """Where Ray would fail, and not before."""
+    from ray._private.utils import validate_socket_filepath
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    room = 107 - len(cluster._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (room - 1) * "x"))
+    cluster.require_startable()
+    validate_socket_filepath(fits + cluster._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", fits + "x")
+    with pytest.raises(Exception, match="107 bytes"):
+        validate_socket_filepath(fits + "x" + cluster._RAY_SOCKET)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
+    assert run(["generate", "--engine", "fake", *arguments]) == 2
+    assert f"and Ray can use at most {room}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rays_processes_lead_groups_of_their_own_and_nobody_elses():
+    def group_of_a_child():
+        command = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
+        return done.stdout.strip()
+
+    def in_another_thread(seen):
+        seen.append(group_of_a_child())
+
+    seen = []
+    with own_groups():
+        thread = threading.Thread(target=in_another_thread, args=[seen])
+        thread.start()
+        thread.join()
+        assert [group_of_a_child(), *seen] == ["True", "False"]
+    assert group_of_a_child() == "False"
 
 
 @pytest.fixture
