@@ -6,6 +6,7 @@ wrapper in between. So what comes within a second of a signal is the same wish.
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -30,12 +31,12 @@ class _Handler:
 
     def __init__(self, act: Callable[[], object], before: object) -> None:
         self._act = act
-        self._heard = before._heard if isinstance(before, _Handler) else [-float("inf")]
+        self.heard_at: list[float] = before.heard_at if isinstance(before, _Handler) else [-math.inf]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self._heard[0] >= _SAME_WISH_S:
-            self._heard[0] = now
+        if now - self.heard_at[0] >= _SAME_WISH_S:
+            self.heard_at[0] = now
             self._act()
 
 
@@ -98,8 +99,8 @@ def _handled_by(act: Callable[[], object]) -> Iterator[None]:
 
 def _install(act: Callable[[], object]) -> dict[int, Any]:
     """The handlers that were there before, by signal."""
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in _NUMBERS}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    found: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in _NUMBERS}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
     handler = _Handler(act, before.get(signal.SIGTERM))
     for number in before:
         signal.signal(number, handler)

@@ -13,9 +13,10 @@ from typing import Any
 from peagle.engine.generation import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
 from peagle.engine.interrupts import interruptible
 from peagle.engine.self_check import SelfCheck
+from peagle.engine.start_limit import LATE, start_limit
 from peagle.engine.trials import trials_of, try_first
 from peagle.engine.vllm_check import CheckableLlm, refusals
-from peagle.errors import EngineError
+from peagle.errors import EngineError, PeagleError
 from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
 
@@ -42,8 +43,10 @@ class VllmEngine:
 
         self._steps = _StepCounter()
         try:
-            with interruptible():
+            with start_limit(kill_children), interruptible():
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
+        except PeagleError:
+            raise
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM did not start: {error}") from error
         self._trials = trials_of(self._llm)
@@ -168,9 +171,12 @@ def root_cause(log: str) -> str | None:
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """The same failure to start, told by its cause where the log names one."""
+    """The same failure to start, told by its cause where the log names one; and by its limit, if its time was over."""
     cause = root_cause(log)
-    return EngineError(f"vLLM did not start: {cause}") if cause else error
+    if cause is None:
+        return error
+    late = re.search(LATE, error.message)
+    return EngineError(f"{late[0] if late else 'vLLM did not start'}: {cause}", hint=error.hint)
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:

@@ -20,10 +20,11 @@ from peagle import hardware
 from peagle.engine.environment import set_environment
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
+from peagle.engine.start_limit import start_limit
 from peagle.engine.start_log import costly_warnings
 from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
 from peagle.engine.vllm_check import CheckableLlm
-from peagle.engine.vllm_engine import compile_seconds
+from peagle.engine.vllm_engine import compile_seconds, kill_children
 from peagle.private import keep_private
 from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.account import Engine, EngineAccount, RequestAccount
@@ -81,7 +82,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         redirect_output(log)
         if job.stand_in:
             kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
-        await super().__init__(self._local_config(job), **kwargs)
+        config = self._local_config(job)
+        with start_limit(kill_children):
+            await super().__init__(config, **kwargs)
         if not job.stand_in:
             tell_sequences(self.engine._engine_client.output_processor)
             self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)

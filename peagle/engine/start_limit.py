@@ -1,0 +1,71 @@
+"""A time limit for the start of an engine. vLLM has none: it waits for its processes for as long as they live."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from peagle.errors import ConfigError, EngineError
+
+VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
+"""vLLM's own; there it limits the last step of a start, in which an engine that is up says so."""
+DEFAULT_S = 3600
+LATE = r"the engine did not start within \d+ s"
+"""What is said of it, as a pattern."""
+_UNWIND_S = 60.0  # for vLLM to notice that its processes have died, and to give up
+
+
+def start_limit_s() -> int:
+    """Seconds that an engine may take to start.
+
+    Raises:
+        ConfigError: the variable holds no whole number above 0.
+    """
+    text = os.environ.get(VARIABLE) or str(DEFAULT_S)
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ConfigError(f"{VARIABLE}: it must be a whole number of seconds above 0, not {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
+    """Give up what is in here once its time is over: kill its processes, on which it waits.
+
+    Where that does not end it, it hangs in this process: then it is interrupted, or else the process ends.
+
+    Args:
+        kill_children: kills all that this process has started.
+
+    Raises:
+        EngineError: the time was over.
+        ConfigError: as `start_limit_s`.
+    """
+    limit_s = start_limit_s()
+    what = f"the engine did not start within {limit_s} s"
+    is_over, is_left = threading.Event(), threading.Event()
+    thread = threading.current_thread()
+
+    def give_up() -> None:
+        if is_left.wait(limit_s):
+            return
+        is_over.set()
+        kill_children()
+        if not is_left.wait(_UNWIND_S) and thread is threading.main_thread():
+            signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # it ends a wait in the kernel too
+        if not is_left.wait(_UNWIND_S):
+            sys.stdout.write(f"peagle: {what}, and cannot be given up; this process ends\n")
+            sys.stdout.flush()
+            os._exit(EngineError.exit_code)
+
+    threading.Thread(target=give_up, daemon=True).start()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not is_over.is_set():
+            raise
+        hint = f"its log says what it waited for; set {VARIABLE} where it needs longer"
+        raise EngineError(what, hint=hint) from error
+    finally:
+        is_left.set()
