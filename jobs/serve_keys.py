@@ -20,7 +20,8 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys list --keys keys.json
   peagle serve keys revoke alice --keys keys.json
 
-`add` prints the key once; nobody can read it again.
+`add` prints the key once; nobody can read it again. A key that is added under the name of a revoked one sees that one's
+files and batches; what it spends is counted anew.
 """
 
 

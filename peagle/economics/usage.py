@@ -116,6 +116,7 @@ class RequestUsage:
 
     Args:
         key: name of the API key; "local" where there are none.
+        account: of that key alone, though others had its name before or have it since; empty in older records.
         model: what the client called it.
         outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
             "failed" if there was no answer.
@@ -136,6 +137,7 @@ class RequestUsage:
     usd: float
     usage: UnitUsage
     num_choices: int = 1
+    account: str = ""
 
     @property
     def is_batch(self) -> bool:

@@ -23,7 +23,7 @@ from peagle.ports import require_free
 from peagle.private import require_short_sockets
 from pipelines.batch import ray_token
 from pipelines.batch.placing import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
-from pipelines.batch.ray_group import own_groups
+from pipelines.batch.ray_terminal import keep_off_standard_output, own_groups
 from pipelines.failures import explain
 
 _POLL_S = 5.0
@@ -71,6 +71,7 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
         return
     remote = is_remote()
     handler = signal.getsignal(signal.SIGTERM)
+    keep_off_standard_output()
     try:
         with own_groups():
             ray.init(

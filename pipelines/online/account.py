@@ -108,12 +108,14 @@ class EngineAccount:
         key: str,
         choices_per_prompt: int | None = None,
         *,
+        account: str = "",
         num_choices: int = 1,
         first_asked_at: float | None = None,
     ) -> "RequestAccount":
         """A request enters the engine; of a completion, each of its prompts gets so many choices.
 
         Args:
+            account: of the key.
             num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
             first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
                 billed it, this one does not.
@@ -127,6 +129,7 @@ class EngineAccount:
             key,
             self._monotonic(),
             Tally(choices_per_prompt=choices_per_prompt),
+            key_account=account,
             num_choices=num_choices,
             first_asked_at=first_asked_at,
         )
@@ -187,6 +190,7 @@ class EngineAccount:
         return RequestUsage(
             request_id=request.request_id,
             key=request.key,
+            account=request.key_account,
             model=engine.model,
             drafter=engine.drafter,
             outcome=outcome,
@@ -226,12 +230,14 @@ class RequestAccount:
         began: float,
         tally: Tally,
         *,
+        key_account: str,
         num_choices: int,
         first_asked_at: float | None,
     ) -> None:
         self.number = number
         self.request_id = request_id
         self.key = key
+        self.key_account = key_account
         self.started_at = time.time()
         self.ttft_s: float | None = None
         self.tally = tally

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.economics.usage import RequestUsage
-from pipelines.online.totals import Totals, totals_of
+from pipelines.online.totals import Totals, account_of, totals_of
 
 Refusal = Literal["spent", "held by a batch", "held by requests"]
 
@@ -32,7 +32,10 @@ class _Amount:
 
 
 class Budgets:
-    """By key: US dollars that are spent, and those that are held. It follows the ledger."""
+    """By key: US dollars that are spent, and those that are held. It follows the ledger.
+
+    A key stands here by its account (`KeyRecord.account`).
+    """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -52,8 +55,8 @@ class Budgets:
     def begin(self, totals: Totals) -> None:
         """Take over what keys have spent before."""
         with self._lock:
-            for key, usd in totals.spent_usd.items():
-                self._spent[key] += usd
+            for account, usd in totals.spent_usd.items():
+                self._spent[account] += usd
             self._read_batches |= totals.batches
             self._totals = totals
 
@@ -61,8 +64,9 @@ class Budgets:
         """The ledger says what a request or a batch has cost: in place of what was told."""
         with self._lock:
             told = self._told.pop(request.request_id, None)
-            self._spent[request.key] += request.usd - (told.usd if told else 0.0)
-            self._requests[request.key].pop(request.request_id, None)
+            account = account_of(request)
+            self._spent[account] += request.usd - (told.usd if told else 0.0)
+            self._requests[account].pop(request.request_id, None)
             self._batches.pop(request.request_id, None)
             if request.is_batch:
                 self._read_batches.add(request.request_id)
@@ -87,7 +91,7 @@ class Budgets:
                 if refusal := self._refusal(key, budget_usd):
                     return refusal
                 others = self._requests[key].values()
-                left_usd = budget_usd - self._spent[key] - self.held_by_batches(key)
+                left_usd = budget_usd - self._spent_by(key) - self.held_by_batches(key)
                 if others and (usd is None or sum(others) + usd > left_usd):
                     return "held by requests"
                 held_usd = left_usd if usd is None else usd
@@ -146,17 +150,22 @@ class Budgets:
     def spent_usd(self, key: str) -> float:
         """What a key has spent, batches that have ended included."""
         with self._lock:
-            return self._spent[key]
+            return self._spent_by(key)
 
     # --- with the lock
 
     def _refusal(self, key: str, budget_usd: float | None) -> Refusal | None:
         if budget_usd is None:
             return None
-        left_usd = budget_usd - self._spent[key]
+        left_usd = budget_usd - self._spent_by(key)
         if left_usd <= 0:
             return "spent"
         return "held by a batch" if left_usd <= self.held_by_batches(key) else None
+
+    def _spent_by(self, key: str) -> float:
+        """With what older records say of its name alone."""
+        name = key.partition(" ")[0]
+        return self._spent[key] + (self._spent[name] if name != key else 0.0)
 
     def _tell(self, record_id: str, key: str, usd: float) -> None:
         self._spent[key] += usd

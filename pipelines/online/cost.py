@@ -47,8 +47,8 @@ class CostView:
         with self.totals.up_to_now():
             return self._report(key, window_s)
 
-    def spent_usd(self, key: str) -> float | None:
-        """What this key has spent in all; None while the ledger is read for the first time.
+    def spent_usd(self, account: str) -> float | None:
+        """What the key of this account has spent in all; None while the ledger is read for the first time.
 
         Raises:
             OSError: the ledger cannot be read.
@@ -57,7 +57,7 @@ class CostView:
             self.totals.read_in_background()
             return None
         self.totals.catch_up()
-        return self._budgets.spent_usd(key)
+        return self._budgets.spent_usd(account)
 
     async def require(self) -> None:
         """Wait until the ledger has been read once, and not for long.

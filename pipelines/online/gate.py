@@ -34,6 +34,7 @@ from pipelines.online.shape import ORDER
 from pipelines.online.uploads import Upload, too_large
 
 KEY_HEADER = "x-peagle-key"
+ACCOUNT_HEADER = "x-peagle-account"
 OPERATOR_HEADER = "x-peagle-operator"
 EACH_USAGE_HEADER = "x-peagle-each-usage"
 CAP_HEADER = "x-peagle-cap-tokens"
@@ -126,7 +127,7 @@ class Gate:
         self._settlements.limiter.count(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
         if isinstance(route, ApiError):
             raise route
-        inward = {KEY_HEADER: key.name, "x-request-id": request_id}
+        inward = {KEY_HEADER: key.name, ACCOUNT_HEADER: key.account, "x-request-id": request_id}
         inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
         # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
         inward |= {"content-type": "application/json"} if route.rule in _JSON_RULES else {}

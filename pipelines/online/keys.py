@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,7 +53,7 @@ class KeyRecord(BaseModel):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     created_at: float = 0.0
-    models: tuple[str, ...] | None = None
+    models: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     requests_per_min: int | None = Field(default=None, ge=1)
     output_tokens_per_min: int | None = Field(default=None, ge=1)
     max_parallel_requests: int | None = Field(default=None, ge=1)
@@ -63,6 +63,11 @@ class KeyRecord(BaseModel):
     max_unfinished_batches: int | None = Field(default=None, ge=1)
     expires_at: float | None = Field(default=None, gt=0)
     is_operator: bool = False
+
+    @property
+    def account(self) -> str:
+        """What its spending is counted under: not its name alone, which a key may have had that was revoked."""
+        return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def is_expired(self) -> bool:
         """Whether its time is over, by this machine's clock."""

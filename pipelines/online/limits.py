@@ -106,7 +106,7 @@ class Limiter:
         """
         if key.requests_per_min is None:
             return
-        usage = self._usage[key.name]
+        usage = self._usage[key.account]
         window, limit = (usage.polls, POLLS_PER_MIN) if is_poll else (usage.requests, key.requests_per_min)
         now = self._monotonic()
         window.expire(now)
@@ -122,7 +122,7 @@ class Limiter:
         Raises:
             ApiError: 429, as `admit`.
         """
-        _raise(key, self._budgets.refusal(key.name, key.budget_usd, is_free=True))
+        _raise(key, self._budgets.refusal(key.account, key.budget_usd, is_free=True))
 
     def admit(self, key: KeyRecord, output_tokens: int, model: str, *, prompt_tokens: int, request_id: str) -> Permit:
         """Let a request in that may have so many tokens of this model.
@@ -133,17 +133,17 @@ class Limiter:
         Raises:
             ApiError: 429, with the time after which another attempt makes sense; 400 where none does.
         """
-        now, usage = self._monotonic(), self._usage[key.name]
+        now, usage = self._monotonic(), self._usage[key.account]
         usage.tokens.expire(now)
-        _raise(key, self._budgets.refusal(key.name, key.budget_usd))
+        _raise(key, self._budgets.refusal(key.account, key.budget_usd))
         self._check_parallel(key, usage)
         self._check_tokens(key, usage, now, output_tokens)
         price = self._prices.get(model, _NO_PRICE)
         usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        _raise(key, self._budgets.hold_request(request_id, key.name, key.budget_usd, usd))
+        _raise(key, self._budgets.hold_request(request_id, key.account, key.budget_usd, usd))
         usage.reserved_tokens += output_tokens
         usage.num_being_answered += 1
-        return Permit(key.name, request_id, output_tokens)
+        return Permit(key.account, request_id, output_tokens)
 
     def leave(self, permit: Permit) -> None:
         """Nobody waits for the answer any more; what it costs is not known yet."""

@@ -30,7 +30,7 @@ from pipelines.batch.node import claim_slot, local_spec, redirect_output, set_th
 from pipelines.online.account import Engine, EngineAccount, RequestAccount
 from pipelines.online.coalesce import Pace
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
-from pipelines.online.gate import AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
+from pipelines.online.gate import ACCOUNT_HEADER, AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.keys import LOCAL_NAME
 from pipelines.online.llm_config import Sizes, make_llm_config
 from pipelines.online.metrics import EngineMetrics
@@ -162,6 +162,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                 request_id,
                 key,
                 choices_per_prompt,
+                account=headers.get(ACCOUNT_HEADER, ""),
                 num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
                 first_asked_at=first_asked_at,
             )

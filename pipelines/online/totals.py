@@ -45,7 +45,7 @@ class Totals:
     """The sums of a ledger. Whoever looks at them does so in `up_to_now`, or as a follower.
 
     Attributes:
-        spent_usd: by key, on requests and batches.
+        spent_usd: by a key's account, on requests and batches.
         batches: ids of those that are in it.
         prices: by model, of those that have one.
     """
@@ -176,7 +176,7 @@ class Totals:
         cell = Cell(minute, request.usage.session_id, request.key, request.model)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
         self._newest_minute = max(minute, self._newest_minute)
-        self.spent_usd[request.key] += request.usd
+        self.spent_usd[account_of(request)] += request.usd
         self._num_unsaved += 1
         if request.is_batch:
             self.batches.add(request.request_id)
@@ -188,6 +188,11 @@ class Totals:
         price.learn(request)
         if price.is_known:
             self.prices[request.model] = price
+
+
+def account_of(request: RequestUsage) -> str:
+    """What a request is counted under: its key's account, or its name in a record from before there were accounts."""
+    return request.account or request.key
 
 
 @functools.cache

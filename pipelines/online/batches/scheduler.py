@@ -162,12 +162,12 @@ class Scheduler:
         """Hold what is left of the budget of a batch's key until the batch has ended; 0 if it cannot begin now."""
         if not self._is_its_turn(batch):
             return 0.0
-        owner = batch.order.key.name
-        if (spent_usd := self._spent_usd(owner)) is None:
+        account = batch.order.key.account
+        if (spent_usd := self._spent_usd(account)) is None:
             return 0.0
         left_usd = budget_usd - spent_usd
         if left_usd > 0:
-            return self._budgets.hold_rest(batch.id, owner, left_usd)
+            return self._budgets.hold_rest(batch.id, account, left_usd)
         self._collect(batch, BUDGET)
         return 0.0
 
@@ -249,7 +249,7 @@ class Scheduler:
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
-        self._budgets.settle_batch(batch.id, batch.order.key.name, result.record.usd if result.record else 0.0)
+        self._budgets.settle_batch(batch.id, batch.order.key.account, result.record.usd if result.record else 0.0)
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
         self._ends.pop(batch.id, None)
@@ -272,5 +272,5 @@ class Scheduler:
         else:
             self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))
             # Last, and only now: settled once, what a later attempt finds that it cost would not count any more.
-            self._budgets.settle_batch(batch.id, batch.order.key.name, 0.0)
+            self._budgets.settle_batch(batch.id, batch.order.key.account, 0.0)
             self._ends.pop(batch.id, None)

@@ -31,6 +31,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
     return Task(
         batch_id=order.id,
         owner=order.key.name,
+        account=order.key.account,
         model=model,
         input=str(store.input_place(order)),
         run=str(store.run_place(order.id)),

@@ -49,6 +49,7 @@ class Task:
 
     Attributes:
         owner: name of the key.
+        account: of the key; its budget pays.
         model: what clients call it.
         input, run, errors: where they are, or are to be.
         config, commits: of the run, if it is not there already: then it has its own.
@@ -57,6 +58,7 @@ class Task:
 
     batch_id: str
     owner: str
+    account: str
     model: str
     input: str
     run: str
@@ -217,6 +219,7 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
     return RequestUsage(
         request_id=task.batch_id,
         key=task.owner,
+        account=task.account,
         model=task.model,
         drafter=directory.manifest()["run"]["drafter"],
         outcome="cut" if reason else "ok",

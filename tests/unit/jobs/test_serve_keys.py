@@ -73,3 +73,13 @@ def test_an_end_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag, 
 def test_a_key_has_one_end(tmp_path):
     with pytest.raises(SystemExit):
         cli.run(["serve", "keys", "add", "a", "--expires-in-days", "1", "--expires-at", "2099-01-01"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--budget-usd", "inf"), ("--budget-usd", "nan"), ("--budget-usd", "0"), ("--model", "")]
+)
+def test_a_limit_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag, value):
+    path = tmp_path / "keys.json"
+    assert cli.run(["serve", "keys", "add", "alice", "--keys", str(path), flag, value]) == 2
+    assert flag.strip("-").replace("-", "_") in capsys.readouterr().err
+    assert not path.exists()

@@ -15,7 +15,7 @@ from peagle.signals import interrupted_by_signal
 from pipelines.batch import cluster
 from pipelines.batch.cluster import ray_cluster
 from pipelines.batch.placing import on_accelerators
-from pipelines.batch.ray_group import own_groups
+from pipelines.batch.ray_terminal import own_groups
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 
 from peagle.economics.ledger import append_request
 from pipelines.online.budgets import Budgets, budgets_of
+from pipelines.online.keys import new_key
 from pipelines.online.totals import totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -114,3 +115,21 @@ def test_a_request_that_is_long_forgotten_stays_spent(clock):
     budgets.settle_request("r", "alice", 0.25)
     budgets.forget(clock.now + 1)
     assert (budgets.spent_usd("alice"), budgets._told) == (0.25, {})
+
+
+def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
+    _, before = new_key("alice", budget_usd=0.5)
+    _, after = new_key("alice", budget_usd=0.5)
+    budgets = read(a_request("r", usd=0.75, account=before.account))
+    assert budgets.refusal(before.account, before.budget_usd) == "spent"
+    assert budgets.refusal(after.account, after.budget_usd) is None
+    budgets.hold_request("s", after.account, after.budget_usd, 0.1)
+    read(a_request("s", usd=0.25, account=after.account))
+    assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
+
+
+def test_records_without_an_account_count_for_the_key_of_their_name(read):
+    _, alice = new_key("alice")
+    budgets = read(a_request("r", usd=0.75))
+    assert budgets.spent_usd(alice.account) == 0.75
+    assert budgets.spent_usd("alice") == 0.75

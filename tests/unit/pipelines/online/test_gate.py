@@ -11,7 +11,7 @@ from peagle.economics.ledger import append_request
 from pipelines.online import routes as declared
 from pipelines.online.budgets import budgets_of
 from pipelines.online.gate import Gate, GateSettings
-from pipelines.online.keys import new_key, write_keys
+from pipelines.online.keys import new_key, read_keys, write_keys
 from pipelines.online.load import Load
 from pipelines.online.requests import ServedModel
 from pipelines.online.totals import totals_of
@@ -545,10 +545,11 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     class Looks(Engine):
         async def __call__(self, *what):
             budgets = budgets_of(settings["ledger"])
-            left.append(budgets.hold_rest("batch_1", "small", 0.2))
-            budgets.settle_batch("batch_1", "small", 0)
+            left.append(budgets.hold_rest("batch_1", small, 0.2))
+            budgets.settle_batch("batch_1", small, 0)
             await super().__call__(*what)
 
+    small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
     append_request(settings["ledger"], a_request(key="alice", model="a"))
     ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
     ask(post(keys["small"], max_tokens=1), app=Looks())

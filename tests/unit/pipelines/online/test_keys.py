@@ -144,7 +144,18 @@ def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, mo
         assert record.is_expired() != is_there
 
 
-@pytest.mark.parametrize("limits", [{"expires_at": float("inf")}, {"expires_at": "soon"}, {"max_parallel_requests": 0}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"expires_at": float("inf")},
+        {"expires_at": "soon"},
+        {"max_parallel_requests": 0},
+        {"budget_usd": float("inf")},
+        {"budget_usd": float("nan")},
+        {"models": [""]},
+        {"models": ["m", ""]},
+    ],
+)
 def test_a_limit_that_is_none_is_refused(limits):
     with pytest.raises(ConfigError, match=next(iter(limits))):
         new_key("alice", **limits)

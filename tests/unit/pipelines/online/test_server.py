@@ -23,7 +23,7 @@ def test_threads_of_an_engine_with_many_requests_keep_their_cores(monkeypatch, s
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
-    monkeypatch.setattr(server, "environment", lambda *_, **__: {})  # what holds on this machine
+    monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # what holds on this machine
     monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
     job = SimpleNamespace(
         spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a", num_engines_on_node=1, stand_in=True,

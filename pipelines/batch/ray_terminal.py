@@ -1,13 +1,14 @@
-"""A process group for each of Ray's processes: what ends the group of ours must not end them under our feet.
+"""The terminal that Ray shares with a command: its signals, which Ray must not get, and its lines, which are ours.
 
 A terminal's Ctrl-C, `timeout` and many supervisors send a signal to a whole process group. Ray's raylet and the engines
-are then gone before they could commit what they have.
+would be gone before they could commit what they have.
 """
 
 import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 _starting: set[int] = set()  # threads that start Ray
 _is_registered = False
@@ -30,6 +31,25 @@ def own_groups() -> Iterator[None]:
         yield
     finally:
         _starting.discard(thread)
+
+
+def keep_off_standard_output() -> None:
+    """Have Ray print what fails in its processes on standard error, which is a log while a command has Ray.
+
+    Ray 2.60 prints it on the driver's standard output, in colours, whatever `log_to_driver` says: after each clean end
+    of Serve, for example, that its controller is dead.
+    """
+    from ray._private import worker
+
+    original = worker.print_to_stdstream
+    if getattr(original, "is_ours", False):
+        return
+
+    def print_on_stderr(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original({**data, "is_err": True}, *args, **kwargs)
+
+    print_on_stderr.is_ours = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_on_stderr
 
 
 def _lead_own_group() -> None:
