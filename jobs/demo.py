@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         quiet.move_to(folder / "ray.log")
         for number, own in enumerate(runs, 1):
             progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
-            config = GenerateConfig(**common, **own)
-            reports.append(generate(config, progress, command=args.command_line).report)
+            keys = {**common, **own}
+            reports.append(generate(GenerateConfig(**keys), progress, command=command_of(keys)).report)
             progress.say(text_summary(reports[-1]) + "\n")
     write_atomic(folder / "report.html", render_html(reports).encode())
     print(text_comparison(reports))
@@ -67,6 +68,15 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(describe_answers(RunDirectory(runs[0]["output"])))
     print(f"report: {folder / 'report.html'}")
     return 0, {"reports": reports, "comparison": compare(reports)}
+
+
+def command_of(keys: Mapping[str, Any]) -> list[str]:
+    """The command that does such a run, and continues it: the demo itself would begin anew."""
+    words = ["peagle", "generate"]
+    for name, value in keys.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return words
 
 
 def write_humaneval(path: Path, limit: int) -> Path:

@@ -275,10 +275,11 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
 
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     engine = Engine()
-    said = {"x-peagle-key": "boss", "x-peagle-operator": "1", "x-request-id": "x", "X-Vllm-Priority": "9", "a": "b",
-            "x_session_id": "s"}  # fmt: skip
+    said = {"x-peagle-key": "boss", "x-peagle-account": "boss", "x-peagle-operator": "1", "x-request-id": "x",
+            "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s"}  # fmt: skip
     ask(post(keys["alice"], headers=said, n=2), app=engine)
     assert (engine.headers["x-peagle-key"], engine.headers["x-peagle-choices"]) == ("alice", "2")
+    assert engine.headers["x-peagle-account"].startswith("alice 1")  # and when the key was made
     assert len(engine.headers["x-request-id"]) == 32
     assert engine.headers["a"] == "b"
     assert not {"x-peagle-operator", "authorization", "x-vllm-priority", "x_session_id"} & set(engine.headers)
