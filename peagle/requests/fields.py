@@ -71,10 +71,12 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether an engine need not be told a field that is taken: a null, or what asks for nothing of a field that it
-    does not have."""
+    """Whether an engine need not be told a field that is not refused: a null, which may be of a field that nobody
+    knows, or what asks for nothing of a field that engines do not have."""
+    if value is None:
+        return True
     field = FIELDS[name]
-    return value is None or (field.use in ("honoured", "refused") and value in field.neutral)
+    return field.use in ("honoured", "refused") and value in field.neutral
 
 
 _BOTH = (CHAT_URL, COMPLETIONS_URL)

@@ -377,6 +377,7 @@ def test_what_asks_for_nothing_does_not_reach_an_engine(ask, keys):
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
     assert not nothing.keys() & engine.asked.keys()
+    assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
     said = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
     assert ask(post(keys["alice"], **said, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
     assert said.items() <= engine.asked.items()
