@@ -30,14 +30,12 @@ def answer_shape(
     most = num_body_bytes + _TEMPLATE_TOKENS
     lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
     each = num_choices // max(1, len(lengths))
-    is_beam_search = bool(values.get("use_beam_search"))
     return AnswerShape(
         num_choices=num_choices,
         prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
-        logprobs=max(logprobs, 1 + 2 * each) if is_beam_search else logprobs,  # vLLM asks for two of each beam
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         with_ids=with_ids,
-        beam_prompt_tokens=min(max(lengths), max_model_len) if is_beam_search else None,
     )
 
 

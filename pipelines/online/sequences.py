@@ -27,8 +27,8 @@ class Sequences:
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """One more: vLLM's `RequestState`. Of those that are no longer among the live ones only the figures are kept: a
-        beam search starts new ones at each token, each of which holds all tokens before it."""
+        """One more: vLLM's `RequestState`. Of those that are no longer among the live ones only the figures are kept:
+        each holds all of its tokens."""
         self._drafts, self._began_at = self.speculation, self.first_token_at  # of live ones vLLM tells no drafts
         self._states = [*(one for one in self._states if live.get(one.request_id) is one), state]
 

@@ -65,16 +65,6 @@ def test_text_alone_has_a_size_too():
     assert is_refused(CHAT, {"messages": TEXT, "n": 1024, "max_tokens": 8000})
 
 
-def test_a_beam_search_keeps_each_hypothesis_that_ends():
-    """Ten beams of 32,768 tokens could hold eighty gigabytes of the replica, of a body of a hundred bytes."""
-    body = {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True, "n": 10}
-    assert is_refused(CHAT, {**body, "max_tokens": 4000}, max_model_len=32_768)
-    assert not is_refused(CHAT, {**body, "max_tokens": 300}, max_model_len=32_768)
-    assert not is_refused(CHAT, {**body, "max_tokens": 4000, "use_beam_search": False}, max_model_len=32_768)
-    assert is_refused(COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 1, "max_tokens": 8000})
-    assert taken(CHAT, {**body, "n": 4}, max_model_len=32_768).cap_tokens < 1000
-
-
 def test_a_chat_that_is_repeated_has_log_probabilities_of_its_prompt():
     shape = answer_shape({"echo": True}, 1000, is_chat=True, max_model_len=8192, num_choices=1)
     assert shape.prompt_logprobs == 1
