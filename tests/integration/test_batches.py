@@ -112,7 +112,7 @@ def lines_of(client, file_id):
 def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(start, keys, tmp_path):
     first = start()
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
-        batch = order(client, [*(request(n) for n in range(40)), request(40, logit_bias={"5": 1})])
+        batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
         assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
         wait(client, batch, lambda found: found.request_counts.completed > 0)
     first.close()
