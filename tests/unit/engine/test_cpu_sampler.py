@@ -96,8 +96,10 @@ def test_a_worker_probes_once_its_kernels_are_there_and_only_where_it_drafts(
 def test_vllms_own_kernel_is_still_wrong() -> None:
     """Once this fails, vLLM has mended issue 55005: `replace_kernel` can go, and the probe stays."""
     code = """if True:
-        import torch, vllm._C
+        import torch
+        from vllm.platforms import current_platform
         from vllm.utils.cpu_triton_utils import expand_kernel
+        current_platform.import_kernels()  # for this processor; vllm._C is for AVX-512
         output = torch.full((3,), 9.0)
         expand_kernel[(2,)](output, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
         print(output.tolist() == [0.5, 0.5, 0.25])
