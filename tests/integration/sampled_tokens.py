@@ -1,0 +1,85 @@
+"""A process of its own that runs one vLLM engine and writes tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
+
+The job holds a drafter's `method`, K, a `prompt` (token ids), `settings` (sampling parameters by name), `num_samples` of
+each setting, how many `tokens` of each count, and `greedy` (texts). Half of the samples are drawn alone, half while the
+greedy texts are asked, again and again. The answer has, by setting, the tokens of both halves; every answer to the
+greedy texts, the first of them alone; and how many drafts were accepted, null without a drafter.
+"""  # noqa: E501
+
+import asyncio
+import json
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PER_REQUEST, SLOTS, NUM_GREEDY = 32, 16, 24
+
+
+def main() -> None:
+    from peagle import hardware
+    from peagle.catalog.resolve import resolve_drafter, resolve_model
+    from peagle.engine.spec import EngineSpec
+    from peagle.engine.start import start_engine
+    from peagle.measurement.engine_up import with_engine
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    model = resolve_model(job["model"])
+    spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=SLOTS, max_model_len=128, enforce_eager=True)
+    if job["method"] != "none":
+        spec = replace(spec, drafter=resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec)
+
+    async def use(engine: Any, _: float) -> dict[str, Any]:
+        return await _sample(engine, job)
+
+    out = Path(sys.argv[2])
+    out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), use)))
+
+
+async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+    seen, greedy = {}, [await _greedy(engine, job)]
+    for name, sampling in job["settings"].items():
+        alone = await _draw(engine, job, sampling)
+        stop = asyncio.Event()
+        asking = asyncio.create_task(_keep_asking(engine, job, stop))
+        beside = await _draw(engine, job, sampling)
+        stop.set()
+        greedy += await asking
+        seen[name] = alone, beside
+    totals = engine.speculation_totals()
+    return {"seen": seen, "greedy": greedy, "num_accepted": totals and totals.num_accepted_tokens}
+
+
+async def _draw(engine: Any, job: dict[str, Any], sampling: dict[str, Any]) -> list[list[int]]:
+    # A token more than counts: all that count are drafted for.
+    asked = {**sampling, "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
+    num_requests = job["num_samples"] // 2 // PER_REQUEST
+    answers = await asyncio.gather(*(_ask(engine, job["prompt"], asked) for _ in range(num_requests)))
+    return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
+
+
+async def _keep_asking(engine: Any, job: dict[str, Any], stop: asyncio.Event) -> list[Any]:
+    answers = []
+    while not stop.is_set():
+        answers.append(await _greedy(engine, job))
+    return answers
+
+
+async def _greedy(engine: Any, job: dict[str, Any]) -> list[Any]:
+    prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
+    asked = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
+    return await asyncio.gather(*(_ask(engine, prompt, asked) for prompt in prompts))
+
+
+async def _ask(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(**sampling, ignore_eos=True)
+    answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
+    last = [answer async for answer in answers][-1]
+    return [list(completion.token_ids) for completion in last.outputs]
+
+
+if __name__ == "__main__":
+    main()

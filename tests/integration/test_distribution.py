@@ -1,0 +1,110 @@
+"""Above temperature 0 the text is the target's own in distribution: with P-EAGLE, with EAGLE-3 and without a drafter.
+
+Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
+held against what transformers computes for the same target. The first token comes of the prompt, the others are drafted
+and verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must stay as they are.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from chi_square import FEWEST, p_value, power, sharpened
+
+MODEL = "smollm2-135m"
+TEXT = "class Stack:\n    def __init__(self"
+GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
+NUM_JOINT, NUM_SAMPLES, K = 4, 4096, 3
+LEVEL = 1e-4  # of each of the twelve comparisons: one run in a thousand fails by chance
+SETTINGS = {"temperature 1": 1.0, "top-p 0.9": 0.9}
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def target(embedded_target):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompt(embedded_target):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(embedded_target).encode(TEXT)
+
+
+@pytest.fixture(scope="module")
+def chances(target, prompt):
+    """By setting, the chance of each sequence of four tokens of which some samples are expected."""
+    return {name: joint(target, prompt, top_p, FEWEST / NUM_SAMPLES) for name, top_p in SETTINGS.items()}
+
+
+def joint(target, prompt, top_p, least):
+    found = {(): 1.0}
+    for _ in range(NUM_JOINT):
+        batch = torch.tensor([[*prompt, *tokens] for tokens in found])
+        with torch.inference_mode():
+            rows = torch.cat([target(part).logits[:, -1] for part in batch.split(32)]).double().softmax(-1)
+        found = {
+            (*tokens, token): chance * share
+            for (tokens, chance), row in zip(found.items(), rows, strict=True)
+            for token, share in nucleus(row, top_p)
+            if chance * share >= least
+        }
+    return found
+
+
+def nucleus(row, top_p):
+    """The likeliest tokens up to `top_p` with their shares among themselves; those below a ten-thousandth are left out,
+    as they lead to nothing that is looked at."""
+    values, tokens = row.sort(descending=True)
+    kept = values.cumsum(0) - values < top_p
+    values, tokens = values[kept] / values[kept].sum(), tokens[kept]
+    few = values > 1e-4
+    return list(zip(tokens[few].tolist(), values[few].tolist(), strict=True))
+
+
+@pytest.fixture
+def sampled(prompt, tmp_path):
+    """What `sampled_tokens.py` says of a drafter."""
+
+    def run(method):
+        settings = {name: {"temperature": 1.0, "top_p": top_p} for name, top_p in SETTINGS.items()}
+        job = {
+            "model": MODEL, "method": method, "k": K, "prompt": prompt, "settings": settings, "tokens": NUM_JOINT,
+            "num_samples": NUM_SAMPLES, "greedy": GREEDY,
+        }  # fmt: skip
+        paths = tmp_path / "job.json", tmp_path / "sampled.json"
+        paths[0].write_text(json.dumps(job))
+        command = [sys.executable, str(Path(__file__).with_name("sampled_tokens.py")), *map(str, paths)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(paths[1].read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "none"])
+def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, sampled, chances):
+    found = sampled(method)
+    assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None
+    assert len(found["greedy"]) > 2
+    assert len(set(map(str, found["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
+    for name, known in chances.items():
+        assert len(known) >= 20
+        alone, beside = (Counter(map(tuple, half)) for half in found["seen"][name])
+        assert alone.total() == beside.total() == NUM_SAMPLES // 2
+        for seen in (alone, beside, alone + beside):
+            assert p_value(seen, known) > LEVEL, (
+                name,
+                seen.most_common(10),
+                sorted(known.items(), key=lambda k: -k[1]),
+            )
+        # What would be found: a sampler at a temperature of 0.85, nearly always.
+        assert power(known, sharpened(known, 0.85), NUM_SAMPLES, LEVEL) > 0.98
