@@ -15,6 +15,7 @@ from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
 
 if TYPE_CHECKING:
+    from peagle.economics.usage import EngineSession
     from pipelines.online.app import Served
 
 HELP = """\
@@ -145,9 +146,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
-            with stop_on_signal(
-                stopped, last_words=_AT_ONCE
-            ):  # after Ray, which takes SIGTERM for itself when it starts
+            # After Ray, which takes SIGTERM for itself when it starts.
+            with stop_on_signal(stopped, last_words=_AT_ONCE):
                 if not is_remote:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)
@@ -232,21 +232,25 @@ def _start(application: Any, state: Path) -> None:
 
     from peagle.economics.ledger import read_sessions
     from peagle.engine.self_check import require_none_failed
+    from peagle.engine.start_log import as_told, warnings_of
     from peagle.engine.vllm_engine import with_root_cause
     from peagle.errors import EngineError
 
     ledger, logs = state / "ledger", state / "logs"
     before, earlier = set(logs.glob("engine-*.log")), {session.session_id for session in read_sessions(ledger)}
+
+    def started() -> "list[EngineSession]":
+        return [session for session in read_sessions(ledger) if session.session_id not in earlier]
+
     try:
         serve.run(application, name=APP_NAME, route_prefix="/")
-        started = [one for one in read_sessions(ledger) if one.session_id not in earlier]
-        for warning in dict.fromkeys(line for one in started for line in one.start_warnings.splitlines()):
-            print(f"warning of an engine's start: {warning}", flush=True)
     except RuntimeError as error:  # Serve gave up on starting it
-        require_none_failed(one.self_check for one in read_sessions(ledger) if one.session_id not in earlier)
+        require_none_failed(session.self_check for session in started())
         new = sorted(set(logs.glob("engine-*.log")) - before)
         text = "\n".join(log.read_text(errors="replace") for log in new)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
+    for warning in warnings_of(started()):
+        print(as_told(warning), flush=True)
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:

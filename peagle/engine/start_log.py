@@ -1,7 +1,9 @@
 """What vLLM warns of when it starts, as far as it costs time or correctness: a user should see it, not only a log."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from peagle.economics.usage import EngineSession
 
 _WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
 _COSTS = re.compile(
@@ -23,6 +25,16 @@ def costly_warnings(log: str) -> list[str]:
     ['no libtcmalloc: performance is lost']
     """
     return list(dict.fromkeys(_costly(log)))[:_MOST]
+
+
+def warnings_of(sessions: Iterable[EngineSession]) -> list[str]:
+    """Warnings that engines' ledgers have of their starts, each once, in their order."""
+    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
+
+
+def as_told(warning: str) -> str:
+    """The line in which a user is told of a warning."""
+    return f"warning of an engine's start: {warning}"
 
 
 def _costly(log: str) -> Iterator[str]:

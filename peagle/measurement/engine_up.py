@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from peagle.engine.generation import Engine
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
-from peagle.engine.start_log import costly_warnings
+from peagle.engine.start_log import as_told, costly_warnings
 from peagle.engine.vllm_engine import with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
@@ -79,7 +79,7 @@ async def _used(
 
 
 def _warn(quiet: QuietStderr, warning: str) -> None:
-    quiet.tell(f"warning of an engine's start: {warning}")
+    quiet.tell(as_told(warning))
 
 
 def read_from(log: Path, position: int) -> str:

@@ -5,7 +5,7 @@ It adds up what it is told and draws it; it reads no files.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -50,9 +50,8 @@ class Tally:
     def observe(self, usd: float, alive: Sequence[EngineSession]) -> None:
         """Take dollars, and speed from the heartbeats of this attempt's engines that are alive."""
         self.usd = usd
-        up = [session for session in alive if session.busy_s + session.idle_s > 0]
-        self.num_engines = len(up)
-        self.tokens_per_s = sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in up)
+        self.num_engines = len(_at_work(alive))
+        self.tokens_per_s = tokens_per_s(alive) or 0.0
         done = self.num_rows + self.num_failed_rows
         left = self.num_rows_planned - done
         self.seconds_left = seconds_left(left, done, self.num_output_tokens, self.tokens_per_s)
@@ -107,6 +106,16 @@ class Progress:
 def _started(live: Live) -> Live:
     live.start()
     return live
+
+
+def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
+    """Output tokens a second of these engines together; None before the first of them has begun to work."""
+    at_work = _at_work(alive)
+    return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
+
+
+def _at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
+    return [session for session in alive if session.busy_s + session.idle_s > 0]
 
 
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:

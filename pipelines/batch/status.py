@@ -15,7 +15,7 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from pipelines.batch.lease import Lease, clock, read_lease
 from pipelines.batch.limits import dollars
 from pipelines.batch.plan import Plan
-from pipelines.batch.progress import duration, seconds_left
+from pipelines.batch.progress import duration, seconds_left, tokens_per_s
 from pipelines.batch.rundir import RunDirectory
 
 _SILENT_AFTER_S = 60.0  # or, if that is longer,
@@ -111,6 +111,7 @@ class StatusReader:
         total = account(usages, sessions, Price.from_dict(self._manifest["price"]))
         num_open = _num_open_tokens(alive, usages)
         num_left = plan.num_rows - total.num_rows - reasons.total()
+        speed = tokens_per_s(alive)
         return RunStatus(
             path=str(self._run),
             state=state,
@@ -126,12 +127,10 @@ class StatusReader:
             num_output_tokens=total.num_output_tokens,
             num_lost_tokens=total.num_lost_tokens - num_open,
             num_open_tokens=num_open,
-            tokens_per_s=_tokens_per_s(alive),
+            tokens_per_s=speed,
             acceptance_length=total.speculation.acceptance_length,
             usd=total.total_usd,
-            seconds_left=seconds_left(
-                num_left, plan.num_rows - num_left, total.num_output_tokens, _tokens_per_s(alive) or 0.0
-            ),
+            seconds_left=seconds_left(num_left, plan.num_rows - num_left, total.num_output_tokens, speed or 0.0),
         )
 
     def _silent_after_s(self, lease: Lease | None) -> float:
@@ -188,8 +187,3 @@ def _num_open_tokens(alive: Sequence[EngineSession], usages: Sequence[UnitUsage]
     for usage in usages:
         committed[usage.session_id] += usage.num_output_tokens
     return sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in alive)
-
-
-def _tokens_per_s(alive: Sequence[EngineSession]) -> float | None:
-    speeds = [s.num_output_tokens / (s.busy_s + s.idle_s) for s in alive if s.busy_s + s.idle_s > 0]
-    return sum(speeds) if speeds else None

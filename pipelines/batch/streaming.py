@@ -13,6 +13,7 @@ from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
+from peagle.engine.start_log import as_told
 from peagle.errors import EngineError, PeagleError, StoppedEarly
 from pipelines.batch import cluster
 from pipelines.batch.admission import Admission, work_by_unit
@@ -103,7 +104,7 @@ def _watch(
 
 def _tell_warnings(supervisor: Supervisor, progress: Progress) -> None:
     for warning in supervisor.new_warnings():
-        progress.say(f"warning of an engine's start: {warning}")
+        progress.say(as_told(warning))
 
 
 def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.engine.start_log import warnings_of
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.config import GenerateConfig
@@ -141,7 +142,7 @@ class Supervisor:
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(usd, alive)
-        self._warnings = dict.fromkeys(_lines(sessions), False) | self._warnings
+        self._warnings = dict.fromkeys(warnings_of(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
@@ -313,8 +314,3 @@ def describe_failures(run: RunDirectory) -> str:
         return "no dead letter can be read"
     often = counts.most_common(3)
     return f"{', '.join(f'{count} {reason}' for reason, count in often)}; for example {examples[often[0][0]]}"
-
-
-def _lines(sessions: Iterable[EngineSession]) -> Iterator[str]:
-    for session in sessions:
-        yield from session.start_warnings.splitlines()
