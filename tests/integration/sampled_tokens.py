@@ -1,9 +1,9 @@
 """A process of its own that runs one vLLM engine and writes tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
-The job holds a drafter's `method`, K, a `prompt` (token ids), `settings` (sampling parameters by name), `num_samples` of
-each setting, how many `tokens` of each count, and `greedy` (texts). Half of the samples are drawn alone, half while the
-greedy texts are asked, again and again. The answer has, by setting, the tokens of both halves; every answer to the
-greedy texts, the first of them alone; and how many drafts were accepted, null without a drafter.
+The job holds a drafter's `method`, K, a `prompt` (token ids), `sampling` parameters, `num_samples`, how many `tokens` of
+each count, and `greedy` (texts). Half of the samples are drawn alone, half while the greedy texts are asked, again and
+again. The answer has the tokens of both halves, `alone` and `beside`; every answer to the greedy texts, the first of
+them alone; and how many drafts were accepted, null without a drafter.
 """  # noqa: E501
 
 import asyncio
@@ -38,22 +38,25 @@ def main() -> None:
 
 
 async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
-    seen, greedy = {}, [await _greedy(engine, job)]
-    for name, sampling in job["settings"].items():
-        alone = await _draw(engine, job, sampling)
-        stop = asyncio.Event()
-        asking = asyncio.create_task(_keep_asking(engine, job, stop))
-        beside = await _draw(engine, job, sampling)
-        stop.set()
-        greedy += await asking
-        seen[name] = alone, beside
+    greedy = [await _greedy(engine, job)]
+    alone = await _draw(engine, job)
+    stop = asyncio.Event()
+    asking = asyncio.create_task(_keep_asking(engine, job, stop))
+    beside = await _draw(engine, job)
+    stop.set()
+    greedy += await asking
     totals = engine.speculation_totals()
-    return {"seen": seen, "greedy": greedy, "num_accepted": totals and totals.num_accepted_tokens}
+    return {
+        "alone": alone,
+        "beside": beside,
+        "greedy": greedy,
+        "num_accepted": totals and totals.num_accepted_tokens,
+    }
 
 
-async def _draw(engine: Any, job: dict[str, Any], sampling: dict[str, Any]) -> list[list[int]]:
+async def _draw(engine: Any, job: dict[str, Any]) -> list[list[int]]:
     # A token more than counts: all that count are drafted for.
-    asked = {**sampling, "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
+    asked = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
     answers = await asyncio.gather(*(_ask(engine, job["prompt"], asked) for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]

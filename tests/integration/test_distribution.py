@@ -5,6 +5,7 @@ held against what transformers computes for the same target. The first token com
 and verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must stay as they are.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,9 +19,8 @@ from chi_square import FEWEST, p_value, power, sharpened
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
-NUM_JOINT, NUM_SAMPLES, K = 4, 4096, 3
-LEVEL = 1e-4  # of each of the twelve comparisons: one run in a thousand fails by chance
-SETTINGS = {"temperature 1": 1.0, "top-p 0.9": 0.9}
+NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
+LEVEL = 1e-4  # of each of the eighteen comparisons: one run in five hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -41,8 +41,13 @@ def prompt(embedded_target):
 
 @pytest.fixture(scope="module")
 def chances(target, prompt):
-    """By setting, the chance of each sequence of four tokens of which some samples are expected."""
-    return {name: joint(target, prompt, top_p, FEWEST / NUM_SAMPLES) for name, top_p in SETTINGS.items()}
+    """The chance of each sequence of four tokens of which some samples are expected, with this top-p."""
+
+    @functools.cache
+    def of(top_p):
+        return joint(target, prompt, top_p, FEWEST / NUM_SAMPLES)
+
+    return of
 
 
 def joint(target, prompt, top_p, least):
@@ -74,11 +79,10 @@ def nucleus(row, top_p):
 def sampled(prompt, tmp_path):
     """What `sampled_tokens.py` says of a drafter."""
 
-    def run(method):
-        settings = {name: {"temperature": 1.0, "top_p": top_p} for name, top_p in SETTINGS.items()}
+    def run(method, top_p):
         job = {
-            "model": MODEL, "method": method, "k": K, "prompt": prompt, "settings": settings, "tokens": NUM_JOINT,
-            "num_samples": NUM_SAMPLES, "greedy": GREEDY,
+            "model": MODEL, "method": method, "k": K, "prompt": prompt, "tokens": NUM_JOINT, "greedy": GREEDY,
+            "num_samples": NUM_SAMPLES, "sampling": {"temperature": 1.0, "top_p": top_p},
         }  # fmt: skip
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
         paths[0].write_text(json.dumps(job))
@@ -90,21 +94,16 @@ def sampled(prompt, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("method", ["peagle", "eagle3", "none"])
-def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, sampled, chances):
-    found = sampled(method)
+def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, top_p, sampled, chances):
+    found, known = sampled(method, top_p), chances(top_p)
     assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None
     assert len(found["greedy"]) > 2
     assert len(set(map(str, found["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
-    for name, known in chances.items():
-        assert len(known) >= 20
-        alone, beside = (Counter(map(tuple, half)) for half in found["seen"][name])
-        assert alone.total() == beside.total() == NUM_SAMPLES // 2
-        for seen in (alone, beside, alone + beside):
-            assert p_value(seen, known) > LEVEL, (
-                name,
-                seen.most_common(10),
-                sorted(known.items(), key=lambda k: -k[1]),
-            )
-        # What would be found: a sampler at a temperature of 0.85, nearly always.
-        assert power(known, sharpened(known, 0.85), NUM_SAMPLES, LEVEL) > 0.98
+    alone, beside = (Counter(map(tuple, found[half])) for half in ("alone", "beside"))
+    assert alone.total() == beside.total() == NUM_SAMPLES // 2
+    values = [p_value(seen, known) for seen in (alone, beside, alone + beside)]
+    assert min(values) > LEVEL, (values, (alone + beside).most_common(10), sorted(known.items(), key=lambda k: -k[1]))
+    # What would be found: a sampler at a temperature of 0.8, nearly always.
+    assert power(known, sharpened(known, 0.8), NUM_SAMPLES, LEVEL) > 0.98
