@@ -9,6 +9,8 @@ from peagle import errors
 from peagle.errors import PeagleError
 
 _CHAINED = "\nThe above exception was the direct cause of"
+# A traceback ends with the error as `str` gives it: below the message, two spaces further in, what to do about it.
+_PRINTED = re.compile(r"^peagle\.errors\.(\w+): (.*)(?:\n  (.+))?$", re.MULTILINE)
 _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
 
 
@@ -28,10 +30,10 @@ def explain(error: BaseException, what: str, *, hint: str, otherwise: type[Peagl
         if isinstance(cause, PeagleError):
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
-    named = re.findall(r"^peagle\.errors\.(\w+): (.*)$", str(error), re.MULTILINE)
+    named = _PRINTED.findall(str(error))
     if named:
-        kind, message = named[-1]
-        return getattr(errors, kind)(message, hint=hint)  # type: ignore[no-any-return]
+        kind, message, advice = named[-1]
+        return getattr(errors, kind)(message, hint=advice or hint)  # type: ignore[no-any-return]
     root, *_ = str(error).split(_CHAINED)
     last = (_RETRY_ADVICE.sub("", root).strip().splitlines() or [repr(error)])[-1]
     return otherwise(f"{what}: {last}", hint=hint)

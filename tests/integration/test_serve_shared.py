@@ -26,7 +26,7 @@ def address(ray_cluster):
 def test_the_endpoint_that_is_there_stays(address, tmp_path):
     serve.run(Another.bind(), name="peagle", route_prefix="/")
     with pytest.raises(ConfigError, match=r"`peagle` already \(RUNNING\)"):
-        _deploy(ServeConfig(state=tmp_path, **address), None, [], tmp_path, is_remote=True)
+        _deploy(ServeConfig(state=tmp_path, **address), None, [], is_remote=True)
     assert serve.status().applications["peagle"].status == "RUNNING"
 
 
@@ -35,5 +35,5 @@ def test_its_address_is_the_one_that_counts(address, tmp_path, other):
     config = ServeConfig(state=tmp_path, **(address | other))
     there = f"{address['host']}:{address['port']}"
     with pytest.raises(ConfigError, match=f"listens on {there}, not on {config.host}:{config.port}"):
-        _deploy(config, None, [], tmp_path, is_remote=True)
+        _deploy(config, None, [], is_remote=True)
     assert serve.status().applications == {}

@@ -1,3 +1,5 @@
+import traceback
+
 from peagle.errors import CapacityError, EngineError
 from pipelines.failures import explain
 
@@ -20,6 +22,14 @@ def test_our_own_error_is_found_in_the_text_of_a_traceback():
     assert isinstance(found, EngineError)
     assert found.message == "the vLLM engine process died"
     assert "logs/" in found.hint
+
+
+def test_the_advice_in_the_text_of_a_traceback_is_kept():
+    printed = "".join(traceback.format_exception(CapacityError("too big: 3 GiB", hint="use --max-model-len 2048")))
+    text = f"ray::Worker.generate()\n{printed}\nThe above exception was the direct cause of the following one:\n..."
+    found = explain(RayTaskError(text), "it broke off", hint="see logs/")
+    assert isinstance(found, CapacityError)
+    assert (found.message, found.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
 
 
 def test_another_error_keeps_its_last_line():
