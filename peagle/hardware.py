@@ -57,6 +57,11 @@ class Hardware:
         return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
 
     @property
+    def has_slow_bf16(self) -> bool:
+        """An x86-64 CPU without AVX-512: bf16 takes more instructions there than float32."""
+        return self.platform == "cpu" and "avx2" in self.cpu_flags and "avx512f" not in self.cpu_flags
+
+    @property
     def supports_fp8_weights(self) -> bool:
         """FP8 matrix units: CUDA compute capability 8.9 (Ada) and up."""
         return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY

@@ -2,12 +2,13 @@
 
 | asked for | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
-| auto      | fp8                     | bf16, float16 < 8.0   | bf16                     | bf16      |
+| auto      | fp8                     | bf16, float16 < 8.0   | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
 `auto` never trades accuracy for nothing: on a GPU FP8 halves both the weights that a decode step reads and
-the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. A checkpoint
+the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. An x86-64 CPU
+without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
 that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto`
 its cache as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked
 for, or refused.
@@ -89,12 +90,13 @@ def resolve_precision(
     """
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
+    if requested == "auto":
+        requested = _automatic(hardware, native_quantization, kv_cache)
     found = _resolve(requested, hardware, native_quantization)
     return found if kv_cache == "auto" else _with_kv_cache(found, kv_cache, hardware)
 
 
-def _resolve(requested: str, hardware: Hardware, native_quantization: str | None) -> Precision:
-    chosen = _automatic(hardware, native_quantization) if requested == "auto" else requested
+def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -> Precision:
     if chosen == "fp8":
         return _fp8(hardware, native_quantization)
     if chosen == "bf16":
@@ -108,9 +110,12 @@ def _resolve(requested: str, hardware: Hardware, native_quantization: str | None
     return Precision(dtype="float16" if chosen == "float16" else "float32", native_quantization=native_quantization)
 
 
-def _automatic(hardware: Hardware, native_quantization: str | None) -> str:
+def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
+    # A cache that is asked for by name is one of bf16 weights.
+    if hardware.has_slow_bf16 and native_quantization is None and kv_cache == "auto":
+        return "float32"
     return "bf16" if hardware.supports_bf16 else "float16"
 
 

@@ -37,7 +37,8 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
         ("auto", AMPERE, BF16),
         ("auto", TURING, FLOAT16),
         ("auto", AVX512, BF16),
-        ("auto", AVX2, BF16),
+        ("auto", AVX2, FLOAT32),
+        ("auto", cpu(), BF16),
         ("fp8", HOPPER, FP8),
         ("fp8", AVX512, FP8_CACHE),
         ("bf16", HOPPER, BF16),
@@ -64,6 +65,7 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
         ("fp8", "bf16", HOPPER, "fp8 weights, bf16 KV cache"),
         ("bf16", "fp8", HOPPER, "bf16 weights, fp8 KV cache"),
         ("bf16", "fp8", AVX512, "bf16 weights, fp8 KV cache"),
+        ("auto", "bf16", AVX2, "bf16 weights, bf16 KV cache"),
     ],
 )
 def test_the_kv_cache_can_be_set_apart(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
@@ -122,6 +124,7 @@ def test_native_weights_are_never_quantised_again(requested: str) -> None:
 def test_auto_leaves_a_native_checkpoint_s_cache_alone_and_fp8_does_not() -> None:
     assert resolve_precision("auto", HOPPER, native_quantization="mxfp4").kv_cache == "bf16"
     assert resolve_precision("fp8", HOPPER, native_quantization="mxfp4").kv_cache == "fp8"
+    assert resolve_precision("auto", AVX2, native_quantization="mxfp4").kv_cache == "bf16"
 
 
 def test_a_precision_describes_weights_and_cache() -> None:
