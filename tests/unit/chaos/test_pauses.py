@@ -8,7 +8,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(
-    ("scene", "every"), [("start", 12), ("continue", 16), ("retry", 14), ("retry-alone", 19), ("finish", 8)]
+    ("scene", "every"), [("start", 24), ("continue", 32), ("retry", 28), ("retry-alone", 38), ("finish", 16)]
 )
 def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
     found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
