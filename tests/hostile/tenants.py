@@ -78,7 +78,7 @@ def tenants(
         "--engine", engine, "--max-num-seqs", "4", "--usd-per-hour", "1", "--heartbeat-s", "1",
         "--keys", str(key_file), "--batches", str(folder / "batches"),
     ]  # fmt: skip
-    # Short steps: the prompt of one key keeps those of others for a step, and one of 2,048 tokens takes seconds on CPUs.
+    # Short steps: one key's prompt keeps others for a step, and one of 2,048 tokens takes seconds on CPUs.
     real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
     flags += ["--fake-token-s", "0.02"] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
