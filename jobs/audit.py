@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Audit, and print what was found."""
     from peagle.errors import ConfigError
     from pipelines.batch.audit import audit
+    from pipelines.batch.node import start_alone
     from pipelines.batch.rundir import RunDirectory
 
     if args.sample < 1:
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         seed=args.seed,
         max_tie=args.max_tie,
         announce=lambda message: None if as_data_only else print(message, flush=True),
+        start=start_alone,
     )
     if not as_data_only:
         print(done.describe())

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Two runs, side by side."""
 
-    from peagle.economics.report import compare, render_html, text_comparison, text_summary
+    from peagle.economics.report.comparison import compare
+    from peagle.economics.report.page import render_html
+    from peagle.economics.report.text import text_comparison, text_summary
     from peagle.files import write_atomic
     from peagle.humaneval import PROMPT_TEMPLATE
     from peagle.quiet import QuietStderr

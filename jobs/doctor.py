@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def examine(hardware: "Hardware") -> dict[str, Any]:
     """The findings as data; `problems` prevent an engine from running, `advice` makes it better."""
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
-    from peagle.engine import find_preload_libraries, resolve_precision
+    from peagle.engine.environment import find_preload_libraries
+    from peagle.engine.precision import resolve_precision
     from peagle.errors import CatalogError
 
     versions = installed_versions(hardware)

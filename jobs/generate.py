@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Generate, and print the summary."""
     config = flags.load(GenerateConfig, args)
 
-    from peagle.economics.report import text_summary
+    from peagle.economics.report.text import text_summary
     from pipelines.batch.answers import describe_answers
     from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.streams import console
 
 if TYPE_CHECKING:
-    from peagle.catalog import HeadCard, ModelCard
+    from peagle.catalog.cards import HeadCard, ModelCard
 
 HELP = """\
 List the catalog, or show one model's card: licence, context, heads, K by concurrency, each with its source.
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Print the list or the card."""
-    from peagle.catalog import load_catalog
+    from peagle.catalog.loader import load_catalog
 
     catalog = load_catalog()
     if args.name:

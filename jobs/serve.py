@@ -257,9 +257,8 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     """Until the endpoint is to stop; profiles are watched meanwhile."""
     from pipelines.online.cost import CostView
     from pipelines.online.watching import watch_profiles
-    from pipelines.tuned import TunedWatch
 
-    found = {one.keys.served_name: TunedWatch.of(one.engine, here) for one in served}
+    found = {one.keys.served_name: one.engine.watch(here) for one in served}
     watches = {name: watch for name, watch in found.items() if watch is not None}
     for name, watch in watches.items():
         for note in watch.at_start():

@@ -86,13 +86,13 @@ def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Tools count where a response must keep to their parameters: `tool_choice` demands one, or one is strict.
     """
-    for field, error in _errors(body):
+    for field, error in _faults(body):
         if error is not None:
             return field, error
     return None
 
 
-def _errors(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+def _faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     if isinstance(response_format := body.get("response_format"), dict):
         yield "response_format", schema_error(response_format)
     if isinstance(given := body.get("structured_outputs"), dict):

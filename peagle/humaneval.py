@@ -7,6 +7,7 @@ from typing import Any
 
 from peagle.errors import ConfigError
 
+HUMANEVAL = "humaneval"
 PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code only.\n\n```python\n{{ prompt }}\n```"
 
 

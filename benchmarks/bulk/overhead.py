@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks import same_engine
 from peagle import hardware
-from peagle.engine import engine_args, environment
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import environment
 from pipelines.batch.node import beside_ray
 
 HERE = Path(__file__).parent

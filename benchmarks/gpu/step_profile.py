@@ -35,7 +35,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.plan import Plan, make_plan
 from peagle.bench.report import labels
 from peagle.bench.run import setup_name
-from peagle.bench.setups import METHOD_NAMES, Setup
+from peagle.bench.setups import Setup
 from peagle.catalog.folders import read_config
 from peagle.catalog.hub import hub_config
 from peagle.catalog.targets import resolve_model
@@ -48,6 +48,7 @@ from peagle.engine.vllm_engine import root_cause
 from peagle.errors import DrafterError, EngineError, PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.manifest import git_revision, versions
+from peagle.measurement.cells import METHOD_NAMES
 from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
 from peagle.measurement.engine_up import read_from
 from peagle.measurement.folder import MeasurementFolder

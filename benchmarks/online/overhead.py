@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks import same_engine
 from peagle import hardware
-from peagle.engine import engine_args, environment
-from peagle.engine.arguments import command_line
+from peagle.engine.arguments import command_line, engine_args
+from peagle.engine.environment import environment
 from peagle.humaneval import read_humaneval
 from peagle.ports import free_port
 from pipelines.batch.node import beside_ray

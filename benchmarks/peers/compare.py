@@ -32,7 +32,8 @@ from benchmarks import same_engine
 from peagle import hardware
 from peagle.bench.memory import PeakMemory, tree_rss_gib
 from peagle.catalog.embedded import gguf_path
-from peagle.engine import engine_args, environment
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import environment
 from pipelines.batch.node import beside_ray
 
 HERE = Path(__file__).parent

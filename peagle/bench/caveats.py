@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.record import PassRecord
-from peagle.bench.setups import METHOD_NAMES
 from peagle.errors import ConfigError
+from peagle.measurement.cells import METHOD_NAMES
 from peagle.measurement.target import MODEL_RUNNER
 
 _ENOUGH = 3  # requests of a pass for each at once: of fewer, the last ones run with fewer beside them for long

@@ -9,7 +9,7 @@ from typing import Any
 from peagle.bench.config import BenchConfig
 from peagle.bench.schedule import Pass, all_passes
 from peagle.bench.setups import Setup, make_setups
-from peagle.catalog.resolve import ResolvedModel
+from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_keys import PRICE_KEYS, require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.arguments import check_slots

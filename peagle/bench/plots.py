@@ -5,7 +5,7 @@ from typing import Any
 
 from peagle.bench.config import NONE
 from peagle.bench.report import best
-from peagle.bench.setups import METHOD_NAMES
+from peagle.measurement.cells import METHOD_NAMES
 from peagle.measurement.lines import Axes, Curve, line_chart
 from peagle.svg import standalone
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 
 from peagle.bench.config import NONE, BenchConfig
 from peagle.bench.synthetic import parse_synthetic, rates_for
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, resolve_drafter
+from peagle.catalog.resolve import ResolvedDrafter, resolve_drafter
+from peagle.catalog.targets import ResolvedModel
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
 from peagle.errors import ConfigError, DrafterError
 from peagle.hardware import Hardware
-
-METHOD_NAMES = {
-    NONE: "no speculation", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "ngram": "n-gram", "suffix": "suffix",
-}  # fmt: skip
+from peagle.measurement.cells import METHOD_NAMES, method_label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +37,7 @@ class Setup:
     @property
     def label(self) -> str:
         """For people: "P-EAGLE K=5"."""
-        return setup_label(self.method, self.k)
-
-
-def setup_label(method: str, k: int) -> str:
-    """A method and its K for people; without drafts there is no K."""
-    return f"{METHOD_NAMES[method]} K={k}" if k else METHOD_NAMES[method]
+        return method_label(self.method, self.k)
 
 
 def make_setups(config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> tuple[list[Setup], list[str]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from peagle.bench.config import NONE
 from peagle.bench.report import best
-from peagle.bench.setups import METHOD_NAMES
 from peagle.economics.report.figures import UNKNOWN, in_words_count, in_words_share
+from peagle.measurement.cells import METHOD_NAMES
 from peagle.tables import aligned, markdown
 
 Rows = list[list[str]]

@@ -11,16 +11,18 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, max_model_len, resolve_drafter, resolve_model
-from peagle.catalog.targets import NO_COMMITS
+from peagle.catalog.resolve import ResolvedDrafter, resolve_drafter
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, resolve_model
 from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from peagle.manifest import versions
 from peagle.measurement.cells import NONE
 from peagle.tuning.profile import Profile, read_profile, with_profile
+from peagle.tuning.watch import TunedWatch
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision")
@@ -113,6 +115,20 @@ class ResolvedEngine:
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
+
+    def watch(self, hardware: Hardware) -> TunedWatch | None:
+        """The watch over its profile; None for an engine without one."""
+        profile = self.profile
+        if profile is None:
+            return None
+        head = profile.chosen.head_fingerprint if self.follows_profile else None
+        before = {
+            "hardware": (profile.hardware, hardware.describe()),
+            "weights": (profile.target.revision, self.model.fingerprint),
+            **({"head": (head, self.drafter.fingerprint)} if head else {}),
+        } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
+        differs = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
+        return TunedWatch(profile, follows=self.follows_profile, differs=differs)
 
 
 def resolve_engine(

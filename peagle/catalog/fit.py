@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.engine import DRAFT_METHODS, DraftMethod
+from peagle.engine.spec import DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")

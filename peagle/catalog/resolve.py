@@ -14,19 +14,10 @@ from peagle.catalog.fit import HeadFacts, check_fit
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.hub import hub_commit, hub_config
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
-from peagle.catalog.targets import NO_COMMITS, ResolvedModel, is_hub_id, local_path, max_model_len, resolve_model
-from peagle.engine import DRAFT_METHODS, DrafterSpec
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, is_hub_id
+from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
 from peagle.private import user_path
-
-__all__ = [
-    "ResolvedDrafter",
-    "ResolvedModel",
-    "local_path",
-    "max_model_len",
-    "resolve_drafter",
-    "resolve_model",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 It reads configurations, never weights. Drafters are resolved in `resolve.py`.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,3 +179,12 @@ def _hub_model(
     config = hub_config(model_id, revision)
     fingerprint = f"{model_id}@{revision or 'main'}"
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)
+
+
+@functools.lru_cache(maxsize=4)
+def localize(model: str, revision: str | None = None) -> str:
+    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache.
+
+    `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
+    """
+    return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path

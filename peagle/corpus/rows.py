@@ -6,6 +6,9 @@ Records only; it knows no format.
 from dataclasses import dataclass, field
 from typing import Any
 
+Row = dict[str, Any]
+"""A row by its columns' names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from peagle.corpus.rows import Row
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Rejected, Row, Sample, build_samples, read_responses, row_text
+from peagle.drafter.data import Rejected, Sample, build_samples, read_responses, row_text
 from peagle.drafter.decontamination import Dropped, decontaminate, tell_dropped
 from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompt_sources import PROMPT

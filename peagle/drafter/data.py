@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from peagle.corpus.files import SourceFile
+from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.messages import parse_messages
 from peagle.private import user_path
 from peagle.storage import Place
 from peagle.storage.s3_path import SCHEME, S3Path
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from peagle.drafter.data import Row
+from peagle.corpus.rows import Row
 from peagle.errors import ConfigError
 from peagle.humaneval import read_humaneval
 

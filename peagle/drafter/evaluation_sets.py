@@ -6,11 +6,11 @@ It reads them; how an overlap is found is decontamination.py's.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
-from peagle.drafter.data import Row
 from peagle.drafter.decontamination import NUM_WORDS, NgramIndex, humaneval_references
 from peagle.errors import ConfigError, InputError
-from peagle.measurement.keys import HUMANEVAL
+from peagle.humaneval import HUMANEVAL
 from peagle.messages import parse_messages
 
 NONE = "none"

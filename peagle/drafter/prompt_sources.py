@@ -7,9 +7,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 from peagle.corpus.openai_batch import is_batch
+from peagle.corpus.rows import Row
 from peagle.corpus.scan import read_all
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Row, id_of, row_text, source_files
+from peagle.drafter.data import id_of, row_text, source_files
 from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, tell_dropped
 from peagle.drafter.evaluation_sets import index_of
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets

@@ -13,6 +13,9 @@ from peagle.errors import ConfigError
 
 NONE = "none"
 METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
+METHOD_NAMES = {
+    NONE: "no speculation", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "ngram": "n-gram", "suffix": "suffix",
+}  # fmt: skip
 
 
 class Cell(BaseModel):
@@ -86,6 +89,11 @@ class Cell(BaseModel):
     def response_tokens(self) -> float | None:
         """Mean length of a response; None where it was not kept."""
         return self.num_output_tokens / self.num_responses if self.num_responses and self.num_output_tokens else None
+
+
+def method_label(method: str, k: int) -> str:
+    """A method and its K for people; without drafts there is no K."""
+    return f"{METHOD_NAMES[method]} K={k}" if k else METHOD_NAMES[method]
 
 
 def read_cells(entries: Any, where: str) -> list[Cell]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from peagle.corpus.openai_batch import is_batch
+from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
-from peagle.drafter.data import Row
 from peagle.errors import InputError
-from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
-from peagle.measurement.keys import HUMANEVAL, MeasurementKeys
+from peagle.humaneval import HUMANEVAL, PROMPT_TEMPLATE, read_humaneval
+from peagle.measurement.keys import MeasurementKeys
 from peagle.plain_json import is_nan, to_json
 from peagle.prompting import PromptBuilder, PromptSpec, RowError, Tokenizer, resolve_prompts
 from peagle.requests.openai import parse_body

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from peagle.humaneval import HUMANEVAL
 from peagle.prompting import PromptKeys
 from peagle.storage import on_disk
-
-HUMANEVAL = "humaneval"
 
 
 class MeasurementKeys(PromptKeys):

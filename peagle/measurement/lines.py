@@ -28,7 +28,7 @@ Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and (place, value)
 _INSET = 20  # between the axis and the first place
 _VALUE_WIDTH = 30  # right of the last place, where only that one's values are written
 _LABELLED_CURVES = 2  # of more, the values would run into each other
-_LABEL_HEIGHT = 24  # a value whose point has another this close above it stands below its point
+_LABEL_GAP = 24  # a value whose point has another this close above it stands below its point
 _MOST_STEPS = 4  # of the vertical axis
 
 
@@ -113,7 +113,7 @@ def _every_value(
     parts = []
     for place, value in (point for _, points in curves for point in points):
         others = [y(other) for _, points in curves for other_place, other in points if other_place == place]
-        is_crowded = any(0 < y(value) - other < _LABEL_HEIGHT for other in others)
+        is_crowded = any(0 < y(value) - other < _LABEL_GAP for other in others)
         words = f"{value:.{axes.decimals}f}"
         parts.append(text(x(place), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
     return parts

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from peagle.catalog.resolve import ResolvedModel, max_model_len
+from peagle.catalog.targets import ResolvedModel, max_model_len
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware

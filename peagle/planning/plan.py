@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peagle.bench.setups import setup_label
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
+from peagle.measurement.cells import method_label
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Option, options, scaled, why_beyond, with_cell, with_more
 from peagle.planning.simulated import simulated
@@ -99,7 +99,7 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "precision": option.sweep.precision,
         "method": cell.method,
         "k": cell.k,
-        "label": setup_label(cell.method, cell.k),
+        "label": method_label(cell.method, cell.k),
         "concurrency": cell.concurrency,
         "output_tokens_per_s": cell.output_tokens_per_s,
         "acceptance_length": cell.acceptance_length,

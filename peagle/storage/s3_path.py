@@ -119,7 +119,7 @@ class S3Path:
 
         if mode != "rb":
             raise io.UnsupportedOperation(f"{self}: an object is opened to be read, in binary")
-        return open_to_read(self._store, self._address)
+        return open_to_read(self._store, self._address, READ_AHEAD_BYTES)
 
     def presigned_url(self, valid_s: int, disposition: str) -> str:
         """A URL with which anybody can read the object for a while.

@@ -7,23 +7,25 @@ import io
 from typing import Any, BinaryIO, cast
 
 from peagle.storage.s3_client import Address, ObjectStore
-from peagle.storage.s3_path import READ_AHEAD_BYTES
 
 _TAIL_BYTES = 1 << 16  # with a Parquet file's footer in it, and most often all of a unit
 
 
-def open_to_read(store: ObjectStore, at: Address) -> BinaryIO:
+def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
     """An object as a file that can seek.
+
+    Args:
+        read_ahead: bytes to fetch and hold at least.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    return cast(BinaryIO, io.BufferedReader(_Reader(store, at), _TAIL_BYTES))
+    return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, store: ObjectStore, at: Address) -> None:
-        self._store, self._at = store, at
+    def __init__(self, store: ObjectStore, at: Address, read_ahead: int) -> None:
+        self._store, self._at, self._read_ahead = store, at, read_ahead
         self._tail, self._size, self._etag = store.read_tail(at, _TAIL_BYTES)
         self._tail_at = self._size - len(self._tail)
         self._piece, self._piece_at = b"", 0
@@ -57,7 +59,7 @@ class _Reader(io.RawIOBase):
             return self._tail[start : start + num_bytes]
         start = self._position - self._piece_at
         if not 0 <= start < len(self._piece):
-            last = min(self._position + max(num_bytes, READ_AHEAD_BYTES), self._tail_at) - 1
+            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_at) - 1
             self._piece = self._store.read_range(self._at, self._position, last, self._etag)
             self._piece_at = self._position
             start = 0

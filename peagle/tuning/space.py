@@ -10,7 +10,7 @@ from typing import Any
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import Plan, make_plan
 from peagle.bench.setups import Setup
-from peagle.catalog.resolve import ResolvedModel
+from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_keys import PriceKeys, resolve_price
 from peagle.engine.arguments import check_slots, max_num_batched_tokens
 from peagle.engine.spec import EngineSpec

@@ -1,10 +1,13 @@
-"""What a run or an endpoint is told when it leaves the range that its profile was tuned for, with the better choice.
+"""Watch over a profile: advice to a run or an endpoint that leaves the range it was tuned for.
 
-It knows profiles and two live figures; it does not know where these come from.
+Bulk runs and the endpoint share it. It knows profiles and two live figures, and says each thing once.
 """
 
-from peagle.bench.setups import setup_label
-from peagle.measurement.cells import Cell
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from peagle.measurement.cells import Cell, method_label
+from peagle.speculation import SpeculationStats
 from peagle.tuning.profile import MeasuredCell, Profile
 from peagle.tuning.ranges import best_at, best_with_acceptance, scale_of, tpot_s_at
 
@@ -14,7 +17,7 @@ MIN_DRAFTS = 200
 
 def label(cell: Cell) -> str:
     """A method and its K for people."""
-    return setup_label(cell.method, cell.k)
+    return method_label(cell.method, cell.k)
 
 
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
@@ -75,3 +78,60 @@ def _speeds(better: Cell, ours: Cell | None) -> str:
 
 def _is_like(cell: MeasuredCell, chosen: MeasuredCell) -> bool:
     return (cell.method, cell.k, cell.precision) == (chosen.method, chosen.k, chosen.precision)
+
+
+class TunedWatch:
+    """The watch over one engine's profile.
+
+    Args:
+        follows: it drafts as its profile says; else acceptance says nothing of the profile.
+        differs: what is not as it was when the profile was made.
+    """
+
+    def __init__(self, profile: Profile, *, follows: bool, differs: list[str]) -> None:
+        self._profile, self._follows, self._differs = profile, follows, differs
+        self._said: set[str] = set()
+
+    def at_start(self, concurrency: float | None = None) -> list[str]:
+        """What is to be said before anything runs; the endpoint's concurrency is its clients'."""
+        notes = [f"profile: {self._profile.decision}"]
+        if not self._follows:
+            notes.append("the drafter is not the profile's, so the profile says nothing of its acceptance")
+        if self._differs:
+            notes.append(f"the profile was tuned elsewhere ({'; '.join(self._differs)}): its speeds may not hold here")
+        return [*notes, *_given([concurrency_advice(self._profile, concurrency)])]
+
+    def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:
+        """What the live figures call for; each kind of advice is given once."""
+        length = reliable_length(num_drafts, acceptance_length) if self._follows else None
+        found = {
+            "acceptance": acceptance_advice(self._profile, length),
+            "concurrency": concurrency_advice(self._profile, concurrency),
+        }
+        fresh = _given(note for kind, note in found.items() if kind not in self._said)
+        self._said |= {kind for kind, note in found.items() if note}
+        return fresh
+
+    def to_dict(self, concurrency: float) -> dict[str, Any]:
+        """For a run's manifest."""
+        return {
+            "profile": self._profile.model_dump(mode="json"),
+            "follows": self._follows,
+            "concurrency": concurrency,
+        }
+
+
+def tuned_notes(tuned: Mapping[str, Any] | None, speculation: SpeculationStats) -> list[str]:
+    """For a report, from what `to_dict` wrote; nothing for a run without a profile."""
+    if tuned is None:
+        return []
+    watch = TunedWatch(Profile(**tuned["profile"]), follows=tuned["follows"], differs=[])
+    return watch.new(
+        num_drafts=speculation.num_drafts,
+        acceptance_length=speculation.acceptance_length,
+        concurrency=tuned["concurrency"],
+    )
+
+
+def _given(notes: Iterable[str | None]) -> list[str]:
+    return [note for note in notes if note]

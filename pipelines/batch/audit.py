@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.errors import ConfigError, PeagleError
+from peagle.measurement.engine_up import Start
 from peagle.tables import aligned
 from pipelines.batch.audit_files import FilesAudit, audit_files
 from pipelines.batch.audit_rows import RowAudit, Target, audit_rows, choose, require_target
@@ -86,12 +87,14 @@ def audit(
     seed: int,
     max_tie: float | None,
     announce: Callable[[str], None],
+    start: Start,
 ) -> Audit:
     """Audit a run; it writes nothing into the run directory.
 
     Args:
         num_rows: rows to generate again; 0 for none.
         max_tie: margin that counts as a tie; None for that of the precision.
+        start: the target on this machine.
 
     Raises:
         ConfigError: there is no run, or its rows cannot be generated here.
@@ -109,7 +112,7 @@ def audit(
     if target is None:
         return Audit(path=str(run), files=files)
     places = choose(files.rows_of, num_rows, seed)
-    rows = audit_rows(run, manifest, target, places, announce)
+    rows = audit_rows(run, manifest, target, places, announce, start)
     return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
 
 

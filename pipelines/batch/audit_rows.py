@@ -16,16 +16,15 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from peagle import hardware
-from peagle.catalog.resolve import resolve_model
+from peagle.catalog.targets import resolve_model
 from peagle.corpus.scan import read
 from peagle.engine.arguments import max_num_batched_tokens
 from peagle.engine.generation import Completion, Engine, RequestRefused
 from peagle.engine.precision import resolve_precision
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, InputError
-from peagle.hardware import Hardware
 from peagle.lossless import NUM_LIKELIEST, Response, Verdict, compare, tie_margin
-from peagle.measurement.engine_up import with_engine
+from peagle.measurement.engine_up import Start, with_engine
 from peagle.prompting import PromptBuilder, PromptSpec, RowError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
@@ -125,8 +124,12 @@ def audit_rows(
     target: Target,
     places: dict[int, list[int]],
     announce: Callable[[str], None],
+    start: Start,
 ) -> list[RowAudit]:
     """Generate the chosen rows again and compare each with what is committed.
+
+    Args:
+        start: the target on this machine, for a run of vLLM's.
 
     Raises:
         EngineError: the engine did not start or died.
@@ -140,7 +143,7 @@ def audit_rows(
             table = pq.read_table(file, columns=list(_READ)).take(rows)
         outcomes += _requests(units[number], table.to_pylist(), builder, base, target.is_fake)
     sampled = [one for one in outcomes if isinstance(one, _Sampled)]
-    verdicts = _regenerate(sampled, target, announce) if sampled else {}
+    verdicts = _regenerate(sampled, target, announce, start) if sampled else {}
     return [one if isinstance(one, RowAudit) else verdicts[one.id] for one in outcomes]
 
 
@@ -184,7 +187,9 @@ def _requests(
     return outcomes
 
 
-def _regenerate(sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None]) -> dict[str, RowAudit]:
+def _regenerate(
+    sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None], start: Start
+) -> dict[str, RowAudit]:
     announce(f"starting {target.spec.model} without a drafter, {target.precision}")
     if target.is_fake:
         from peagle.engine.fake_engine import FakeEngine
@@ -195,7 +200,7 @@ def _regenerate(sampled: Sequence[_Sampled], target: Target, announce: Callable[
         return await _ask_all(engine, sampled, target, announce)
 
     with tempfile.TemporaryDirectory() as folder:
-        return with_engine(_alone(target.spec), hardware.detect(), _start, Path(folder) / "engine.log", use)
+        return with_engine(_alone(target.spec), hardware.detect(), start, Path(folder) / "engine.log", use)
 
 
 def _alone(spec: EngineSpec) -> EngineSpec:
@@ -209,12 +214,6 @@ def _alone(spec: EngineSpec) -> EngineSpec:
         # What the choice was made from, with penalties and schemas; the raw ones are from before these.
         extra={**spec.extra, "logprobs_mode": "processed_logprobs"},
     )
-
-
-def _start(spec: EngineSpec, _: Hardware) -> Engine:
-    from pipelines.batch.node import start_vllm
-
-    return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
 async def _ask_all(

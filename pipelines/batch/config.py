@@ -194,6 +194,11 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
             raise ValueError(f"no schema can be read there ({error})") from error
 
     @property
+    def most_engines(self) -> int:
+        """Engines that may run at once."""
+        return self.engine_range.largest
+
+    @property
     def engine_range(self) -> EngineRange:
         """How many engines."""
         return EngineRange.parse(self.engines)

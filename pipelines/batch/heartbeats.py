@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
 
-_SILENT_AFTER = 2.0  # heartbeats: an engine that misses two is dead, and a dead one costs nothing
+_DEAD_AFTER = 2.0  # heartbeats: an engine that misses two is dead, and a dead one costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Heartbeats:
         self, before: Iterable[str], *, heartbeat_s: float, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._before = frozenset(before)
-        self._silent_after_s = _SILENT_AFTER * heartbeat_s
+        self._silent_after_s = _DEAD_AFTER * heartbeat_s
         self._monotonic = monotonic
         self._beats: dict[str, _Beat] = {}
 

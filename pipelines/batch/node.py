@@ -5,14 +5,12 @@ A run's driver may sit on another machine, so nothing that depends on the node i
 
 import dataclasses
 import fcntl
-import functools
 import os
 import sys
 from pathlib import Path
 
 from peagle import hardware
-from peagle.catalog.resolve import local_path, resolve_model
-from peagle.catalog.targets import NO_COMMITS
+from peagle.catalog.targets import local_path, localize
 from peagle.engine.ranks import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.engine.start import follow_engine, start_engine
@@ -42,15 +40,6 @@ def claim_slot(places: str) -> int:
         else:
             return slot  # the descriptor stays open as long as the process lives
     raise CapacityError(f"more than {_MAX_SLOTS} engines of one run on one node")
-
-
-@functools.lru_cache(maxsize=4)
-def localize(model: str, revision: str | None = None) -> str:
-    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache.
-
-    `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
-    """
-    return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
 
 
 def local_spec(spec: EngineSpec) -> EngineSpec:
@@ -104,6 +93,11 @@ def start_vllm(
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
+
+
+def start_alone(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
+    """Start the only engine on this node; errors as `start_vllm`."""
+    return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
 def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +22,6 @@ from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Span
 from peagle.corpus.scan import count_rows, find, scan
 from peagle.corpus.workload import Workload
-from pipelines.batch.config import GenerateConfig
 
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384
@@ -147,9 +146,47 @@ class Plan:
         return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
 
 
-def make_plan(
-    config: GenerateConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None
-) -> Plan:
+class Corpus(Protocol):
+    """The keys of a run's configuration that decide how its corpus is cut."""
+
+    @property
+    def input(self) -> str:
+        """The corpus: a file, a folder, a glob or `s3://...`."""
+
+    @property
+    def input_format(self) -> Any:
+        """The format of its files; None decides by their names."""
+
+    @property
+    def output(self) -> Any:
+        """The run directory, which is never part of the corpus."""
+
+    @property
+    def limit(self) -> int | None:
+        """Rows to take; None takes all."""
+
+    @property
+    def rows_per_unit(self) -> int | None:
+        """Rows of every unit; None decides."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens of a row that sets none."""
+
+    @property
+    def sampling_column(self) -> str | None:
+        """The column of a row's own sampling parameters."""
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Requests that an engine runs at once; None decides."""
+
+    @property
+    def most_engines(self) -> int:
+        """Engines that may run at once."""
+
+
+def make_plan(config: Corpus, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
     """Cut the corpus that `config` names.
 
     Args:
@@ -176,8 +213,8 @@ def make_plan(
     )
 
 
-def _auto_cut_of(files: Sequence[SourceFile], config: GenerateConfig, max_num_seqs: int) -> Cut:
-    num_engines = config.engine_range.largest
+def _auto_cut_of(files: Sequence[SourceFile], config: Corpus, max_num_seqs: int) -> Cut:
+    num_engines = config.most_engines
     enough = enough_rows(num_engines)
     num_rows = count_rows(files, min(config.limit or enough, enough))
     return auto_cut(num_rows, num_engines, config.max_num_seqs or max_num_seqs)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from peagle.catalog.targets import localize
 from peagle.catalog.tokenizer import load_tokenizer
 from peagle.corpus.scan import read
 from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
 from peagle.requests.builder import RequestBuilder, SamplingSpec
-from pipelines.batch.node import localize
 from pipelines.batch.plan import WorkUnit, unit_from_json
 from pipelines.batch.rows import given_back, packed, prepare
 from pipelines.batch.rundir import RunDirectory

@@ -10,15 +10,16 @@ from typing import Any
 
 from peagle.economics.cost import account
 from peagle.economics.prices import Price
-from peagle.economics.report import render_html, report_dict
+from peagle.economics.report.data import report_dict
+from peagle.economics.report.page import render_html
 from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.files import writing
 from peagle.storage import write_atomic, write_json
+from peagle.tuning.watch import tuned_notes
 from pipelines.batch.pool import most_at_once
 from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.settled import until_settled
-from pipelines.tuned import tuned_notes
 
 _WRITABLE = "make room, or the folder writable; peagle status and peagle audit write nothing into it"
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from peagle.catalog.engines import compose_fake_engine, resolve_engine
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
-from peagle.catalog.targets import NO_COMMITS
+from peagle.catalog.resolve import ResolvedDrafter
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, localize
 from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
@@ -21,11 +21,10 @@ from peagle.hardware import Hardware
 from peagle.prompting import PromptSpec, resolve_prompts
 from peagle.requests.builder import SamplingSpec
 from peagle.sampling import SamplingLimits, conflict
+from peagle.tuning.watch import TunedWatch
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.node import localize
 from pipelines.batch.placing import Neighbours, Placement, place
 from pipelines.batch.preparing import tokenizer_of
-from pipelines.tuned import TunedWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def resolve(
         price=price,
         placement=placement,
         places=neighbours.places if neighbours else None,
-        tuned=TunedWatch.of(engine, hardware),
+        tuned=engine.watch(hardware),
     )
 
 

@@ -1,8 +1,10 @@
-"""Rows in one engine: so many together, or one that must be alone in it. It knows nothing of rows or engines."""
+"""Two asyncio primitives: a shared or exclusive lock (a suspect row runs alone) and a weighted FIFO semaphore."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+
+_MOST_WAITING = 32
 
 
 class Turns:
@@ -76,3 +78,15 @@ class Places:
             async with self._changed:
                 self._free += number
                 self._changed.notify_all()
+
+
+def rows_in_engine(slots: int) -> int:
+    """Rows to give an engine that decodes so many at once: those, and some that wait in it.
+
+    Rows of equal length end in the same step; where fewer wait than end, the next step computes less than it could.
+    With many slots few end at once, and what is in an engine when it dies is under suspicion.
+
+    >>> [rows_in_engine(slots) for slots in (1, 8, 64, 512)]
+    [2, 16, 96, 576]
+    """
+    return slots + max(min(slots, _MOST_WAITING), slots // 8)

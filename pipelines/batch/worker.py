@@ -37,7 +37,7 @@ from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.session import Session
 from pipelines.batch.stopping import GraceClock
 from pipelines.batch.suspects import Note, UnitNotes, Verdict
-from pipelines.batch.turns import Places, Turns
+from pipelines.batch.turns import Places, Turns, rows_in_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,7 @@ class EngineJob:
     admission: Admission | None = None
 
 
-_MOST_WAITING = 32
 _KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
-
-
-def rows_in_engine(slots: int) -> int:
-    """Rows to give an engine that decodes so many at once: those, and some that wait in it.
-
-    Rows of equal length end in the same step; where fewer wait than end, the next step computes less than it could.
-    With many slots few end at once, and what is in an engine when it dies is under suspicion.
-
-    >>> [rows_in_engine(slots) for slots in (1, 8, 64, 512)]
-    [2, 16, 96, 576]
-    """
-    return slots + max(min(slots, _MOST_WAITING), slots // 8)
 
 
 class EngineWorker:

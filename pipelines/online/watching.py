@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from peagle.errors import PeagleError
+from peagle.tuning.watch import TunedWatch
 from pipelines.online.cost import CostView
-from pipelines.tuned import TunedWatch
 
 _WINDOW_S = 600.0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from peagle.catalog.targets import localize
 from peagle.drafter.data import Sample
 from peagle.drafter.features import FeatureJob, open_store, shard_tensors
 from peagle.drafter.hidden_states import load_reader
@@ -18,7 +19,6 @@ from peagle.drafter.store import write_shard
 from peagle.errors import PeagleError
 from peagle.private import keep_private
 from pipelines.batch import cluster
-from pipelines.batch.node import localize
 from pipelines.failures import explain
 
 _SCHEMA = pa.schema(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peagle.catalog.targets import context_tokens
+from peagle.corpus.rows import Row
 from peagle.drafter.config import WAYS, TrainConfig
-from peagle.drafter.data import Row
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, part_by_hash, read_prompts
 from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError

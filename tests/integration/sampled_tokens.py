@@ -19,7 +19,8 @@ PER_REQUEST, SLOTS, NUM_GREEDY = 32, 16, 24
 
 def main() -> None:
     from peagle import hardware
-    from peagle.catalog.resolve import resolve_drafter, resolve_model
+    from peagle.catalog.resolve import resolve_drafter
+    from peagle.catalog.targets import resolve_model
     from peagle.engine.spec import EngineSpec
     from peagle.engine.start import start_engine
     from peagle.measurement.engine_up import with_engine

@@ -34,7 +34,9 @@ from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.store import Document
 from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
-from peagle.engine import DrafterSpec, EngineSpec, engine_args, environment
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import environment
+from peagle.engine.spec import DrafterSpec, EngineSpec
 
 MAX_K = 10
 LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again

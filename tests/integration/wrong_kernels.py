@@ -34,7 +34,8 @@ class Wrong:
 
 def main() -> None:
     from peagle import hardware
-    from peagle.catalog.resolve import resolve_drafter, resolve_model
+    from peagle.catalog.resolve import resolve_drafter
+    from peagle.catalog.targets import resolve_model
     from peagle.engine.self_check import self_check
     from peagle.engine.spec import EngineSpec
     from peagle.engine.start import start_engine

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel, resolve_drafter
+from peagle.catalog.resolve import ResolvedDrafter, resolve_drafter
+from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.evaluation.cell import Cell
 from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.engine.memory import check_capacity

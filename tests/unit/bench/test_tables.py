@@ -7,9 +7,9 @@ import pytest
 from peagle.bench.plots import cost_plot, speed_plot
 from peagle.bench.record import PassRecord, RequestTimes
 from peagle.bench.report import best, ratios
-from peagle.bench.setups import setup_label
 from peagle.bench.summary import acceptance, summarise
 from peagle.bench.tables import acceptance_rows, best_rows, markdown_tables, speed_rows, text_tables
+from peagle.measurement.cells import method_label
 from peagle.speculation import SpeculationStats
 
 from .conftest import record
@@ -36,7 +36,7 @@ def at_speed(method: str, k: int, concurrency: int, speed: float, repeat: int = 
 
 def setup(method: str, k: int) -> dict[str, Any]:
     stats = [at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
-    return {"method": method, "k": k, "label": setup_label(method, k), **acceptance(stats)}
+    return {"method": method, "k": k, "label": method_label(method, k), **acceptance(stats)}
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from peagle.catalog.engines import EngineKeys, compose_engine
-from peagle.catalog.resolve import ResolvedDrafter, ResolvedModel
+from peagle.catalog.resolve import ResolvedDrafter
+from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, spec_precision
 from peagle.errors import ConfigError, PrecisionError

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from peagle.catalog import load_catalog
-from peagle.catalog.loader import load_card
+from peagle.catalog.loader import load_card, load_catalog
 from peagle.errors import CatalogError
 
 SHIPPED = ["gemma-4-31b-it", "gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct", "smollm2-135m"]

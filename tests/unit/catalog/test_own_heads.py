@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from peagle.catalog import load_catalog, own_heads
+from peagle.catalog import own_heads
+from peagle.catalog.loader import load_catalog
 from peagle.catalog.own_heads import add_head, front_matter
 from peagle.catalog.resolve import resolve_drafter
 from peagle.catalog.targets import local_path, resolve_model

@@ -7,9 +7,11 @@ import torch
 from moving_hub import FIRST, SECOND, MovingHub
 from safetensors.torch import save_file
 
-from peagle.catalog import load_catalog, resolve
+from peagle.catalog import resolve
 from peagle.catalog.cards import ModelCard
-from peagle.catalog.resolve import ResolvedModel, resolve_drafter
+from peagle.catalog.loader import load_catalog
+from peagle.catalog.resolve import resolve_drafter
+from peagle.catalog.targets import ResolvedModel
 from peagle.errors import ConfigError, DrafterError
 
 CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine import DrafterSpec, EngineSpec, environment, find_preload_libraries
+from peagle.engine.environment import environment, find_preload_libraries
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from peagle.engine import DrafterSpec, EngineSpec, check_capacity, default_kv_cache_gib
-from peagle.engine.memory import footprint_from_config, read_footprint
+from peagle.engine.memory import check_capacity, default_kv_cache_gib, footprint_from_config, read_footprint
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.engine import PRECISIONS, Precision, resolve_precision
+from peagle.engine.precision import PRECISIONS, Precision, resolve_precision
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 

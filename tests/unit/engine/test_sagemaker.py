@@ -3,9 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.engine import DrafterSpec, from_sagemaker_env, to_sagemaker_env
-from peagle.engine.sagemaker import VARIABLE
-from peagle.engine.spec import DraftMethod
+from peagle.engine.sagemaker import VARIABLE, from_sagemaker_env, to_sagemaker_env
+from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from peagle.engine import DrafterSpec, EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 
 HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)

@@ -6,9 +6,9 @@ from peagle import hardware
 from peagle.measurement.cells import NONE
 from peagle.speculation import SpeculationStats
 from peagle.tuning.profile import MeasuredCell, Profile, Tuned, write_profile
+from peagle.tuning.watch import tuned_notes
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.resolve import resolve
-from pipelines.tuned import tuned_notes
 
 HERE = hardware.detect()
 

@@ -16,6 +16,7 @@ from peagle.storage import (
     remove_temporaries,
     require_usable,
     s3_client,
+    s3_path,
     s3_reading,
     s3_writing,
     write_atomic,
@@ -263,7 +264,7 @@ def test_parts_of_a_killed_writer_are_cleared(s3, small_parts):
 def test_an_object_that_is_replaced_while_it_is_read_is_not_read_in_pieces_of_both(s3, monkeypatch):
     path = FOLDER / "large"
     monkeypatch.setattr(s3_reading, "_TAIL_BYTES", 10)
-    monkeypatch.setattr(s3_reading, "READ_AHEAD_BYTES", 10)
+    monkeypatch.setattr(s3_path, "READ_AHEAD_BYTES", 10)
     write_atomic(path, b"old." * 100)
     with open_to_read(path) as file:
         assert file.read(8) == b"old.old."

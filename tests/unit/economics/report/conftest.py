@@ -7,7 +7,7 @@ import pytest
 
 from peagle.economics.cost import account
 from peagle.economics.prices import Price
-from peagle.economics.report import report_dict
+from peagle.economics.report.data import report_dict
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from peagle.economics.report import compare
+from peagle.economics.report.comparison import compare
 from peagle.errors import PeagleError
 
 

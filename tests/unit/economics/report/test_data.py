@@ -4,7 +4,7 @@ import json
 import pytest
 
 from peagle.economics.prices import PriceTable
-from peagle.economics.report import check_report
+from peagle.economics.report.data import check_report
 from peagle.errors import PeagleError
 
 

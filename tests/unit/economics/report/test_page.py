@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.economics.report import render_html
+from peagle.economics.report.page import render_html
 from peagle.errors import PeagleError
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.economics.report import RUN_KEYS, RunInfo
+from peagle.economics.report.run_info import RUN_KEYS, RunInfo
 from peagle.errors import PeagleError
 
 

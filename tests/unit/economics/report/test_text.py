@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.economics.report import text_comparison, text_summary
+from peagle.economics.report.text import text_comparison, text_summary
 from peagle.errors import PeagleError
 
 

@@ -13,11 +13,12 @@ from peagle.errors import ConfigError
 from pipelines.batch import audit_rows as module
 from pipelines.batch.audit import audit
 from pipelines.batch.audit_rows import choose, require_target
+from pipelines.batch.node import start_alone
 from pipelines.batch.retries import plan_retry
 
 
 def audited(run, num_rows=16, seed=0):
-    return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print)
+    return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print, start=start_alone)
 
 
 def outcomes(run, **options):
