@@ -22,7 +22,7 @@ class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
         self.answer = answer
 
 
-class Response(Protocol):
+class ServeResponse(Protocol):
     """Of Serve's `DeploymentResponseGenerator`, what is used here."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -54,7 +54,7 @@ class Cancelling:
         return listen(self._handle.remote(*arguments))
 
 
-async def listen(response: Response) -> AsyncGenerator[Any, None]:
+async def listen(response: ServeResponse) -> AsyncGenerator[Any, None]:
     """The parts of an answer. Cancelled or closed before the last of them, the call is too.
 
     Raises:

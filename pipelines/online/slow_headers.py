@@ -15,12 +15,12 @@ from typing import Any
 from pipelines.online.errors import ApiError
 from pipelines.online.slow_readers import SlowReaders
 
-LIMIT_S = 10.0  # as `body_timeout_s`
+HEADERS_LIMIT_S = 10.0  # as `body_timeout_s`
 LIMIT_BYTES = 64 * 1024  # as h11's own
 
 
 def limit() -> None:
-    """Have servers of this process that start from now on wait `LIMIT_S` for headers, of `LIMIT_BYTES`.
+    """Have servers of this process that start from now on wait `HEADERS_LIMIT_S` for headers, of `LIMIT_BYTES`.
 
     It changes the class that uvicorn takes where it is not told which.
     """
@@ -76,7 +76,7 @@ class SlowHeaders(asyncio.Protocol):
     def _start(self) -> None:
         if self._timer is None:
             self._has_begun = False
-            self._timer = self.loop.call_later(LIMIT_S, self._give_up)
+            self._timer = self.loop.call_later(HEADERS_LIMIT_S, self._give_up)
 
     def _stop(self) -> None:
         if self._timer is not None:

@@ -1,7 +1,7 @@
 """A connection whose client does not take its answer is closed: uvicorn itself waits for ever.
 
 What a client has not taken waits in the server, and behind it, in Ray's proxy and its shared memory, all that has been
-made of the answer. So a client that takes less than `LEAST_BYTES` within `LIMIT_S` while more is there for it loses the
+made of the answer. So a client that takes less than `LEAST_BYTES` within `READER_LIMIT_S` while more is there for it loses the
 connection. It knows asyncio's transports, and is put before uvicorn's protocols by `slow_headers.py`; no Ray.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import socket
 import struct
 
-LIMIT_S = 60.0
+READER_LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
 
 
@@ -37,7 +37,7 @@ class SlowReaders(asyncio.Protocol):
 
     def _look_again(self) -> None:
         self._stop_looking()
-        self._reading = self.loop.call_later(LIMIT_S, self._look, self.transport.get_write_buffer_size())
+        self._reading = self.loop.call_later(READER_LIMIT_S, self._look, self.transport.get_write_buffer_size())
 
     def _look(self, before: int) -> None:
         """Whether enough was taken. Nothing was added meanwhile: uvicorn waits while the buffer is full."""

@@ -41,7 +41,7 @@ async def app(scope, receive, send):
 
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
-    monkeypatch.setattr(slow_headers, "LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(slow_headers, "HEADERS_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # some tests change it
 
 

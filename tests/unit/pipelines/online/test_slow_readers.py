@@ -28,7 +28,7 @@ async def app(scope, receive, send):
 
 @pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
 def server(request, monkeypatch):
-    monkeypatch.setattr(slow_readers, "LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(slow_readers, "READER_LIMIT_S", LIMIT_S)
     protocol = slow_headers.limited(request.param)
     server = uvicorn.Server(uvicorn.Config(app, port=0, http=protocol, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run)
