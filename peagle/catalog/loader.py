@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from peagle.catalog.cards import ModelCard
 from peagle.catalog.home import peagle_home
 from peagle.errors import CatalogError, did_you_mean
+from peagle.private import user_path
 
 _SHIPPED = Path(__file__).parent / "models"
 
@@ -116,3 +117,9 @@ def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
         if get_origin(kind) in (Union, types.UnionType):
             kind = next(arg for arg in get_args(kind) if arg is not type(None))
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+
+
+def lasting_name(name: str) -> str:
+    """The same model by a name that holds wherever a command runs: of a folder its whole path."""
+    folder = user_path(name)
+    return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name

@@ -17,8 +17,10 @@ from peagle.catalog.home import peagle_home
 from peagle.catalog.hub import hub_commit, hub_config, is_commit
 from peagle.catalog.loader import load_catalog
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
+from peagle.catalog.tokenizer import load_tokenizer
 from peagle.errors import CatalogError, ConfigError
 from peagle.private import user_path
+from peagle.prompting import Tokenizer
 
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -88,12 +90,6 @@ def resolve_model(
     if "/" in name or name.startswith((".", "~")):
         raise CatalogError(f"no such model folder: {name}", hint="a hub id has the form ORG/NAME")
     raise catalog.unknown(name)
-
-
-def lasting_name(name: str) -> str:
-    """The same model by a name that holds wherever a command runs: of a folder its whole path."""
-    folder = user_path(name)
-    return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name
 
 
 def local_path(name: str) -> str:
@@ -188,3 +184,14 @@ def localize(model: str, revision: str | None = None) -> str:
     `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
     """
     return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
+
+
+@functools.lru_cache(maxsize=2)
+def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
+    """The target's tokenizer, once a process; bytes where the fake engine has no model."""
+    if model is None:
+        from peagle.engine.fake_engine import ByteTokenizer
+
+        return ByteTokenizer()
+    tokenizer: Tokenizer = load_tokenizer(localize(model, revision), revision)
+    return tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 
 from peagle.bench.record import PassRecord
 from peagle.bench.summary import summarise
-from peagle.catalog.targets import ResolvedModel, lasting_name
+from peagle.catalog.loader import lasting_name
+from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
 from peagle.errors import ConfigError
 from peagle.manifest import versions

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from peagle.catalog.targets import lasting_name
+from peagle.catalog.loader import lasting_name
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.measurement.cells import Cell

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from peagle import hardware
-from peagle.catalog.targets import resolve_model
+from peagle.catalog.targets import resolve_model, tokenizer_of
 from peagle.corpus.scan import read
 from peagle.engine.arguments import max_num_batched_tokens
 from peagle.engine.generation import Completion, Engine, RequestRefused
@@ -30,7 +30,6 @@ from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.sampling import SamplingLimits
 from peagle.storage import open_to_read
 from pipelines.batch.plan import WorkUnit
-from pipelines.batch.preparing import tokenizer_of
 from pipelines.batch.rundir import RunDirectory
 
 _READ = ("id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens")

@@ -4,16 +4,14 @@ A unit is one row, and goes on as soon as it is ready. What the stage needs trav
 knows neither engines nor the driver.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from peagle.catalog.targets import localize
-from peagle.catalog.tokenizer import load_tokenizer
+from peagle.catalog.targets import tokenizer_of
 from peagle.corpus.scan import read
-from peagle.prompting import PromptBuilder, PromptSpec, Tokenizer
+from peagle.prompting import PromptBuilder, PromptSpec
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from pipelines.batch.plan import WorkUnit, unit_from_json
 from pipelines.batch.rows import given_back, packed, prepare
@@ -55,14 +53,3 @@ def prepare_unit(unit: WorkUnit, job: PrepareJob) -> pa.Table:
     rows = list(read(unit.span))
     taken = rows if unit.rows is None else [rows[index] for index in unit.rows]
     return prepare(unit, taken, job.schema, RequestBuilder(prompts, job.sampling))
-
-
-@functools.lru_cache(maxsize=2)
-def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
-    """The target's tokenizer, once a process; bytes where the fake engine has no model."""
-    if model is None:
-        from peagle.engine.fake_engine import ByteTokenizer
-
-        return ByteTokenizer()
-    tokenizer: Tokenizer = load_tokenizer(localize(model, revision), revision)
-    return tokenizer

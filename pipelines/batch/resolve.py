@@ -10,7 +10,7 @@ from typing import Any
 
 from peagle.catalog.engines import compose_fake_engine, resolve_engine
 from peagle.catalog.resolve import ResolvedDrafter
-from peagle.catalog.targets import NO_COMMITS, ResolvedModel, localize
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, localize, tokenizer_of
 from peagle.economics.price_keys import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
@@ -24,7 +24,6 @@ from peagle.sampling import SamplingLimits, conflict
 from peagle.tuning.watch import TunedWatch
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.placing import Neighbours, Placement, place
-from pipelines.batch.preparing import tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)

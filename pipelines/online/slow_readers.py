@@ -1,8 +1,8 @@
 """A connection whose client does not take its answer is closed: uvicorn itself waits for ever.
 
 What a client has not taken waits in the server, and behind it, in Ray's proxy and its shared memory, all that has been
-made of the answer. So a client that takes less than `LEAST_BYTES` within `READER_LIMIT_S` while more is there for it loses the
-connection. It knows asyncio's transports, and is put before uvicorn's protocols by `slow_headers.py`; no Ray.
+made of the answer. So a client that takes less than `LEAST_BYTES` within `READER_LIMIT_S` while more is there for it
+loses the connection. It knows asyncio's transports, and is put before uvicorn's protocols by `slow_headers.py`; no Ray.
 """
 
 import asyncio

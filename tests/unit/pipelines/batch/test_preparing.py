@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from peagle import hardware
-from pipelines.batch import preparing
+from peagle.catalog import targets
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.plan import make_plan, unit_to_json
 from pipelines.batch.preparing import PrepareJob, prepare_units
@@ -59,9 +59,9 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
 
 def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
     asked = []
-    monkeypatch.setattr(preparing, "localize", lambda model, revision: model)
-    monkeypatch.setattr(preparing, "load_tokenizer", lambda *of: asked.append(of))
-    preparing.tokenizer_of("org/model-of-this-test", "v2")
-    preparing.tokenizer_of("org/model-of-this-test")
+    monkeypatch.setattr(targets, "localize", lambda model, revision: model)
+    monkeypatch.setattr(targets, "load_tokenizer", lambda *of: asked.append(of))
+    targets.tokenizer_of("org/model-of-this-test", "v2")
+    targets.tokenizer_of("org/model-of-this-test")
     assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
-    preparing.tokenizer_of.cache_clear()
+    targets.tokenizer_of.cache_clear()
