@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from peagle import hardware
-from peagle.catalog.engines import EngineKeys, ResolvedEngine, resolve_engine
-from peagle.catalog.tokenizer import load_tokenizer
+from peagle.engine_options import EngineKeys, ResolvedEngine, resolve_engine
 from peagle.humaneval import read_humaneval
+from peagle.requests.tokenizer import load_tokenizer
 
 MAX_MODEL_LEN = 1024
 _ROOT = Path(__file__).parents[1]

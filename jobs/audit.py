@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Audit, and print what was found."""
     from peagle.errors import ConfigError
-    from pipelines.batch.audit import audit
-    from pipelines.batch.node import start_alone
-    from pipelines.batch.rundir import RunDirectory
+    from peagle.runs.audit import audit
+    from peagle.runs.directory import RunDirectory
+    from pipelines.cluster.node import start_alone
 
     if args.sample < 1:
         raise ConfigError(f"--sample {args.sample}: a number of rows", hint="--no-regenerate checks the files only")

@@ -6,8 +6,8 @@ from typing import Any
 from jobs import flags
 from jobs.throttle import listener, say
 from peagle.bench.config import BenchConfig
-from peagle.economics.price_keys import PRICE_KEYS
-from peagle.prompting import PromptKeys
+from peagle.economics.price_options import PRICE_KEYS
+from peagle.requests.prompts import PromptKeys
 
 HELP = """\
 Measure methods of speculation x K x concurrency on one target, in vLLM: output tokens/s with spread, per user,

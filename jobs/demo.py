@@ -25,18 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Two runs, side by side."""
 
-    from peagle.economics.report.comparison import compare
-    from peagle.economics.report.page import render_html
+    from peagle.economics.report.data import compare
+    from peagle.economics.report.html import render_html
     from peagle.economics.report.text import text_comparison, text_summary
     from peagle.files import write_atomic
     from peagle.humaneval import PROMPT_TEMPLATE
     from peagle.quiet import QuietStderr
-    from pipelines.batch.answers import describe_answers
-    from pipelines.batch.cluster import ray_cluster
+    from peagle.runs.directory import RunDirectory
+    from peagle.runs.export import describe_answers
+    from peagle.runs.progress import Progress
     from pipelines.batch.config import GenerateConfig
-    from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate
-    from pipelines.batch.rundir import RunDirectory
+    from pipelines.cluster.ray import ray_cluster
 
     folder = args.output / time.strftime("%Y%m%dT%H%M%S")
     folder.mkdir(parents=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 from jobs import flags
 from jobs.throttle import listener, say
-from peagle.drafter.evaluation.config import EvaluateConfig
-from peagle.prompting import PromptKeys
+from peagle.bench.acceptance_config import EvaluateConfig
+from peagle.requests.prompts import PromptKeys
 
 HELP = """\
 Measure drafters in vLLM: acceptance length by K, acceptance by position and by category, drafted and accepted tokens
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Evaluate, and print the table."""
     config = flags.load(EvaluateConfig, args)
-    from peagle.drafter.evaluation.report import text_report
-    from peagle.drafter.evaluation.run import evaluate
+    from peagle.bench.acceptance import evaluate
+    from peagle.bench.acceptance_report import text_report
 
     report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Export, and say where to."""
     from peagle.errors import ConfigError, did_you_mean
-    from pipelines.batch.export import FORMATS, export
-    from pipelines.batch.rundir import RunDirectory
+    from peagle.runs.directory import RunDirectory
+    from peagle.runs.export import FORMATS, export
 
     if args.format not in FORMATS:
         raise ConfigError(f"--format {args.format}: unknown", hint=did_you_mean(args.format, FORMATS))

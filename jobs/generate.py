@@ -6,9 +6,9 @@ from typing import Any
 
 from jobs import flags
 from jobs.streams import console
-from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
-from peagle.economics.price_keys import PRICE_KEYS
-from peagle.sampling import SAMPLING_KEYS
+from peagle.economics.price_options import PRICE_KEYS
+from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
+from peagle.requests.sampling import SAMPLING_KEYS
 from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
 HELP = """\
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(GenerateConfig, args)
 
     from peagle.economics.report.text import text_summary
-    from pipelines.batch.answers import describe_answers
-    from pipelines.batch.progress import Progress
+    from peagle.runs.directory import RunDirectory
+    from peagle.runs.export import describe_answers
+    from peagle.runs.progress import Progress
     from pipelines.batch.run import generate
-    from pipelines.batch.rundir import RunDirectory
 
     outcome = generate(config, Progress(console(soft_wrap=True)), command=args.command_line)
     if outcome.did_nothing:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Print the list or the card."""
-    from peagle.catalog.loader import load_catalog
+    from peagle.catalog.cards import load_catalog
 
     catalog = load_catalog()
     if args.name:

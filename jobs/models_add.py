@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peagle.catalog.own_heads import AddedHead
+    from peagle.catalog.add_head import AddedHead
 
 HELP = """\
 Put a drafter head into your catalog, so that `peagle generate --model TARGET` drafts with it.
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add the head, and print what `--drafter auto` does from now on."""
-    from peagle.catalog.own_heads import add_head
+    from peagle.catalog.add_head import add_head
 
     added = add_head(
         args.head,

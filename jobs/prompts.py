@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print what was dropped."""
-    from peagle.drafter.evaluation_sets import DEFAULT, index_of
+    from peagle.drafter.decontamination import DEFAULT, index_of
     from peagle.drafter.prompt_sources import code_prompts
 
     if args.output.suffix not in (".jsonl", ".parquet"):

@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Make the reports, and print them."""
-    from peagle.economics.report.page import render_html
+    from peagle.economics.report.html import render_html
     from peagle.economics.report.text import text_summary
     from peagle.files import write_atomic
-    from pipelines.batch.reporting import make_report
-    from pipelines.batch.rundir import RunDirectory
+    from peagle.runs.directory import RunDirectory
+    from peagle.runs.report import make_report
 
     runs = [RunDirectory(location) for location in args.runs]
     reports = [make_report(run) for run in runs]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags
-from peagle.catalog.engines import MODEL_KEYS, SIZE_KEYS
-from peagle.economics.price_keys import PRICE_KEYS, resolve_price
+from peagle.economics.price_options import PRICE_KEYS, resolve_price
+from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
 
@@ -112,10 +112,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.ports import require_free
     from peagle.quiet import QuietStderr
     from peagle.signals import stop_on_signal
-    from pipelines.batch import cluster
-    from pipelines.online import front
+    from pipelines.cluster import ray as cluster
     from pipelines.online.app import endpoint_price, gate_settings, resolve
-    from pipelines.online.tls import require_certificate
+    from pipelines.online.serve import proxy
+    from pipelines.online.serve.proxy import require_certificate
 
     if config.tls_cert and config.tls_key:
         require_certificate(config.tls_cert, config.tls_key)
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 f"state {config.state}: cannot be written: {error}", hint="name another --state"
             ) from error
         quiet.move_to(logs / "serve.log")
-        os.environ |= front.ENVIRONMENT | os.environ  # for a Ray that is started here
+        os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray that is started here
         with cluster.ray_cluster(metrics_port=config.metrics_port):
             if is_remote:
                 here = cluster.inspect()
@@ -232,8 +232,8 @@ def _start(application: Any, state: Path) -> None:
 
     from peagle.economics.ledger import read_sessions
     from peagle.engine.self_check import require_none_failed
-    from peagle.engine.start_log import as_told, warnings_of
-    from peagle.engine.vllm_engine import with_root_cause
+    from peagle.engine.startup import as_told, warnings_of
+    from peagle.engine.vllm import with_root_cause
     from peagle.errors import EngineError
 
     ledger, logs = state / "ledger", state / "logs"
@@ -256,7 +256,7 @@ def _start(application: Any, state: Path) -> None:
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
     """Until the endpoint is to stop; profiles are watched meanwhile."""
     from pipelines.online.cost import CostView
-    from pipelines.online.watching import watch_profiles
+    from pipelines.online.live import watch_profiles
 
     found = {one.keys.served_name: one.engine.watch(here) for one in served}
     watches = {name: watch for name, watch in found.items() if watch is not None}

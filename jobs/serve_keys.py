@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.private import user_path
 
 if TYPE_CHECKING:
-    from pipelines.online.keys import KeyRecord
+    from pipelines.online.gateway.keys import KeyRecord
 
 _LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """One change, or the list."""
     from peagle.errors import ConfigError
-    from pipelines.online.keys import read_keys
+    from pipelines.online.gateway.keys import read_keys
 
     path: Path = user_path(args.keys)
     if args.action == "list":
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from pipelines.online.keys import changing_keys, new_key
+    from pipelines.online.gateway.keys import changing_keys, new_key
 
     key, record = new_key(
         args.name,
@@ -128,7 +128,7 @@ def _expiry(args: argparse.Namespace) -> float | None:
 
 def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError, did_you_mean
-    from pipelines.online.keys import changing_keys
+    from pipelines.online.gateway.keys import changing_keys
 
     with changing_keys(path) as records:
         names = [record.name for record in records]

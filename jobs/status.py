@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Read the status, and print it."""
     from peagle.errors import ConfigError
-    from pipelines.batch.rundir import RunDirectory
-    from pipelines.batch.status import StatusReader
+    from peagle.runs.directory import RunDirectory
+    from peagle.runs.status import StatusReader
 
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch {args.watch:g}: a number of seconds above 0")

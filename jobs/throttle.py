@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peagle.measurement.engine_up import Listener
+    from peagle.bench.engine import Listener
 
 _REPORT_EVERY_S = 15.0
 
@@ -29,7 +29,7 @@ class Throttle:
 
 def listener() -> "Listener":
     """A measurement's news on the terminal."""
-    from peagle.measurement.engine_up import Listener
+    from peagle.bench.engine import Listener
 
     return Listener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
 

@@ -83,7 +83,7 @@ def _require_ray(config: TrainConfig) -> None:
 def _regenerate(config: TrainConfig, command: list[str]) -> None:
     from rich.console import Console
 
-    from pipelines.batch.progress import Progress
+    from peagle.runs.progress import Progress
     from pipelines.training.responses import regenerate
 
     regenerate(config, Progress(Console(soft_wrap=True)), command=command)

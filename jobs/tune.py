@@ -5,8 +5,8 @@ from typing import Any
 
 from jobs import flags
 from jobs.throttle import listener, say
-from peagle.economics.price_keys import PRICE_KEYS
-from peagle.prompting import PromptKeys
+from peagle.economics.price_options import PRICE_KEYS
+from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
 
 HELP = """\

@@ -6,6 +6,9 @@ folder). It knows one file system, local or NFS; it does not know what the bytes
 An answer that gets lost on NFS makes the client send its request again, and the second one finds the first one done: a
 `link` says that the name is taken, a `rename` that there is no such file. So after an error the target is compared with
 the file that was to get its name (`docs/decisions/0015-durable-names.md`).
+
+A disk takes milliseconds for an `fdatasync`, so requests that end at the same time share one. `GroupSync` runs in a
+thread of its own, and whoever waits for it is told by a future: an event loop is never held.
 """
 
 import contextlib
@@ -14,9 +17,11 @@ import functools
 import hashlib
 import io
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -266,3 +271,54 @@ def _flush(file: BinaryIO) -> None:
 
 def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+
+
+class GroupSync:
+    """Puts one file on the disk, again and again, for many who append to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[Future[None]] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_named = False
+
+    def sync(self) -> "Future[None]":
+        """Done when all that was written to the file before this call outlasts a power cut.
+
+        The future has an OSError where the disk failed: then nobody knows what of the file is on it.
+        """
+        done: Future[None] = Future()
+        with self._changed:
+            self._waiting.append(done)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                # Whoever stopped waiting has cancelled its future; from here on none can.
+                group = [done for done in self._waiting if done.set_running_or_notify_cancel()]
+                self._waiting = []
+            try:
+                self._sync()
+            except OSError as error:
+                for done in group:
+                    done.set_exception(error)
+            else:
+                for done in group:
+                    done.set_result(None)
+
+    def _sync(self) -> None:
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        if not self._is_named:  # a new file: its name has to last as well
+            sync_folder(self._path.parent)
+            self._is_named = True

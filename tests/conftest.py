@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from peagle.catalog.home import peagle_home
+from peagle.catalog.folders import peagle_home
 from peagle.storage import place, s3_client
 
 # Tests say what they use; what the shell of whoever runs them has set must not change them.

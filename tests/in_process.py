@@ -17,15 +17,15 @@ import uvicorn
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
 from peagle.economics.prices import Price
-from pipelines.batch.placing import Neighbours, Placement
+from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
-from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.batches.settings import BatchSettings, Recipe
-from pipelines.online.gate import GateSettings
-from pipelines.online.keys import new_key, write_keys
-from pipelines.online.relay import relay
-from pipelines.online.requests import ServedModel
-from pipelines.online.stand_in import StandIn, StandInEngine
+from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.gate import GateSettings
+from pipelines.online.gateway.keys import new_key, write_keys
+from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.fake import StandIn, StandInEngine
+from pipelines.online.replica.relay import relay
 
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 1, "max_requests_per_replica": 8}}
 _STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replicas")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle import hardware
-from peagle.manifest import git_revision, versions
+from peagle.provenance import git_revision, versions
 
 
 def origin(command: str) -> dict[str, Any]:

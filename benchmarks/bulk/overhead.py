@@ -24,7 +24,7 @@ from benchmarks import same_engine
 from peagle import hardware
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from pipelines.batch.node import beside_ray
+from pipelines.cluster.node import beside_ray
 
 HERE = Path(__file__).parent
 _EDGE = 0.1

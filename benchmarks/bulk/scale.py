@@ -126,7 +126,7 @@ def _child(options: argparse.Namespace) -> None:
 
 
 def _plan(config: Any) -> dict[str, Any]:
-    from pipelines.batch.plan import make_plan, plan_from_bytes, plan_to_bytes
+    from peagle.runs.plan import make_plan, plan_from_bytes, plan_to_bytes
 
     times = [time.process_time()]
     plan = make_plan(config)
@@ -151,7 +151,7 @@ def _generate(config: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from peagle.errors import StoppedEarly
-    from pipelines.batch.progress import Progress
+    from peagle.runs.progress import Progress
     from pipelines.batch.run import generate
 
     try:

@@ -56,8 +56,8 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from peagle import hardware
+    from peagle.runs.progress import Progress
     from pipelines.batch.config import GenerateConfig
-    from pipelines.batch.progress import Progress
     from pipelines.batch.run import generate
 
     # Rows only wait, so engines may be more than cores: the driver is told of enough of them.
@@ -82,7 +82,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
 def _account(options: argparse.Namespace) -> dict[str, Any]:
     import pyarrow.dataset as ds
 
-    from pipelines.batch.rundir import RunDirectory
+    from peagle.runs.directory import RunDirectory
 
     run = RunDirectory(options.folder / "run")
     sessions, usages = run.sessions(), list(run.usages())

@@ -2,7 +2,7 @@
 
     python benchmarks/bulk/tail_simulated.py
 
-The plan, the order and the units in flight are peagle's own (`cutting.py`, `handing_out.py`); engines are not. An
+The plan, the order and the units in flight are peagle's own (`cutting.py`, `plan.py`); engines are not. An
 engine runs `max_num_seqs` rows at once, each for as many steps as it has tokens, at a speed that does not depend on how
 many there are. Ray Data's part is that an engine which has finished a unit gets the next one. Lengths are those of
 `tail.py` (80 % of rows 16 to 64 tokens, 15 % 128 to 256, 5 % 512). In the unknown case every row may be 512 tokens long
@@ -21,8 +21,7 @@ from collections.abc import Sequence
 
 from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine
 from peagle.corpus.rows import Span
-from pipelines.batch.handing_out import longest_first
-from pipelines.batch.plan import WorkUnit
+from peagle.runs.plan import WorkUnit, longest_first
 
 _CASES = [(4, 8, 1200), (4, 8, 12_000), (4, 64, 10_000), (8, 256, 40_000), (8, 256, 400_000)]
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.errors import DrafterError
 
 _WEIGHTS = "model.safetensors"

@@ -14,8 +14,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.catalog.shipped_heads import HEADS_FOLDER, target_of, without_rows
 from peagle.catalog.targets import resolve_model
 from peagle.drafter.fp8_folder import quantize_head

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from peagle.catalog.folders import read_config
 from peagle.catalog.shipped_heads import rows_of, whole_head
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.corpus import read_corpus
+from peagle.drafter.prompt_sources import read_corpus
 from peagle.drafter.target import load_target
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import DrafterError

@@ -32,31 +32,27 @@ from jobs import flags
 from jobs.throttle import listener, say
 from peagle import hardware
 from peagle.bench.config import BenchConfig
-from peagle.bench.plan import Plan, make_plan
+from peagle.bench.engine import read_from, reported
+from peagle.bench.folder import MeasurementFolder
+from peagle.bench.plan import Plan, Setup, make_plan
+from peagle.bench.prompts import Dataset, build_dataset, read_dataset
 from peagle.bench.report import labels
 from peagle.bench.run import setup_name
-from peagle.bench.setups import Setup
 from peagle.catalog.folders import read_config
-from peagle.catalog.hub import hub_config
-from peagle.catalog.targets import resolve_model
-from peagle.catalog.tokenizer import load_tokenizer
+from peagle.catalog.targets import hub_config, resolve_model
+from peagle.charts import Axes, line_chart, standalone
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from peagle.engine.interrupts import interruptible
 from peagle.engine.spec import DRAFT_METHODS
-from peagle.engine.vllm_engine import root_cause
+from peagle.engine.startup import interruptible
+from peagle.engine.vllm import root_cause
 from peagle.errors import DrafterError, EngineError, PeagleError
 from peagle.files import write_atomic, write_json
-from peagle.manifest import git_revision, versions
-from peagle.measurement.cells import METHOD_NAMES
-from peagle.measurement.dataset import Dataset, build_dataset, read_dataset
-from peagle.measurement.engine_up import read_from
-from peagle.measurement.folder import MeasurementFolder
-from peagle.measurement.lines import Axes, line_chart
-from peagle.measurement.reported import reported
+from peagle.profiles.measurements import METHOD_NAMES
+from peagle.provenance import git_revision, versions
 from peagle.quiet import QuietStderr
+from peagle.requests.tokenizer import load_tokenizer
 from peagle.signals import interrupted_by_signal
-from peagle.svg import standalone
 from peagle.tables import aligned, markdown
 
 _WARM_UP_TOKENS, _TRACED_TOKENS = 8, 48

@@ -20,10 +20,9 @@ from typing import Any
 import httpx
 
 from peagle import hardware
-from peagle.bench.summary import percentile
-from peagle.manifest import git_revision, versions
-from peagle.measurement.lines import Axes, line_chart
-from peagle.svg import standalone
+from peagle.bench.record import percentile
+from peagle.charts import Axes, line_chart, standalone
+from peagle.provenance import git_revision, versions
 from tests.faults.clients import Asked, Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 

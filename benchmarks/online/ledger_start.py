@@ -20,7 +20,7 @@ from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.files import write_json
 from peagle.hardware import detect
 from peagle.speculation import SpeculationStats
-from pipelines.online.settlements import Settlements
+from pipelines.online.gateway.limits import Settlements
 from pipelines.online.totals import CHECKPOINT_NAME, totals_of
 
 _NUM_SESSIONS, _NUM_KEYS, _DAYS = 10, 20, 30

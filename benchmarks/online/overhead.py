@@ -27,7 +27,7 @@ from peagle.engine.arguments import command_line, engine_args
 from peagle.engine.environment import environment
 from peagle.humaneval import read_humaneval
 from peagle.ports import free_port
-from pipelines.batch.node import beside_ray
+from pipelines.cluster.node import beside_ray
 
 SYSTEMS = ("vllm serve", "peagle serve")
 ROOT = Path(__file__).parents[2]

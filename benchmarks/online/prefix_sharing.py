@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from peagle import hardware
-from peagle.manifest import git_revision, versions
-from pipelines.online.keys import new_key, write_keys
+from peagle.provenance import git_revision, versions
+from pipelines.online.gateway.keys import new_key, write_keys
 from tests.faults.endpoint import serving
 
 _MODEL = "smollm2-135m"

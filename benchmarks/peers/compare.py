@@ -30,11 +30,11 @@ from typing import Any
 
 from benchmarks import same_engine
 from peagle import hardware
-from peagle.bench.memory import PeakMemory, tree_rss_gib
+from peagle.bench.engine import PeakMemory, tree_rss_gib
 from peagle.catalog.embedded import gguf_path
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from pipelines.batch.node import beside_ray
+from pipelines.cluster.node import beside_ray
 
 HERE = Path(__file__).parent
 _VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch", "peagle": "peagle"}

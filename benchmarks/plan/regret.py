@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.measurement.cells import Cell
+from peagle.profiles.measurements import Cell
+from peagle.profiles.profile import Profile, read_profile
 from peagle.tables import markdown
-from peagle.tuning.profile import Profile, read_profile
 
 _VALUES = {"tokens-per-dollar": "tokens_per_usd", "throughput": "output_tokens_per_s"}
 

@@ -18,9 +18,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from peagle.measurement.lines import Axes, Curve, line_chart
+from peagle.charts import Axes, Curve, line_chart, standalone
 from peagle.planning.simulation import Fleet, Simulated, simulate
-from peagle.svg import standalone
 
 ENGINES = (1, 4, 16, 64, 256, 1000)
 UNIT_S, START_S = 60.0, 100.0

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from peagle.economics.prices import Price
-from peagle.measurement.cells import Cell
 from peagle.planning.estimate import Machine, estimate
 from peagle.planning.simulation import Fleet, simulate
 from peagle.planning.sweeps import read_sweep
+from peagle.profiles.measurements import Cell
 from peagle.tables import markdown
 
 SEEDS = range(20)

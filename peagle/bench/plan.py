@@ -1,25 +1,165 @@
 """From what a user asked for to what will be measured: target, engines, prices. Starts nothing.
 
-Everything that can be refused is refused here, in `setups` or in `peagle.measurement.dataset`, before an engine starts.
+Everything that can be refused is refused here, in `setups` or in `peagle.bench.prompts`, before an engine starts.
+
+A repeat of a cell should come long after the one before it, with other methods in between, so that a machine that
+drifts drifts under all of them; but each start of an engine costs a minute or more. So the repeats are shared out among
+rounds. In every round each engine is up once; the order is turned round from one round to the next (A B C, C B A), so
+that a steady drift weighs on all alike, and the engine at the turn stays up.
 """
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-from peagle.bench.config import BenchConfig
-from peagle.bench.schedule import Pass, all_passes
-from peagle.bench.setups import Setup, make_setups
+from peagle.bench.config import NONE, BenchConfig, parse_synthetic, rates_for
+from peagle.bench.prompts import Dataset
+from peagle.bench.target import target_fingerprint, target_spec
+from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.price_keys import PRICE_KEYS, require_device, resolve_price
+from peagle.economics.price_options import PRICE_KEYS, require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
-from peagle.engine.spec import EngineSpec, spec_precision
-from peagle.errors import PriceError
+from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, spec_precision
+from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.hardware import Hardware
-from peagle.measurement.dataset import Dataset
-from peagle.measurement.target import target_fingerprint, target_spec
+from peagle.profiles.measurements import METHOD_NAMES, method_label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A method at a K: one engine.
+
+    Attributes:
+        method: one of `config.METHODS`.
+        k: draft tokens a step, 0 without any.
+        drafter: what the engine is given, None without one.
+        head: what people call the head; None without one.
+        fingerprint: changes when the head does; empty without one.
+    """
+
+    method: str
+    k: int
+    drafter: DrafterSpec | None
+    head: str | None = None
+    fingerprint: str = ""
+
+    @property
+    def label(self) -> str:
+        """For people: "P-EAGLE K=5"."""
+        return method_label(self.method, self.k)
+
+
+def make_setups(config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> tuple[list[Setup], list[str]]:
+    """The engines, method by method with K ascending, and what the user should know of the heads.
+
+    Raises:
+        DrafterError: a method has no head, or one of another method.
+        ConfigError: the synthetic acceptance does not fit a K or the hardware, or a package is missing.
+    """
+    if config.synthetic_acceptance and hardware.platform == "cpu":
+        raise ConfigError(
+            "vLLM cannot accept drafts by lot on a CPU (0.29 dies at the first draft)",
+            hint="--load-format dummy alone runs here, with what random weights accept: next to nothing",
+        )
+    setups: list[Setup] = []
+    notes: list[str] = []
+    for method in config.methods:
+        if method == NONE:
+            setups.append(Setup(method=NONE, k=0, drafter=None))
+        elif method in DRAFT_METHODS:
+            head = _head(method, config, model, hardware)
+            setups += [_with_head(method, k, head) for k in config.num_speculative_tokens]
+            notes.append(f"{METHOD_NAMES[method]}: {head.name}, {head.note}")
+        else:
+            setups += [_without_head(method, k) for k in config.num_speculative_tokens]
+    return [_by_lot(setup, config) for setup in setups], notes
+
+
+def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> ResolvedDrafter:
+    named = config.heads.get(method)
+    largest = max(config.num_speculative_tokens)
+    try:
+        head = resolve_drafter(named or method, model, 1, num_speculative_tokens=largest, platform=hardware.platform)
+    except DrafterError as error:
+        if named:
+            raise
+        way_out = f"name one with --drafter {method}=HEAD, or leave {method} out of --methods"
+        raise DrafterError(error.message, hint=way_out) from error
+    assert head.spec is not None, "a head that was named is never none"
+    if head.spec.method != method:
+        raise DrafterError(f"--drafter {method}={named}: it is a head of {head.spec.method}")
+    return head
+
+
+def _with_head(method: str, k: int, head: ResolvedDrafter) -> Setup:
+    assert head.spec is not None, "_head() gives one"
+    drafter = replace(head.spec, num_speculative_tokens=k)
+    return Setup(method=method, k=k, drafter=drafter, head=head.name, fingerprint=head.fingerprint or "")
+
+
+def _without_head(method: str, k: int) -> Setup:
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "vLLM looks suffixes up with the package arctic-inference, which is not installed",
+            hint="pip install arctic-inference, or leave suffix out of --methods",
+        )
+    drafter = DrafterSpec(method="ngram" if method == "ngram" else "suffix", model="", num_speculative_tokens=k)
+    return Setup(method=method, k=k, drafter=drafter)
+
+
+def _by_lot(setup: Setup, config: BenchConfig) -> Setup:
+    """The same, with acceptance by lot where it is asked for; then every method that drafts needs it.
+
+    Raises:
+        ConfigError: nothing was said for this method.
+    """
+    if not config.synthetic_acceptance or setup.drafter is None:
+        return setup
+    rates = rates_for(setup.method, setup.k, parse_synthetic(config.synthetic_acceptance))
+    if rates is None:
+        raise ConfigError(
+            f"--synthetic-acceptance says nothing for {setup.label}",
+            hint=f"real and synthetic acceptance cannot be compared: add {setup.method}=LENGTH, or leave it out",
+        )
+    return replace(setup, drafter=replace(setup.drafter, synthetic_rates=rates))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """All prompts once through one engine at one concurrency."""
+
+    setup: Setup
+    concurrency: int
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """An engine that is up once, and the passes that it runs."""
+
+    setup: Setup
+    passes: tuple[Pass, ...]
+
+
+def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
+    """Every pass in its order; within an engine, the concurrencies of a repeat before the next repeat."""
+    num_rounds = min(rounds, repeats)
+    ordered = []
+    for round_index in range(num_rounds):
+        share = [repeat for repeat in range(repeats) if repeat % num_rounds == round_index]
+        for setup in setups if round_index % 2 == 0 else reversed(setups):
+            ordered += [Pass(setup=setup, concurrency=c, repeat=r) for r in share for c in concurrencies]
+    return ordered
+
+
+def visits(passes: Sequence[Pass]) -> list[Visit]:
+    """One engine start for each stretch of passes of the same engine."""
+    return [Visit(setup=setup, passes=tuple(stretch)) for setup, stretch in groupby(passes, key=lambda one: one.setup)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,38 +10,65 @@
 It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from peagle import hardware
-from peagle.bench.caveats import require_prompts
+from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import BenchConfig
-from peagle.bench.memory import PeakMemory, memory_reader
-from peagle.bench.plan import Plan, make_plan
-from peagle.bench.plots import cost_plot, speed_plot
-from peagle.bench.progress import next_s, time_left_s
+from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, reported, with_engine
+from peagle.bench.folder import MeasurementFolder, default_folder, digest
+from peagle.bench.plan import Pass, Plan, Setup, Visit, make_plan, visits
+from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
-from peagle.bench.report import SCHEMA, caveats, labels, make_report
-from peagle.bench.schedule import Pass, Visit, visits
-from peagle.bench.setups import Setup
-from peagle.bench.tables import markdown_tables
+from peagle.bench.report import SCHEMA, caveats, labels, make_report, require_prompts
+from peagle.bench.tables import cost_plot, markdown_tables, speed_plot
+from peagle.bench.target import announce
 from peagle.catalog.targets import resolve_model
-from peagle.catalog.tokenizer import load_tokenizer
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.generation import Engine
-from peagle.engine.start import start_engine
+from peagle.engine.interface import Engine
+from peagle.engine.vllm import start_engine
 from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
-from peagle.measurement.closed_loop import run_loop
-from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
-from peagle.measurement.engine_up import Listener, Start, with_engine
-from peagle.measurement.folder import MeasurementFolder, default_folder, digest
-from peagle.measurement.reported import reported
-from peagle.measurement.target import announce
-from peagle.prompting import Tokenizer
+from peagle.requests.prompts import Tokenizer
+from peagle.requests.tokenizer import load_tokenizer
+
+
+def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool) -> float | None:
+    """Seconds until the last pass ends; None before the first pass did.
+
+    A pass is taken to last as long as those finished at its concurrency, else as the mean of all.
+
+    Args:
+        is_up: the engine of the next pass is up already.
+    """
+    if not done:
+        return None
+    num_starts = len(visits(left)) - (1 if is_up and left else 0)
+    start_s = statistics.mean(record.start_s for record in done)
+    return num_starts * start_s + sum(_pass_s(done, one.concurrency) for one in left)
+
+
+def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
+    """Seconds that a pass is likely to take, its engine's start included; 0 before anything is known.
+
+    Args:
+        is_up: its engine is up already.
+    """
+    if not done:
+        return 0.0
+    start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
+    return start_s + _pass_s(done, one.concurrency)
+
+
+def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
+    alike = [record.wall_s for record in done if record.concurrency == concurrency]
+    return statistics.mean(alike or [record.wall_s for record in done])
+
 
 DEFAULT_FOLDER = Path("runs/bench")
 

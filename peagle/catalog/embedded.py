@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.catalog.home import peagle_home
+from peagle.catalog.folders import peagle_home
 from peagle.errors import CatalogError, ConfigError, PeagleError, did_you_mean
 from peagle.files import sha256, write_json
 

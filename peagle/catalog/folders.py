@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from peagle.errors import ConfigError
+from peagle.private import user_path
 
 _SAMPLE_BYTES = 64 * 1024
 
@@ -35,3 +37,12 @@ def folder_fingerprint(folder: Path) -> str:
             file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def peagle_home() -> Path:
+    """`$PEAGLE_HOME`, `~/.peagle` by default. It need not exist yet.
+
+    Raises:
+        ConfigError: this user has no home folder, and no variable names another one.
+    """
+    return user_path(os.environ.get("PEAGLE_HOME") or "~/.peagle")

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_folder, embedded_of_upstream, ensure_embedded
-from peagle.catalog.folders import folder_fingerprint, read_config
-from peagle.catalog.home import peagle_home
-from peagle.catalog.weights import read_shapes
+from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
+from peagle.catalog.head_files import read_shapes
 from peagle.errors import ConfigError, DrafterError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """How large a corpus's units are: large ones for most of the run, ever smaller ones for its end.
 
 The small units are cut from the first rows of the corpus: how many rows follow need not be known for that, and
-`handing_out.py` makes them the last to be done. `docs/decisions/0009-short-tail.md` has the reasons. Pure: counts in,
+`plan.py` makes them the last to be done. `docs/decisions/0009-short-tail.md` has the reasons. Pure: counts in,
 sizes out; it knows neither files nor engines.
 """
 

@@ -6,8 +6,7 @@ It knows bytes; what a line means is the business of `text.py`.
 import contextlib
 from collections.abc import Callable, Iterator
 
-from peagle.corpus.files import compression_of, decompressed, naming, open_raw
-from peagle.corpus.forward import ForwardReaders
+from peagle.corpus.files import ForwardReaders, compression_of, decompressed, naming, open_raw
 from peagle.corpus.rows import Span
 from peagle.errors import InputError
 

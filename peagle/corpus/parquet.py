@@ -9,18 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import from_values, plain, plain_schema, storage_schema, to_values
-from peagle.corpus.files import SourceFile, naming, open_raw
-from peagle.corpus.forward import ForwardReaders
-from peagle.corpus.rows import RawRow, Span
-from peagle.corpus.schema import wide
-from peagle.corpus.types import (
+from peagle.corpus.files import ForwardReaders, SourceFile, naming, open_raw
+from peagle.corpus.rows import RawRow, Span, Workload
+from peagle.corpus.schema import (
     LARGEST_EXACT,
     has_long_integers,
     has_nanosecond_times,
     loses_nanoseconds,
     repeated_name,
+    wide,
 )
-from peagle.corpus.workload import Workload
 from peagle.errors import InputError
 
 _BATCH_ROWS = 1024

@@ -1,8 +1,12 @@
 """What is read of a corpus: a range of rows of one file, and one row.
 
 Records only; it knows no format.
+
+The guess decides only in which order units are handed out, so it may be wrong: its unit is an output token, prompts are
+guessed from bytes, and a response is taken to be as long as it may be.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +22,7 @@ class Span:
         start, end: their bytes, counted in the decompressed file (not for Parquet).
         line: number of the line at `start`, from 1 (not for Parquet).
         header: names of the columns as a JSON list (CSV only).
-        work: a guess of the work in its rows (`workload.py`); 0 in plans that are older than it.
+        work: a guess of the work in its rows (`rows.py`); 0 in plans that are older than it.
     """
 
     path: str
@@ -40,3 +44,52 @@ class RawRow:
     raw: str | None = None
     error: str | None = None
     reason: str = "invalid_row"
+
+
+_BYTES_PER_TOKEN = 4
+_PROMPT_TOKEN = 0.1  # of an output token: prompts are read many tokens a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The run's `max_tokens`, and where a row may have its own.
+
+    Attributes:
+        column: the column of a row's own sampling parameters.
+    """
+
+    max_tokens: int = 0
+    column: str = "sampling"
+
+    def of_row(self, row: RawRow, num_bytes: int) -> int:
+        """The work of a row of text that takes `num_bytes` of its file; a row that is none is no work."""
+        if row.error is not None:
+            return 0
+        own = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
+        max_tokens = own.get("max_completion_tokens") or own.get("max_tokens") or self.max_tokens
+        num_responses = own.get("n") or 1
+        wanted = max_tokens * num_responses if _are_counts(max_tokens, num_responses) else self.max_tokens
+        return wanted + self.of_prompt(num_bytes)
+
+    def of_rows(self, num_rows: int, num_bytes: float) -> int:
+        """The work of rows of which only the bytes are known."""
+        return num_rows * self.max_tokens + self.of_prompt(num_bytes)
+
+    @staticmethod
+    def of_prompt(num_bytes: float) -> int:
+        """The work of reading a prompt."""
+        return int(num_bytes / _BYTES_PER_TOKEN * _PROMPT_TOKEN)
+
+
+def _parameters(value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _are_counts(*values: Any) -> bool:
+    """Whether they can be multiplied: a row's own may be anything, and are checked when the row is prepared."""
+    return all(type(value) is int and 0 < value < 2**31 for value in values)

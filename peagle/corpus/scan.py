@@ -5,26 +5,71 @@ It hands each file to its format (`parquet.py`, `text.py`). It does not know pro
 Text formats have no schema, so planning reads the whole corpus once, line by line; what it keeps grows with spans, not
 with rows. A line that is no row is a row like any other: it gets an id and, later, a dead letter. Parquet says in its
 footers where rows are; its bytes are read for the fingerprint alone.
+
+An id becomes 16 bytes of a hash, which also choose one of 256 files. Each of these is small enough to sort.
 """
 
 import hashlib
+import struct
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import pyarrow as pa
 
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.lines import Lines
-from peagle.corpus.openai_batch import BATCH_SCHEMA, is_batch
 from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
-from peagle.corpus.rows import RawRow, Span
+from peagle.corpus.rows import RawRow, Span, Workload
 from peagle.corpus.schema import Columns, unify
-from peagle.corpus.text import Record, first_object, read_records, records
-from peagle.corpus.unique import UniqueIds
-from peagle.corpus.workload import Workload
+from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, read_records, records
 from peagle.errors import InputError
+
+_BUCKETS = 256
+_IN_MEMORY_BYTES = 1 << 16  # a bucket; 16 MiB of all
+_ENTRY = struct.Struct("<16sQQ")
+_Places = tuple[tuple[int, int], tuple[int, int]]
+
+
+class UniqueIds:
+    """Ids with the file and the line that they are on."""
+
+    def __init__(self) -> None:
+        # A bucket is closed with all others in __exit__.
+        self._buckets = [tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) for _ in range(_BUCKETS)]  # noqa: SIM115
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for bucket in self._buckets:
+            bucket.close()
+
+    def add(self, value: str, file: int, line: int) -> None:
+        """Note an id."""
+        digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=16).digest()
+        self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
+
+    def first_repeated(self) -> _Places | None:
+        """File and line of an id's first two places, for the id that is repeated first; None if none is."""
+        found = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
+        return min(found, key=lambda pair: pair[1]) if found else None
+
+    @staticmethod
+    def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Places | None:
+        import numpy as np
+
+        bucket.seek(0)
+        entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
+        order = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
+        a, b = entries[order[:-1]], entries[order[1:]]
+        same = (a["high"] == b["high"]) & (a["low"] == b["low"])
+        pairs = zip(a[same][["file", "line"]].tolist(), b[same][["file", "line"]].tolist(), strict=True)
+        return min(pairs, key=lambda pair: pair[1], default=None)
+
 
 _DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
 

@@ -2,18 +2,146 @@
 
 It turns lines into rows. A row that is no row is one all the same: it gets an id and, later, a dead letter that names
 its file and line.
+
+A batch's envelope is checked here; what is in a body is checked where prompts and sampling parameters are
+(`peagle/requests/builder.py`). A body is carried as JSON text: bodies differ from row to row.
+
+Every value of CSV is text. A row is only ever cut between records, so the reader counts what the `csv` module pulls.
 """
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.corpus.csv_rows import csv_rows
-from peagle.corpus.lines import Lines, lines_of
-from peagle.corpus.openai_batch import batch_row
+import pyarrow as pa
+
+from peagle.corpus.lines import MAX_LINE_BYTES, Lines, carriage_returns, lines_of
 from peagle.corpus.rows import RawRow, Span
+from peagle.corpus.schema import json_text
+from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, require_unicode
+
+
+def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]]:
+    """Rows, the lines that they begin on, and the header.
+
+    Args:
+        header: names of the columns as JSON, where the lines do not begin with them.
+
+    Raises:
+        InputError: no usable header, or a quote that never ends: where the next row begins is then unknown.
+    """
+    records = _records(lines)
+    if not header:
+        header = _header(records, lines.path)
+    names = json.loads(header)
+    for values, number in records:
+        yield _row(names, values, f"{lines.path} line {number}"), number, header
+
+
+def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
+    """Records that are not blank, and the lines that they begin on."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader((_decode(line, first=lines.number == 2) for line in lines), strict=True)
+    while True:
+        number = lines.number
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "new-line character" in str(error):
+                raise carriage_returns(lines.path) from error
+            raise InputError(
+                f"input {lines.path} line {number}: not valid CSV: {error}",
+                hint="a quote inside a quoted field is written twice; every quote must be closed",
+            ) from error
+        if values:
+            yield values, number
+
+
+def _decode(line: bytes, *, first: bool) -> str:
+    if first:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+    return line.decode(errors="surrogateescape")  # a record with such a character is refused, its neighbours are not
+
+
+def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
+    names, number = next(records, ([], 1))
+    where = f"input {path} line {number}"
+    if not names:
+        raise InputError(f"input {path}: there is no header line", hint="the first line names the columns")
+    for index, name in enumerate(names):
+        if not _is_utf8(name):
+            raise InputError(
+                f"{where}: the name of column {index + 1} is not valid UTF-8",
+                hint="convert the file, for example with iconv -f LATIN1 -t UTF-8",
+            )
+        if not name.strip():
+            raise InputError(
+                f"{where}: column {index + 1} of the header has no name",
+                hint="name it; pandas writes its index so: df.to_csv(FILE, index=False)",
+            )
+        if name in names[:index]:
+            raise InputError(f"{where}: the header names column {name!r} twice")
+    return json.dumps(names)
+
+
+def _row(names: list[str], values: list[str], where: str) -> RawRow:
+    text = ",".join(values)
+    if not _is_utf8(text):
+        raw = text.encode(errors="surrogateescape").decode(errors="replace")
+        return RawRow(raw=raw, error=f"{where}: not valid UTF-8")
+    if len(values) != len(names):
+        return RawRow(raw=text, error=f"{where}: {len(values)} fields where the header has {len(names)}")
+    return RawRow(dict(zip(names, values, strict=True)))
+
+
+def _is_utf8(decoded: str) -> bool:
+    """Whether text that `_decode` made was UTF-8."""
+    try:
+        decoded.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+BATCH_COLUMNS = ("custom_id", "method", "url", "body")
+BATCH_SCHEMA = pa.schema([*[(name, pa.string()) for name in BATCH_COLUMNS[:3]], json_text("body")])
+
+
+def is_batch(columns: dict[str, Any]) -> bool:
+    """Whether a row has the columns that a request of a batch needs."""
+    return {"custom_id", "url", "body"} <= set(columns)
+
+
+def batch_row(columns: dict[str, Any], where: str) -> RawRow:
+    """The row, with what is wrong with its envelope if something is."""
+    error = envelope_error(columns)
+    return RawRow(columns, error=f"{where}: {error}", reason="invalid") if error else RawRow(columns)
+
+
+def envelope_error(columns: dict[str, Any]) -> str | None:
+    """What is wrong with a request around its body, or None."""
+    missing = [name for name in BATCH_COLUMNS if columns.get(name) is None]
+    if missing:
+        return f"the request has no {' and no '.join(missing)}"
+    if unknown := sorted(set(columns) - set(BATCH_COLUMNS)):
+        return f"unknown key {shown(unknown[0])}: a request has {', '.join(BATCH_COLUMNS)}"
+    custom_id, url = columns["custom_id"], columns["url"]
+    if not isinstance(custom_id, str) or not custom_id:
+        return f"custom_id must be text that is not empty, not {shown(custom_id)}"
+    if columns["method"] != "POST":
+        return f"method must be POST, not {shown(columns['method'])}"
+    if url not in URLS:
+        return f"url must be {' or '.join(URLS)}, not {shown(url)}"
+    if not isinstance(columns["body"], dict):
+        return f"body must be a JSON object, not a {type(columns['body']).__name__}"
+    return None
+
 
 TEXT_COLUMN = "prompt"
 _DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, less those of whoever calls

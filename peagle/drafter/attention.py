@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from peagle.drafter.cod import Rows, attention_mask
+from peagle.drafter.batch import Rows, attention_mask
 
 DOCUMENT_ATTENTION = "peagle_documents"
 BLOCK_ROWS = 128  # at least: the rows of a block answer each other, mostly in vain

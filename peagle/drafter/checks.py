@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from peagle.catalog.fit import check_fit
 from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import check_fit, read_dtypes
 from peagle.catalog.shipped_heads import whole_head
-from peagle.catalog.weights import read_dtypes
 from peagle.drafter.architecture import SERVED
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.head import init_for
 from peagle.drafter.head_spec import INITS, HeadSpec, require_buildable
 from peagle.drafter.target import Target, load_target
-from peagle.drafter.warm_start import init_for
 from peagle.errors import ConfigError
 
 

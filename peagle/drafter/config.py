@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from peagle.drafter.evaluation_sets import DEFAULT
+from peagle.drafter.decontamination import DEFAULT
 from peagle.drafter.prompts import is_code_source
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME

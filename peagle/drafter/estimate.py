@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.batch import make_batch
-from peagle.drafter.cod import sample_rows
-from peagle.drafter.eagle3 import drafted_ids
-from peagle.drafter.forward import head_states
+from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.forward import drafted_ids, head_states
 from peagle.drafter.store import Document, Features
 from peagle.speculation import SpeculationStats
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.errors import ConfigError, DrafterError, did_you_mean
 from peagle.files import writing
 from peagle.fp8 import (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.catalog.fit import read_head
 from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.drafter.architecture import Architecture, read_architecture
 from peagle.errors import ConfigError
 

@@ -2,13 +2,21 @@
 
 Written by the training, cut back when it resumes, followed by whoever shows progress while it grows, and read whole for
 the plot. It knows lines; it knows nothing of how a step is computed.
+
+The loss of a step is that of its few documents and jumps: so each point is the mean of a run of steps, as many as it
+takes for a curve of at most `_MAX_POINTS`. Depths have an order rather than names: one colour, paler with the depth,
+and the depth's number where its curve ends.
 """
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
+from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.plain_json import to_json
 
 METRICS = "metrics.jsonl"
@@ -85,3 +93,130 @@ class Metrics:
             new = stream.read()
         whole = new[: new.rfind(b"\n") + 1]
         return [Progress.from_dict(json.loads(line)) for line in whole.splitlines()], start + len(whole)
+
+
+PLOT = "metrics.svg"
+
+_MAX_POINTS = 100
+_TOP, _BOTTOM, _GAP = 24, 18, 12  # of a panel: its name, its steps; between panels
+_LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
+_NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
+_PALEST = 0.3
+_NICE = (1, 2, 2.5, 5, 10)
+
+Curve = list[tuple[float, float | None]]
+
+
+def training_plot(steps: Sequence[Progress], *, loss_name: str = DEFAULT_LOSS) -> str:
+    """The plot as an SVG file.
+
+    Args:
+        steps: one or more, in their order.
+        loss_name: one of `LOSSES`.
+    """
+    last = steps[-1]
+    runs = _runs(steps)
+    loss = _curve(runs, [step.loss for step in steps])
+    rate = _curve(runs, [1000 * step.learning_rate for step in steps])
+    depths = [_curve(runs, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
+    averaged = f", mean of {len(runs[0])} steps" if len(runs[0]) > 1 else ""
+    unit = "KL divergence, nats" if loss_name == "kl_div" else loss_name
+    panels = [
+        (_panel(f"loss ({unit}){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
+        (_panel(f"accuracy by depth, share of rows{averaged}", depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
+        (_panel("learning rate, thousandths", [rate], last.step, _RATE_HEIGHT), _RATE_HEIGHT),
+    ]
+    parts, top = [], 0
+    for panel, height in panels:
+        parts.append(f'<g transform="translate(0,{top})">{panel}</g>')
+        top += height + _GAP
+    parts.append(x_axis_name("step", top + 8))
+    height = top + 12
+    heading = f"Training, {last.step:,} of {last.num_steps:,} steps, {last.num_tokens:,} tokens"
+    return standalone(drawing(height, "Loss, accuracy by depth and learning rate by step", parts), heading, (), height)
+
+
+def _runs(steps: Sequence[Progress]) -> list[range]:
+    """Steps that become a point each: places in `steps`."""
+    length = math.ceil(len(steps) / _MAX_POINTS)
+    return [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
+
+
+def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
+    """A point a run: the middle of its steps, and the mean of what is known, None where nothing is."""
+    curve: Curve = []
+    for run in runs:
+        known = [value for place in run if (value := values[place]) is not None]
+        curve.append(((run[0] + run[-1]) / 2 + 1, sum(known) / len(known) if known else None))
+    return curve
+
+
+def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> str:
+    """A chart with its name above, and the numbers of its curves at the right when there are several."""
+    known = [value for curve in curves for _, value in curve if value is not None]
+    ticks = _ticks(min(known, default=0.0), max(known, default=1.0), 2 if height < HEIGHT / 2 else 4)
+
+    def x(step: float) -> float:
+        share = (step - 1) / (last_step - 1) if last_step > 1 else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT - _NUMBER_WIDTH)
+
+    def y(value: float) -> float:
+        return _TOP + (height - _TOP - _BOTTOM) * (1 - (value - ticks[0]) / (ticks[-1] - ticks[0]))
+
+    parts = [text(0, 10, name, "axis", "start"), *(grid_line(y(tick), f"{tick:.4g}") for tick in ticks)]
+    for step in _step_ticks(last_step):
+        parts.append(text(x(step), height - 2, f"{step:,}", "tick", "middle"))
+    ends = []
+    for number, curve in enumerate(curves):
+        opacity = 1 - (1 - _PALEST) * number / max(1, len(curves) - 1)
+        places = [(x(step), None if value is None else y(value)) for step, value in curve]
+        parts += [_line(piece, opacity) for piece in _pieces(places)]
+        ends += [(at, str(number)) for _, at in places[::-1] if at is not None][:1]
+    if len(curves) > 1:
+        parts += [text(WIDTH - RIGHT, at + 4, words, "label", "end") for at, words in apart(ends)]
+    return "".join(parts)
+
+
+def _pieces(places: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple[float, float]]]:
+    """The curve between its gaps."""
+    piece: list[tuple[float, float]] = []
+    for x, y in places:
+        if y is not None:
+            piece.append((x, y))
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _line(piece: Sequence[tuple[float, float]], opacity: float) -> str:
+    """A line; a lone point is a dot, since a line of one would not be seen."""
+    if len(piece) == 1:
+        ((x, y),) = piece
+        return f'<circle class="series-0" cx="{x:.1f}" cy="{y:.1f}" r="3" opacity="{opacity:.2f}"/>'
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+    return f'<polyline class="line-0" opacity="{opacity:.2f}" points="{points}"/>'
+
+
+def _ticks(low: float, high: float, num_steps: int) -> list[float]:
+    """Round values that enclose `low` to `high`, about `num_steps` apart.
+
+    >>> _ticks(1.9, 8.3, 4)
+    [0, 2, 4, 6, 8, 10]
+    """
+    span = high - low or abs(high) or 1.0
+    magnitude = 10 ** math.floor(math.log10(span / num_steps))
+    step = next(factor * magnitude for factor in _NICE if factor * magnitude >= 0.999 * span / num_steps)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [number * step for number in range(first, max(last, first + 1) + 1)]
+
+
+def _step_ticks(last_step: int) -> list[int]:
+    """The first step, and round ones up to the last.
+
+    >>> _step_ticks(1182)
+    [1, 250, 500, 750, 1000]
+    """
+    distance = max(1, round(_ticks(0, last_step, 5)[1]))
+    return [1, *(step for step in range(distance, last_step + 1, distance) if step > 1)]

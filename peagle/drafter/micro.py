@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from peagle.drafter.batch import Batch, make_batch
-from peagle.drafter.cod import Rows, sample_rows
+from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Document, Features
 

@@ -22,22 +22,25 @@ from peagle.drafter.batch import Batch
 from peagle.drafter.checkpoint import has_checkpoint, load_checkpoint
 from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.corpus import Corpus, read_corpus
 from peagle.drafter.estimate import estimate_acceptance
-from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
+from peagle.drafter.features import (
+    ComputedFeatures,
+    FeatureJob,
+    extract,
+    load_reader,
+    samples_fingerprint,
+    target_fingerprint,
+)
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import INITS, HeadSpec
-from peagle.drafter.hidden_states import load_reader
-from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.metrics import PLOT, Metrics, Progress, training_plot
 from peagle.drafter.micro import sampled_batch
-from peagle.drafter.on_the_fly import ComputedFeatures
-from peagle.drafter.order import plan_batches
+from peagle.drafter.prompt_sources import Corpus, read_corpus
 from peagle.drafter.publish import publish
-from peagle.drafter.recipe import TrainingConfig
+from peagle.drafter.recipe import TrainingConfig, plan_batches
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, end_tokens
 from peagle.drafter.training import TrainingOutcome, train
-from peagle.drafter.training_plot import PLOT, training_plot
 from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers

@@ -1,21 +1,158 @@
 """A trained head becomes a folder that vLLM takes as it is, with its model card, and the training a run.json."""
+# ruff: noqa: E501 - a Markdown table has its rows on one line
 
 import platform
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.corpus import Corpus
 from peagle.drafter.head_folder import save_head
-from peagle.drafter.model_card import CardFacts, render_card
+from peagle.drafter.head_spec import INITS
+from peagle.drafter.loss import DEFAULT_LOSS
+from peagle.drafter.prompt_sources import Corpus
 from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.files import write_atomic, write_json
 from peagle.speculation import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """The figures of a training.
+
+    Attributes:
+        verifier: public name of the target.
+        licence: of the head, as of its target; None when unknown.
+        num_parameters: trained ones.
+        num_passes: over the documents, as far as the training went.
+        held_out: estimated acceptance on documents that were not trained on.
+    """
+
+    verifier: str
+    target_fingerprint: str
+    licence: str | None
+    config: TrainConfig
+    aux_layers: tuple[int, ...]
+    num_parameters: int
+    num_documents: int
+    num_response_tokens: int
+    num_tokens_seen: int
+    num_passes: float
+    vocabulary_size: int
+    vocabulary_coverage: float
+    train_s: float
+    hardware: str
+    held_out: SpeculationStats
+
+
+_METHODS = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+_HOW = {"peagle": "all in one pass", "eagle3": "one after the other"}
+
+
+def render_card(facts: CardFacts) -> str:
+    """The card as Markdown, with the front matter that model hubs read."""
+    config = facts.config
+    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
+    if config.num_key_value_heads is not None:
+        layers += f" of {config.num_key_value_heads} KV heads"
+    method = _METHODS[config.algorithm]
+    parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
+    return f"""---
+library_name: vllm
+base_model: {facts.verifier}
+license: {(facts.licence or "unknown").lower()}
+tags: [speculative-decoding, {method.lower()}, speculators]
+---
+# {method} head for {facts.verifier}
+
+Drafts tokens {_HOW[config.algorithm]} for `{facts.verifier}`. The folder is what vLLM takes as it is:
+
+```python
+speculative_config = {{
+    "method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
+}}
+```
+
+{_embeddings(config)}
+
+| | |
+|---|---|
+| Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
+| Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
+| Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
+| Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
+| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
+| Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
+| Target's fingerprint | `{facts.target_fingerprint[:16]}` |
+| Licence | {facts.licence or "as its target's"} |
+
+## Acceptance
+
+{_acceptance(facts.held_out, config.num_speculative_tokens)}
+"""
+
+
+def _frozen(config: TrainConfig) -> str:
+    return f", the first {config.num_frozen_layers} of its layers frozen" if config.num_frozen_layers else ""
+
+
+def _responses(config: TrainConfig) -> str:
+    if config.responses == "given":
+        return "responses, taken as they were given"
+    return (
+        f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
+        " others greedy)"
+    )
+
+
+def _by_name(sources: Sequence[str]) -> str:
+    """Files and folders by name alone."""
+    return ", ".join(Path(source).absolute().name for source in sources)
+
+
+def _start(config: TrainConfig) -> str:
+    """Whose folder it was is nobody's business: cards are published."""
+    if config.init in INITS:
+        return f"{config.init} start"
+    unrolled = config.further_layers == "unrolled"
+    return f"start from an earlier {'EAGLE-3 head, its steps unrolled into layers' if unrolled else 'head'}"
+
+
+def _loss(config: TrainConfig) -> str:
+    decay = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
+    pace = ", D-PACE" if config.depth_weight == "dpace" else ""
+    return decay + pace + (f", loss {config.loss}" if config.loss != DEFAULT_LOSS else "")
+
+
+def _embeddings(config: TrainConfig) -> str:
+    if config.train_embeddings:
+        return "Embeddings are the head's own."
+    return "Embeddings are the target's and not in the file."
+
+
+def _optimizer(config: TrainConfig) -> str:
+    if config.optimizer == "adamw":
+        return f"AdamW, peak learning rate {config.learning_rate:g}"
+    return f"Muon and AdamW, peak learning rates {config.muon_learning_rate:g} and {config.learning_rate:g}"
+
+
+def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:
+    if stats.acceptance_length is None:
+        return "No documents were held out, so none is known."
+    positions = " | ".join(f"{rate:.3f}" for rate in stats.acceptance_rates)
+    heading = " | ".join(str(position + 1) for position in range(len(stats.acceptance_rates)))
+    return (
+        f"Estimated without an engine on held-out documents, K={num_speculative_tokens}; by position, the share of drafts in"
+        f" which that token was accepted.\n\n| acceptance length | {heading} |\n|---|{'---|' * len(stats.acceptance_rates)}\n"
+        f"| **{stats.acceptance_length:.2f}** | {positions} |"
+    )
 
 
 def publish(

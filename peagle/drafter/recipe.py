@@ -1,10 +1,15 @@
-"""How a head is trained: every number that a step depends on, and nothing else."""
+"""How a head is trained: every number that a step depends on, and nothing else.
+
+The order of documents is a pure function of the seed and the step, so a resumed training and every worker of several
+find the same documents without being told.
+"""
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.drafter.loss import DEFAULT_LOSS, LOSSES
-from peagle.drafter.weighting import Weighting
+from peagle.drafter.loss import DEFAULT_LOSS, LOSSES, Weighting
 from peagle.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp32")
@@ -87,3 +92,52 @@ class TrainingConfig:
         progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
+
+
+def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
+    """One epoch: every document once, shuffled, cut into batches of at least `batch_tokens` but for the last.
+
+    Args:
+        num_tokens: length of each document.
+        batch_tokens: when a batch is full.
+        seed: of the order.
+    """
+    order = list(range(len(num_tokens)))
+    random.Random(seed).shuffle(order)
+    batches: list[list[int]] = [[]]
+    filled = 0
+    for index in order:
+        if filled >= batch_tokens:
+            batches.append([])
+            filled = 0
+        batches[-1].append(index)
+        filled += num_tokens[index]
+    return batches
+
+
+class Order:
+    """The batches of all epochs, one after the other, each epoch in an order of its own.
+
+    Args:
+        num_tokens: length of each document.
+        batch_tokens: when a batch is full.
+        seed: of the training.
+    """
+
+    def __init__(self, num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> None:
+        self._num_tokens, self._batch_tokens, self._seed = num_tokens, batch_tokens, seed
+        self._epochs: list[list[list[int]]] = []
+
+    def documents(self, step: int) -> list[int]:
+        """The places of the documents of a step, counting through the epochs."""
+        epoch = 0
+        while step >= len(self._epoch(epoch)):
+            step -= len(self._epoch(epoch))
+            epoch += 1
+        return self._epoch(epoch)[step]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        while len(self._epochs) <= epoch:
+            seed = self._seed * 1_000_003 + len(self._epochs)
+            self._epochs.append(plan_batches(self._num_tokens, batch_tokens=self._batch_tokens, seed=seed))
+        return self._epochs[epoch]

@@ -10,10 +10,10 @@ from typing import Any
 
 from peagle.catalog.folders import read_config
 from peagle.catalog.targets import ResolvedModel, resolve_model
-from peagle.catalog.tokenizer import load_tokenizer
 from peagle.drafter.architecture import read_architecture
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
+from peagle.requests.tokenizer import load_tokenizer
 
 _GENERATION = "generation_config.json"
 

@@ -4,10 +4,13 @@ A step is a pure function of the seed and its number: which documents (order.py)
 document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
 curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows
 features and a head; it knows nothing of prompts, engines or Ray.
+
+Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix orthogonal, so that no direction of it lags
+behind. Its authors leave embeddings, lm_head and vectors to AdamW.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,17 +20,62 @@ import torch
 
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss
-from peagle.drafter.loss import DEFAULT_LOSS
+from peagle.drafter.loss import DEFAULT_LOSS, fixed_weight
 from peagle.drafter.metrics import Metrics, Progress
 from peagle.drafter.micro import give_back_freed, micro_batches
-from peagle.drafter.optimizer import HeadOptimizer
-from peagle.drafter.order import Order
-from peagle.drafter.recipe import TrainingConfig
+from peagle.drafter.recipe import Order, TrainingConfig
 from peagle.drafter.store import Features
-from peagle.drafter.weighting import fixed_weight
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import DivergedError
 from peagle.files import writing
+
+_BETAS = (0.9, 0.95)
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+class HeadOptimizer:
+    """One optimizer or two, stepped and saved together."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
+        is_muon = config.optimizer == "muon"
+        matrices = [p for name, p in parameters.items() if p.dim() == 2 and name not in _TABLES]
+        tables = [p for name, p in parameters.items() if p.dim() == 2 and name in _TABLES]
+        vectors = [p for p in parameters.values() if p.dim() != 2]
+        by_adamw = [tables if is_muon else tables + matrices, vectors]
+        decays = (config.weight_decay, 0.0)
+        groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
+        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # each with its learning rate's ratio to AdamW's
+        if groups:
+            self._optimizers[torch.optim.AdamW(groups, betas=_BETAS)] = 1.0
+        if is_muon and matrices:
+            muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            self._optimizers[muon] = config.muon_learning_rate / config.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of AdamW; Muon's keeps its ratio to it."""
+        for optimizer, ratio in self._optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * ratio
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Move the parameters."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {type(optimizer).__name__: optimizer.state_dict() for optimizer in self._optimizers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint of the same recipe and head."""
+        for optimizer in self._optimizers:
+            optimizer.load_state_dict(state[type(optimizer).__name__])
+
 
 _FULL = "free some space; the same command goes on from the last checkpoint"
 

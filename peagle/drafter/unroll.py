@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from peagle.drafter.batch import Batch
-from peagle.drafter.eagle3 import drafted_ids
-from peagle.drafter.forward import parallel_rows
+from peagle.drafter.forward import drafted_ids, parallel_rows
 from peagle.errors import ConfigError
 
 _PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next

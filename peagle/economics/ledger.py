@@ -6,7 +6,7 @@
                            (of a batch: one line for all of it, written once)
 
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
-cost is `cost.py`.
+cost is `account.py`.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from peagle.engine import grammar_priority
+from peagle.engine import vllm_plugin
 
 _WALL_FACTOR = 20  # of processor time, on a machine where others compute
 # Of a compiler that fails where an engine's would, too. Other signals come from outside, and say nothing of a grammar.
@@ -30,7 +30,7 @@ def main() -> None:
 
     settings = json.loads(sys.stdin.readline())
     tokenizer = _tokenizer(xgrammar, settings)
-    os.nice(grammar_priority.NICE)
+    os.nice(vllm_plugin.NICE)
     _say({"outcome": "ready"})
     for line in sys.stdin:
         _say(_tried(xgrammar, tokenizer, json.loads(line), settings))
@@ -39,7 +39,7 @@ def main() -> None:
 def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
     if "tokenizer" in settings:
         return xgrammar.TokenizerInfo.deserialize_json(settings["tokenizer"])
-    from peagle.catalog.tokenizer import load_tokenizer
+    from peagle.requests.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(settings["model"], settings["revision"])
     return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=settings["vocab_size"])

@@ -16,7 +16,7 @@ pass.
 import math
 from dataclasses import dataclass
 
-from peagle.economics.cost import Shares
+from peagle.economics.account import Shares
 from peagle.economics.prices import Price
 
 

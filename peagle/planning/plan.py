@@ -11,11 +11,11 @@ from typing import Any
 
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
-from peagle.measurement.cells import method_label
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Option, options, scaled, why_beyond, with_cell, with_more
-from peagle.planning.simulated import simulated
+from peagle.planning.simulation import simulated
 from peagle.planning.sweeps import Sweep, read_sweeps
+from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
 
 SCHEMA = 1

@@ -12,8 +12,8 @@ from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
-from peagle.measurement.cells import Cell, read_cells
 from peagle.private import user_path
+from peagle.profiles.measurements import Cell, read_cells
 
 SWEEP_KEYS = ("peagle_sweep", "model", "instance_type", "devices_per_engine", "source", "start_s", "cells")
 _HINT = "give the report.json of `peagle bench`, or a file as docs/planning.md shows"

@@ -1,6 +1,17 @@
-"""How much a request's lists, texts and patterns may hold, in bulk and online alike. Pure: values in, a fault out."""
+"""How much a request's lists, texts and patterns may hold, in bulk and online alike. Pure: values in, a fault out.
 
+A grammar compiler takes seconds and gigabytes for a few kilobytes of the wrong kind, and every request on the engine
+waits. The bounds here refuse the obvious at once and say why; what passes is compiled on trial (`engine/trials.py`)
+before an engine sees it. Online and bulk share both.
+
+A request of one mebibyte can ask for gigabytes of answer, which the engine's front end, the replica and the ingress
+would each hold. The figures are upper estimates in bytes of JSON.
+"""
+
+import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 MOST_ENTRIES = {
@@ -41,3 +52,223 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         # A number as text is one for pydantic, too.
         if (isinstance(number, int | float) and number > most) or (isinstance(number, str) and len(number) > 2):
             yield "repetition_detection", f"repetition_detection.{name} may be {most} at most"
+
+
+MAX_BYTES = 65_536
+MAX_DEPTH = 64  # lists and objects in each other
+MAX_PROPERTIES = 1_000  # of all objects together
+MAX_OPTIONAL = 200  # of one object; xgrammar's time grows with their square and worse
+MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
+MAX_REFERENCES = 500
+MAX_REPETITIONS = 100_000  # of one element
+MAX_PATTERN_BYTES = 8_192
+
+_UNIONS = ("enum", "anyOf", "oneOf", "allOf")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_PATTERNS = ("pattern", "regex", "excludes_regex")
+# Possessive, so that a text of nothing but blanks is read once.
+_REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
+
+
+def schema_error(schema: Any) -> str | None:
+    """Why a JSON schema, or anything with schemas in it, is more than an engine is given; None where it may pass.
+
+    >>> schema_error({"type": "string", "maxLength": 10**9})
+    'maxLength is 1,000,000,000, and may be 100,000'
+    """
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if wrong := _too_long(text, MAX_BYTES):
+            return wrong
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except RecursionError:
+        return f"it is nested deeper than {MAX_DEPTH} levels"
+    except ValueError:
+        return None  # no JSON at all: whoever reads it says so
+    return _Count().take(value)
+
+
+def pattern_error(pattern: Any) -> str | None:
+    """The same of a regular expression.
+
+    >>> pattern_error("a{3,500000}")
+    'it repeats an element 500,000 times, and may do so 100,000 times'
+    """
+    if not isinstance(pattern, str):
+        return None
+    return _too_long(pattern, MAX_PATTERN_BYTES) or _repetition_error(pattern)
+
+
+def grammar_error(grammar: Any) -> str | None:
+    """The same of a grammar."""
+    if not isinstance(grammar, str):
+        return None
+    return _too_long(grammar, MAX_BYTES) or _repetition_error(grammar)
+
+
+def choice_error(choices: Any) -> str | None:
+    """The same of a list of choices."""
+    if not isinstance(choices, list):
+        return None
+    if len(choices) > MAX_ALTERNATIVES:
+        return f"it has {len(choices):,} alternatives, and may have {MAX_ALTERNATIVES:,}"
+    return _too_long("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
+
+
+_KINDS = {
+    "json": schema_error,
+    "structural_tag": schema_error,
+    "regex": pattern_error,
+    "whitespace_pattern": pattern_error,
+    "grammar": grammar_error,
+    "choice": choice_error,
+}
+
+
+def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The field of an OpenAI request whose constraint is more than an engine is given, and why; None where none is.
+
+    Tools count where a response must keep to their parameters: `tool_choice` demands one, or one is strict.
+    """
+    for field, error in _faults(body):
+        if error is not None:
+            return field, error
+    return None
+
+
+def _faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    if isinstance(response_format := body.get("response_format"), dict):
+        yield "response_format", schema_error(response_format)
+    if isinstance(given := body.get("structured_outputs"), dict):
+        for kind, error_of in _KINDS.items():
+            if given.get(kind) is not None:
+                yield f"structured_outputs.{kind}", error_of(given[kind])
+    tools = body.get("tools")
+    if isinstance(tools, list) and (body.get("tool_choice") not in (None, "none", "auto") or any(map(_strict, tools))):
+        for index, tool in enumerate(tools):
+            yield f"tools[{index}]", schema_error(tool)
+
+
+def _strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def _too_long(text: str, most: int) -> str | None:
+    size = len(text.encode(errors="surrogatepass"))
+    return f"it has {size:,} bytes, and may have {most:,}" if size > most else None
+
+
+def _repetition_error(text: str) -> str | None:
+    for least, most in _REPEATED.findall(text):
+        digits = max(least, most, key=len)
+        if len(digits) > len(str(MAX_REPETITIONS)) or int(digits) > MAX_REPETITIONS:
+            shown = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
+            return f"it repeats an element {shown} times, and may do so {MAX_REPETITIONS:,} times"
+    return None
+
+
+class _Count:
+    """What is counted over a whole schema."""
+
+    def __init__(self) -> None:
+        self._properties = self._alternatives = self._references = 0
+
+    def take(self, value: Any) -> str | None:
+        level = [value]
+        for _ in range(MAX_DEPTH + 1):
+            if not level:
+                return None
+            for one in level:
+                if isinstance(one, dict) and (wrong := self._object(one)):
+                    return wrong
+            level = [child for one in level for child in _children(one)]
+        return f"it is nested deeper than {MAX_DEPTH} levels"
+
+    def _object(self, schema: Mapping[str, Any]) -> str | None:
+        return (
+            self._too_many_properties(schema)
+            or self._too_many_alternatives(schema)
+            or self._too_many_references(schema)
+            or _count_error(schema)
+            or next(filter(None, (pattern_error(schema.get(name)) for name in _PATTERNS)), None)
+        )
+
+    def _too_many_properties(self, schema: Mapping[str, Any]) -> str | None:
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            return None
+        self._properties += len(properties)
+        if self._properties > MAX_PROPERTIES:
+            return f"it has {self._properties:,} properties or more, and may have {MAX_PROPERTIES:,}"
+        required = schema.get("required")
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        if (optional := len(properties.keys() - needed)) > MAX_OPTIONAL:
+            return f"an object has {optional:,} optional properties, and may have {MAX_OPTIONAL:,}; require the others"
+        return None
+
+    def _too_many_alternatives(self, schema: Mapping[str, Any]) -> str | None:
+        self._alternatives += sum(len(schema[name]) for name in _UNIONS if isinstance(schema.get(name), list))
+        if self._alternatives <= MAX_ALTERNATIVES:
+            return None
+        return f"it has {self._alternatives:,} alternatives or more, and may have {MAX_ALTERNATIVES:,}"
+
+    def _too_many_references(self, schema: Mapping[str, Any]) -> str | None:
+        self._references += isinstance(schema.get("$ref"), str)
+        return f"it has more than {MAX_REFERENCES:,} references" if self._references > MAX_REFERENCES else None
+
+
+def _children(value: Any) -> list[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [child for child in inner if isinstance(child, dict | list)]
+
+
+def _count_error(schema: Mapping[str, Any]) -> str | None:
+    for name in _COUNTS:
+        count = schema.get(name)
+        if isinstance(count, int | float) and not isinstance(count, bool) and count > MAX_REPETITIONS:
+            return f"{name} is {count:,}, and may be {MAX_REPETITIONS:,}"
+    return None
+
+
+DEFAULT_MIB = 16
+_TOKEN_BYTES = 16  # text of a token
+_ID_BYTES = 8
+_LOGPROB_BYTES = 128  # of one token at one place: its text, bytes, rank and figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerShape:
+    """What an answer repeats for each token.
+
+    Attributes:
+        num_choices: of all prompts.
+        prompt_tokens: those that come back, each as often as it comes.
+        logprobs: log-probabilities at each place of a response; 0 for none.
+        prompt_logprobs: and at each place of a prompt.
+        with_ids: token ids come, too.
+    """
+
+    num_choices: int = 1
+    prompt_tokens: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int = 0
+    with_ids: bool = False
+
+    def num_bytes(self, output_tokens: int) -> int:
+        """The whole answer, where each choice has so many tokens."""
+        return self._prompt_bytes() + self.num_choices * output_tokens * self._place_bytes(self.logprobs)
+
+    def most_output_tokens(self, num_bytes: int) -> int:
+        """Tokens of each choice that an answer of so many bytes has room for; below 1 there is none.
+
+        >>> AnswerShape(num_choices=2, logprobs=1).most_output_tokens(2 * 10 * (16 + 128))
+        10
+        """
+        return (num_bytes - self._prompt_bytes()) // (max(1, self.num_choices) * self._place_bytes(self.logprobs))
+
+    def _prompt_bytes(self) -> int:
+        return self.prompt_tokens * self._place_bytes(self.prompt_logprobs)
+
+    def _place_bytes(self, logprobs: int) -> int:
+        return _TOKEN_BYTES + logprobs * _LOGPROB_BYTES + (_ID_BYTES if self.with_ids else 0)

@@ -1,15 +1,15 @@
 """From a row to a request: the token ids of its prompt and its own sampling parameters, or why there are none.
 
-It puts prompts and sampling together; what each of them is, is in `prompting.py`, `sampling.py` and `openai.py`.
+It puts prompts and sampling together; what each of them is, is in `prompts.py`, `sampling.py` and `openai.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.prompting import PromptBuilder, RowError
 from peagle.requests.openai import parse_body
-from peagle.sampling import SamplingLimits, conflict, parse_overrides
+from peagle.requests.prompts import PromptBuilder, RowError
+from peagle.requests.sampling import SamplingLimits, conflict, parse_overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

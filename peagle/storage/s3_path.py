@@ -115,7 +115,7 @@ class S3Path:
         Raises:
             FileNotFoundError: there is no such object.
         """
-        from peagle.storage.s3_reading import open_to_read
+        from peagle.storage.s3_files import open_to_read
 
         if mode != "rb":
             raise io.UnsupportedOperation(f"{self}: an object is opened to be read, in binary")
@@ -152,7 +152,7 @@ class S3Path:
 
     def writer(self) -> Any:
         """A context with a file that replaces the object when it is whole."""
-        from peagle.storage.s3_writing import open_to_write
+        from peagle.storage.s3_files import open_to_write
 
         return open_to_write(self._store, self._address)
 
@@ -162,7 +162,7 @@ class S3Path:
         Args:
             older_than_s: since they began.
         """
-        from peagle.storage.s3_writing import abort_uploads
+        from peagle.storage.s3_files import abort_uploads
 
         return abort_uploads(self._store, self._address, older_than_s)
 
@@ -172,7 +172,7 @@ class S3Path:
         Raises:
             StorageError: it cannot.
         """
-        from peagle.storage.s3_trial import require_conditional_writes
+        from peagle.storage.s3_files import require_conditional_writes
 
         require_conditional_writes(self._address)
 

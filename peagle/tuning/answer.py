@@ -7,22 +7,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.bench.record import PassRecord
-from peagle.bench.summary import summarise
-from peagle.catalog.loader import lasting_name
+from peagle.bench.prompts import Dataset
+from peagle.bench.record import PassRecord, summarise
+from peagle.catalog.cards import lasting_name
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
 from peagle.errors import ConfigError
-from peagle.manifest import versions
-from peagle.measurement.dataset import Dataset
+from peagle.profiles.profile import MeasuredCell, Profile, Target, Tuned
+from peagle.profiles.watch import label
+from peagle.provenance import versions
 from peagle.tables import aligned
 from peagle.tuning.config import TuneConfig
-from peagle.tuning.costs import Arm
-from peagle.tuning.halving import WORTH, Search
-from peagle.tuning.objective import P95, excesses
-from peagle.tuning.profile import MeasuredCell, Profile, Target, Tuned
+from peagle.tuning.halving import P95, WORTH, Arm, Search, excesses
 from peagle.tuning.space import Candidate, Space
-from peagle.tuning.watch import label
 
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 

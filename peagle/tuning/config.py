@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator
 
 from peagle.bench.config import MAX_CONCURRENCY, NONE, DraftingKeys
-from peagle.economics.price_keys import PriceKeys
+from peagle.bench.options import MeasurementKeys, whole_numbers
+from peagle.economics.price_options import PriceKeys
 from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
-from peagle.measurement.keys import MeasurementKeys, whole_numbers
 
 Objective = Literal["tokens-per-dollar", "throughput"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)

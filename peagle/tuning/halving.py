@@ -14,10 +14,69 @@ It knows scores and seconds; it knows nothing of engines, prompts or files.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from peagle.tuning.costs import Arm, Costs, Turn
+from peagle.tuning.config import TuneConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One configuration that can be chosen.
+
+    Attributes:
+        engine: the engine that serves it, and others at other concurrencies.
+        concurrency: requests in it at once.
+        drafts: whether it speculates.
+    """
+
+    engine: str
+    concurrency: int
+    drafts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A pass of an arm."""
+
+    arm: Arm
+    repeat: int
+
+
+class Costs:
+    """Seconds of engine starts and passes. What was never done is taken to last as its like; at first, nothing."""
+
+    def __init__(self) -> None:
+        self._start_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._pass_s: defaultdict[Arm, list[float]] = defaultdict(list)
+
+    def add(self, arm: Arm, *, start_s: float, pass_s: float) -> None:
+        """A pass, and the start of the engine that ran it."""
+        self._start_s[arm.engine].append(start_s)
+        self._pass_s[arm].append(pass_s)
+
+    def of(self, turns: Sequence[Turn], up: str | None) -> float:
+        """Passes, and a start of each of their engines but the one that is up."""
+        engines = {turn.arm.engine for turn in turns} - {up}
+        return sum(map(self._start_of, engines)) + sum(self._pass_of(turn.arm) for turn in turns)
+
+    def _start_of(self, engine: str) -> float:
+        return _mean(self._start_s.get(engine, [])) or _mean(s for known in self._start_s.values() for s in known)
+
+    def _pass_of(self, arm: Arm) -> float:
+        """Its own, else those of the same concurrency, else all."""
+        alike = (s for one, known in self._pass_s.items() if one.concurrency == arm.concurrency for s in known)
+        every = (s for known in self._pass_s.values() for s in known)
+        return _mean(self._pass_s.get(arm, [])) or _mean(alike) or _mean(every)
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return statistics.mean(known) if known else 0.0
+
 
 WORTH = 0.02
 """A drafter has to win by this share over none: it is one more part that can fail."""
@@ -217,3 +276,28 @@ class Search:
 
 def _known(scores: Iterable[tuple[Arm, Score | None]]) -> list[tuple[Arm, Score]]:
     return [(arm, score) for arm, score in scores if score is not None]
+
+
+P95 = "p95"
+
+
+def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
+    """The score of one summary (`peagle.bench.record.summarise`).
+
+    A limit that cannot be checked, since the engine states no times, counts as exceeded by all of it.
+    """
+    value = summary["output_tokens_per_s"]
+    if config.objective == "tokens-per-dollar":
+        value = summary["tokens_per_usd"]
+        assert value is not None, "make_space() wants a price for this objective"
+    return Score(value=value, excess=max(0.0, *excesses(summary, config).values(), 0.0))
+
+
+def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]:
+    """By limit, the share by which it is exceeded; negative within. Empty where no limit was set."""
+    limits = {"tpot_s": config.max_tpot_ms, "ttft_s": config.max_ttft_ms}
+    return {
+        name: (summary[name][P95] * 1000 / limit_ms - 1 if summary[name] else 1.0)
+        for name, limit_ms in limits.items()
+        if limit_ms is not None
+    }

@@ -17,27 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from peagle import hardware
-from peagle.bench.memory import PeakMemory, memory_reader
-from peagle.bench.record import PassRecord, make_record
-from peagle.bench.schedule import Pass
-from peagle.bench.summary import summarise
+from peagle.bench.closed_loop import run_loop
+from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, with_engine
+from peagle.bench.folder import MeasurementFolder, default_folder, digest
+from peagle.bench.plan import Pass
+from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
+from peagle.bench.record import PassRecord, make_record, summarise
 from peagle.catalog.targets import resolve_model
-from peagle.catalog.tokenizer import load_tokenizer
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.generation import Engine
-from peagle.engine.start import start_engine
+from peagle.engine.interface import Engine
+from peagle.engine.vllm import start_engine
 from peagle.errors import EngineError
-from peagle.measurement.closed_loop import run_loop
-from peagle.measurement.dataset import Dataset, Prompt, build_dataset, read_dataset
-from peagle.measurement.engine_up import Listener, Start, with_engine
-from peagle.measurement.folder import MeasurementFolder, default_folder, digest
-from peagle.prompting import Tokenizer
+from peagle.profiles.profile import SCHEMA, Profile, write_profile
+from peagle.requests.prompts import Tokenizer
+from peagle.requests.tokenizer import load_tokenizer
 from peagle.tuning.answer import answer
 from peagle.tuning.config import TuneConfig
-from peagle.tuning.costs import Arm, Turn
-from peagle.tuning.halving import Search
-from peagle.tuning.objective import score
-from peagle.tuning.profile import SCHEMA, Profile, write_profile
+from peagle.tuning.halving import Arm, Search, Turn, score
 from peagle.tuning.space import Candidate, Space, make_space
 
 DEFAULT_FOLDER = Path("runs/tune")

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.bench.config import BenchConfig
-from peagle.bench.plan import Plan, make_plan
-from peagle.bench.setups import Setup
+from peagle.bench.folder import digest
+from peagle.bench.options import MeasurementKeys
+from peagle.bench.plan import Plan, Setup, make_plan
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.price_keys import PriceKeys, resolve_price
+from peagle.economics.price_options import PriceKeys, resolve_price
 from peagle.engine.arguments import check_slots, max_num_batched_tokens
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
-from peagle.measurement.folder import digest
-from peagle.measurement.keys import MeasurementKeys
 from peagle.tuning.config import AUTO, TuneConfig
-from peagle.tuning.costs import Arm
+from peagle.tuning.halving import Arm
 
 _DEFAULT_SIZES = {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}
 _SHARED = {*PriceKeys.model_fields, *MeasurementKeys.model_fields} - {"precision", "output"}

@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from peagle.catalog.engines import EngineKeys
-from peagle.economics.price_keys import PriceKeys
+from peagle.economics.price_options import PriceKeys
+from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError
 from peagle.private import user_path
-from peagle.prompting import PromptKeys
-from peagle.sampling import SAMPLING_KEYS, SamplingKeys
+from peagle.requests.prompts import PromptKeys
+from peagle.requests.sampling import SAMPLING_KEYS, SamplingKeys
+from peagle.runs.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
+from peagle.runs.scaling import EngineRange
 from peagle.storage import Place, place
-from pipelines.batch.life import ENGINE_TIMEOUT_S
-from pipelines.batch.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
-from pipelines.batch.pool import EngineRange
+from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 

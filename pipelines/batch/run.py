@@ -15,29 +15,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle import manifest
-from peagle.catalog.engines import DEFAULT_MAX_NUM_SEQS
+from peagle import provenance
 from peagle.catalog.targets import NO_COMMITS
-from peagle.economics.price_keys import machine_of, require_same_price
+from peagle.economics.price_options import machine_of, require_same_price
 from peagle.economics.prices import Price
 from peagle.engine.spec import EngineSpec
+from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
 from peagle.quiet import QuietStderr
+from peagle.runs.directory import RunDirectory
+from peagle.runs.export import Export, export
+from peagle.runs.lease import hold_lease
+from peagle.runs.limits import Limits
+from peagle.runs.logs import copied
+from peagle.runs.plan import Plan, make_plan
+from peagle.runs.prepare import plan_retry
+from peagle.runs.progress import Progress
+from peagle.runs.report import make_report
 from peagle.signals import interrupted_by_signal, stop_on_signal
-from pipelines.batch import cluster
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.export import Export, export
-from pipelines.batch.lease import hold_lease
-from pipelines.batch.limits import Limits
-from pipelines.batch.logs import copied
-from pipelines.batch.looking import hardware_for
-from pipelines.batch.placing import Neighbours
-from pipelines.batch.plan import Plan, make_plan
-from pipelines.batch.progress import Progress
-from pipelines.batch.reporting import make_report
-from pipelines.batch.resolve import ResolvedRun, resolve
-from pipelines.batch.retries import plan_retry
-from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.resolve import ResolvedRun, hardware_for, resolve
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import (
     BY_SIGNAL,
@@ -48,6 +45,8 @@ from pipelines.batch.supervision import (
     stopped_at_once,
     stopped_before_engines,
 )
+from pipelines.cluster import ray as cluster
+from pipelines.cluster.placement import Neighbours
 
 _NO_RUN = "leave --retry-failed out to start one"
 
@@ -277,7 +276,7 @@ def _open(
     # `plan` may be of this driver's own cut, if another created the run in between: only what is written down counts.
     written, before = run.plan(), run.manifest()
     current = make_plan(resolved.config, written.cut, like=written.corpus_fingerprint)
-    manifest.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
+    provenance.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(run))
     if resolved.places is None:  # else the endpoint's price, which may have changed since, and a batch keeps its own
         require_same_price(
             resolved.config,
@@ -306,7 +305,7 @@ def _manifest(
 ) -> dict[str, Any]:
     drafter = resolved.spec.drafter
     return {
-        "schema": manifest.SCHEMA,
+        "schema": provenance.SCHEMA,
         "run_id": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
         "created_at": time.time(),
         "command": list(command),
@@ -316,7 +315,7 @@ def _manifest(
         "engine": resolved.spec.to_dict(),
         "price": resolved.price.to_dict(),
         "tuned": resolved.tuned.to_dict(_concurrency(resolved, plan)) if resolved.tuned else None,
-        "git_revision": manifest.git_revision(),
+        "git_revision": provenance.git_revision(),
         "run": {
             "model": resolved.model.name,
             "drafter": resolved.drafter.name,
@@ -327,6 +326,6 @@ def _manifest(
             "sampling": resolved.config.sampling(),
             # What is free at the moment is no property of the machine, and would tell equal machines apart.
             "hardware": {k: v for k, v in resolved.hardware.to_dict().items() if k != "free_memory_gib"},
-            "versions": manifest.versions(),
+            "versions": provenance.versions(),
         },
     }

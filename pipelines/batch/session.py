@@ -1,19 +1,26 @@
 """The life of one engine process, as the ledger has it: its place on the node, its log, its heartbeats.
 
 It knows the run directory and a meter; it knows neither engines nor units.
+
+An actor that waits here takes no work and writes no session, so nothing is charged for it; it ends with the run.
 """
 
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession
 from peagle.private import keep_private
+from peagle.runs.directory import RunDirectory
+from peagle.runs.logs import COPY_S, LogCopy
+from peagle.runs.meter import EngineMeter, new_session_id
+from peagle.runs.plan import Plan
+from peagle.runs.scaling import Heartbeats, is_worth_loading
 from peagle.storage import WRITE_ERRORS
-from pipelines.batch.logs import COPY_S, LogCopy
-from pipelines.batch.meter import EngineMeter, new_session_id
-from pipelines.batch.node import claim_slot, redirect_output
-from pipelines.batch.rundir import RunDirectory
+from pipelines.cluster.node import claim_slot, redirect_output
 
 
 class Session:
@@ -90,3 +97,44 @@ class Session:
                 start_warnings="\n".join(self.start_warnings),
             )
         )
+
+
+_HEARTBEATS_A_LOOK = 3.0  # more than an engine may be silent for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What an actor has to know of the run.
+
+    Attributes:
+        num_engines: below so many, an actor loads whatever is left to do.
+        work: of each unit of the plan, by its number (`work_by_unit`).
+        sessions_before: of earlier attempts; none of them is alive.
+    """
+
+    num_engines: int
+    work: Sequence[int]
+    sessions_before: frozenset[str]
+    heartbeat_s: float
+
+    def wait(self, run: RunDirectory) -> None:
+        """Return when an engine is to be loaded."""
+        heartbeats = Heartbeats(self.sessions_before, heartbeat_s=self.heartbeat_s)
+        while True:
+            sessions = run.sessions()
+            heartbeats.observe(sessions)
+            num_alive = len(heartbeats.alive(sessions))
+            is_wanted = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
+            if is_wanted and run.stop.grace_s() is None:
+                return
+            time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
+
+    def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
+        done = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
+        return is_worth_loading(sessions, num_alive, done, sum(self.work) - done)
+
+
+def work_by_unit(plan: Plan) -> tuple[int, ...]:
+    """The work of each unit by its number: as it was guessed, or its rows where an older plan has no guess."""
+    work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
+    return tuple(work.get(number, 0) for number in range(max(work) + 1))

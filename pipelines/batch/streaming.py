@@ -13,23 +13,22 @@ from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
-from peagle.engine.start_log import as_told
+from peagle.engine.startup import as_told
 from peagle.errors import EngineError, PeagleError, StoppedEarly
-from pipelines.batch import cluster
-from pipelines.batch.admission import Admission, work_by_unit
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import taken_over
+from peagle.runs.plan import Plan, WorkUnit, chunks, longest_first, unit_to_json
+from peagle.runs.prepare import PrepareJob, prepare_units
+from peagle.runs.progress import Progress
+from peagle.runs.rows import require_storable
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.handing_out import chunks, longest_first
-from pipelines.batch.lease import taken_over
-from pipelines.batch.placing import PREPARE_CPUS
-from pipelines.batch.plan import Plan, WorkUnit, unit_to_json
-from pipelines.batch.preparing import PrepareJob, prepare_units
-from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.batch.rows import require_storable
-from pipelines.batch.rundir import RunDirectory
+from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineJob, EngineWorker
-from pipelines.failures import explain
+from pipelines.cluster import ray as cluster
+from pipelines.cluster.failures import explain
+from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
 _GRACE = "units under way have a moment (--grace-s) to be committed"

@@ -15,17 +15,17 @@ from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.engine.start_log import warnings_of
+from peagle.engine.startup import warnings_of
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
+from peagle.runs.directory import RunDirectory
+from peagle.runs.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
+from peagle.runs.plan import Plan
+from peagle.runs.progress import Tally
+from peagle.runs.status import Spending
+from peagle.runs.stopping import resume_command
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
-from pipelines.batch.plan import Plan
-from pipelines.batch.progress import Tally
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.spending import Spending
-from pipelines.batch.stopping import resume_command
 
 _GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
 _NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived

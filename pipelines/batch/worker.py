@@ -23,21 +23,20 @@ import pyarrow as pa
 from peagle import hardware
 from peagle.economics.prices import Device
 from peagle.economics.usage import UnitUsage
-from peagle.engine.generation import Engine, Generation, RequestRefused
+from peagle.engine.interface import Engine, Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
-from peagle.prompting import RowError
+from peagle.requests.prompts import RowError
+from peagle.runs.directory import RunDirectory
+from peagle.runs.rows import PreparedUnit, is_given_back, unpacked
+from peagle.runs.stopping import GraceClock
+from peagle.runs.suspects import Note, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
-from pipelines.batch.admission import Admission
-from pipelines.batch.life import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfTime, SilenceClock, within
-from pipelines.batch.ranks import FollowerJob, OtherNodes
-from pipelines.batch.rows import PreparedUnit, is_given_back, unpacked
-from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.session import Session
-from pipelines.batch.stopping import GraceClock
-from pipelines.batch.suspects import Note, UnitNotes, Verdict
-from pipelines.batch.turns import Places, Turns, rows_in_engine
+from pipelines.batch.locks import Places, Turns, rows_in_engine
+from pipelines.batch.multinode import FollowerJob, OtherNodes
+from pipelines.batch.session import Admission, Session
+from pipelines.batch.watchdog import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfTime, SilenceClock, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,13 +278,13 @@ class EngineWorker:
     def _start_engine(self) -> tuple[Engine, float]:
         job = self._job
         if job.fake is not None:
-            from peagle.engine.fake_engine import FakeEngine
+            from peagle.engine.fake import FakeEngine
 
             k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
             return FakeEngine(num_speculative_tokens=k, max_num_seqs=job.spec.max_num_seqs, **job.fake), 0.0
-        from peagle.engine.start_log import costly_warnings
-        from peagle.engine.vllm_engine import compile_seconds, with_root_cause
-        from pipelines.batch.node import start_vllm
+        from peagle.engine.startup import costly_warnings
+        from peagle.engine.vllm import compile_seconds, with_root_cause
+        from pipelines.cluster.node import start_vllm
 
         if job.spec.num_nodes > 1:
             self._others = self._other_nodes()

@@ -12,26 +12,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.engines import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
-from peagle.economics.price_keys import require_device, resolve_price
+from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.spec import EngineSpec
+from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
-from pipelines.batch.cluster import inspect, num_nodes
-from pipelines.batch.placing import Placement
-from pipelines.batch.ray_token import require_token
-from pipelines.online.batches.setup import batch_settings
+from pipelines.cluster.placement import Placement
+from pipelines.cluster.ray import inspect, num_nodes
+from pipelines.cluster.token import require_token
+from pipelines.online.batches.settings import batch_settings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelKeys
-from pipelines.online.gate import GateSettings
-from pipelines.online.keys import KeyRecord, keys_from_environment, read_keys
-from pipelines.online.llm_config import Sizes
-from pipelines.online.placements import placements
-from pipelines.online.requests import ServedModel
-from pipelines.online.scaling import pieces_per_s, request_counts
+from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.gate import GateSettings
+from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read_keys
+from pipelines.online.placement import placements
+from pipelines.online.serve.deployment import Sizes, pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
@@ -128,8 +127,8 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     from ray.serve.llm import build_llm_deployment
 
     from pipelines.online.ingress import make_ingress
-    from pipelines.online.llm_config import make_llm_config
-    from pipelines.online.server import PeagleServer
+    from pipelines.online.replica.server import PeagleServer
+    from pipelines.online.serve.deployment import make_llm_config
 
     settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
@@ -209,9 +208,9 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
     """What the replicas of a model are told."""
-    from pipelines.online.account import Engine
-    from pipelines.online.server import ReplicaJob
-    from pipelines.online.stand_in import stand_in
+    from pipelines.online.replica.account import Engine
+    from pipelines.online.replica.fake import stand_in
+    from pipelines.online.replica.server import ReplicaJob
 
     keys, placement = one.keys, one.placement
     counts = request_counts(

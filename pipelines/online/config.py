@@ -10,15 +10,15 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from peagle.answer_size import DEFAULT_MIB
-from peagle.catalog.engines import FAKE_MODEL, EngineKeys
 from peagle.catalog.targets import name_of
-from peagle.economics.price_keys import PriceKeys
+from peagle.economics.price_options import PriceKeys
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
+from peagle.engine_options import FAKE_MODEL, EngineKeys
 from peagle.private import user_path
+from peagle.requests.bounds import DEFAULT_MIB
+from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import FolderKey, StandInKeys
-from pipelines.batch.pool import EngineRange
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):

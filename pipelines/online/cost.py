@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from peagle.economics.cost import account
+from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
 from peagle.economics.usage import UnitUsage
 from peagle.engine.self_check import counted
 from peagle.speculation import SpeculationStats
-from pipelines.online.budgets import budgets_of
 from pipelines.online.errors import overloaded
+from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 

@@ -11,12 +11,14 @@ passes in steps, and only whole ones are shown.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.bench.summary import percentile
+from peagle.bench.record import percentile
 from peagle.economics.usage import RequestUsage
+from peagle.errors import PeagleError
+from peagle.profiles.watch import TunedWatch
 from pipelines.online.cost import CostView, totals
 from pipelines.online.sums import Sums
 from pipelines.online.totals import Totals
@@ -168,3 +170,36 @@ def _rate(cells: Collection[_Cell], num_steps: int) -> float:
 def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
     values = [value for cell in cells for value in cell.ttft_s]
     return percentile(values, percent) if values else None
+
+
+_WINDOW_S = 600.0
+
+
+def watch_profiles(
+    watches: Mapping[str, TunedWatch],
+    view: CostView,
+    stopped: threading.Event,
+    say: Callable[[str], None],
+    *,
+    every_s: float = 60.0,
+) -> None:
+    """Until the endpoint stops, look at the last ten minutes now and then.
+
+    Args:
+        watches: by the name that clients use.
+    """
+    while not stopped.wait(every_s):
+        try:
+            by_model = view.report(window_s=_WINDOW_S)["by_model"]
+        except PeagleError as error:
+            say(f"the ledger cannot be read, so profiles are not watched now: {error}")
+            continue
+        for name, found in by_model.items():
+            if name not in watches:
+                continue
+            for note in watches[name].new(
+                num_drafts=found["num_drafts"],
+                acceptance_length=found["acceptance_length"],
+                concurrency=found["requests_at_once"],
+            ):
+                say(f"{name}: {note}")

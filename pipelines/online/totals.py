@@ -1,7 +1,7 @@
 """A ledger added up as it grows: requests by time, engine, key and model, what keys have spent, what tokens cost.
 
 Each line is read once, by whoever asks next, and told to those who follow. Now and then what is added up is written
-down with how far the files were read (`checkpoint.py`), and the next process goes on from there. Memory grows with
+down with how far the files were read (`sums.py`), and the next process goes on from there. Memory grows with
 time and keys and not with requests. It knows records; it knows neither prices of devices nor HTTP.
 """
 
@@ -18,9 +18,16 @@ from typing import Protocol
 
 from peagle.economics.ledger import RequestReader
 from peagle.economics.usage import RequestUsage
-from pipelines.online.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from pipelines.online.sums import MINUTE_S, Cell, Sums, merged
-from pipelines.online.token_price import TokenPrice
+from pipelines.online.sums import (
+    MINUTE_S,
+    Cell,
+    Checkpoint,
+    Sums,
+    TokenPrice,
+    merged,
+    read_checkpoint,
+    write_checkpoint,
+)
 
 CHECKPOINT_NAME = "totals.jsonl"
 _LEAST_UNSAVED = 20_000  # lines; they are read in a second

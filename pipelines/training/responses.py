@@ -19,10 +19,10 @@ from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError
 from peagle.files import write_atomic, writing
 from peagle.plain_json import to_json
+from peagle.runs.directory import RunDirectory
+from peagle.runs.progress import Progress
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.progress import Progress
 from pipelines.batch.run import generate
-from pipelines.batch.rundir import RunDirectory
 
 _AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "usd_per_hour")
 

@@ -24,12 +24,12 @@ from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, overloaded
-from pipelines.online.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gateway.outgoing import Load, describe_load
+from pipelines.online.gateway.routes import Rule, get, post
+from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import LiveView
-from pipelines.online.load import Load, describe_load
-from pipelines.online.requests import CHAT, ServedModel
-from pipelines.online.routes import Rule, get, post
-from pipelines.online.web_page import FOLDER, page_response
 
 HEAD, PLAIN = "smollm2-135m", "plain"
 _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}

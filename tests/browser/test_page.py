@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.online.keys import new_key
+from pipelines.online.gateway.keys import new_key
 from tests.browser.standin import HEAD, HTML, PLAIN
 
 IMAGES = Path(__file__).parents[2] / "docs/images"

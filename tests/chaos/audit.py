@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from peagle.economics.cost import account
+from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
-from pipelines.batch.lease import read_lease
-from pipelines.batch.rundir import RunDirectory
+from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import read_lease
 from tests.chaos.driver import Job, report_of
 
 _TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 from tests.chaos.audit import audit
 from tests.chaos.driver import Driver, Job
 from tests.chaos.ray_nodes import ROOT

@@ -28,11 +28,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from peagle.runs.audit_files import audit_files
+from peagle.runs.directory import RunDirectory
+from peagle.runs.export import export
+from peagle.runs.lease import read_lease
 from peagle.storage import open_to_read, place
-from pipelines.batch.audit_files import audit_files
-from pipelines.batch.export import export
-from pipelines.batch.lease import read_lease
-from pipelines.batch.rundir import RunDirectory
 from tests.chaos.ray_nodes import ROOT
 from tests.chaos.stepping import Driver, Steps, forked
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
 from tests.chaos.audit import Audit, audit
 from tests.chaos.driver import Driver, Job

@@ -10,7 +10,7 @@ import signal
 from collections import defaultdict
 from pathlib import Path
 
-from peagle.engine.fake_engine import CORE_NAME
+from peagle.engine.fake import CORE_NAME
 
 _CORE_NAMES = (CORE_NAME, "EngineCore")
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from peagle.engine.fake_engine import FakeEngine
-from peagle.engine.generation import RequestRefused
-from pipelines.batch import cluster, lease, session, streaming
-from pipelines.batch.preparing import prepare_unit
-from pipelines.batch.rows import packed
+from peagle.engine.fake import FakeEngine
+from peagle.engine.interface import RequestRefused
+from peagle.runs import lease
+from peagle.runs.prepare import prepare_unit
+from peagle.runs.rows import packed
+from pipelines.batch import session, streaming
 from pipelines.batch.worker import EngineWorker
+from pipelines.cluster import ray as cluster
 
 LEASE_S = 0.4
 _CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from peagle.bench.summary import percentile
+from peagle.bench.record import percentile
 from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Size
 

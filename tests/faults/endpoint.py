@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from peagle.engine.fake_engine import CORE_NAME
+from peagle.engine.fake import CORE_NAME
 from peagle.ports import free_port
-from pipelines.online.scaling import requests_in_flight
+from pipelines.online.serve.deployment import requests_in_flight
 from tests.chaos.processes import command_line, descendants
 from tests.chaos.ray_nodes import ROOT
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from pipelines.online.keys import changing_keys, new_key
+from pipelines.online.gateway.keys import changing_keys, new_key
 from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 

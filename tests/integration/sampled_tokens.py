@@ -19,11 +19,11 @@ PER_REQUEST, SLOTS, NUM_GREEDY = 32, 16, 24
 
 def main() -> None:
     from peagle import hardware
-    from peagle.catalog.resolve import resolve_drafter
+    from peagle.bench.engine import with_engine
+    from peagle.catalog.drafters import resolve_drafter
     from peagle.catalog.targets import resolve_model
     from peagle.engine.spec import EngineSpec
-    from peagle.engine.start import start_engine
-    from peagle.measurement.engine_up import with_engine
+    from peagle.engine.vllm import start_engine
 
     job = json.loads(Path(sys.argv[1]).read_text())
     model = resolve_model(job["model"])

@@ -11,18 +11,18 @@ from openai.types.chat import ChatCompletion
 
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
-from pipelines.batch.lease import read_lease
-from pipelines.batch.placing import Neighbours, Placement
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import read_lease
+from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings, Recipe
-from pipelines.online.error_handlers import answer_errors
-from pipelines.online.gate import Gate, GateSettings
-from pipelines.online.keys import new_key, write_keys
-from pipelines.online.requests import ServedModel
-from pipelines.online.routes import guarded_app
+from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.gate import Gate, GateSettings
+from pipelines.online.gateway.keys import new_key, write_keys
+from pipelines.online.gateway.routes import guarded_app
+from pipelines.online.ingress import answer_errors
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 HERE = hardware.detect()

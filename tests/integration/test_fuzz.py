@@ -13,8 +13,8 @@ import time
 import httpx
 import pytest
 
-from pipelines.online.keys import new_key, write_keys
-from pipelines.online.requests import CHAT, COMPLETIONS, FILES
+from pipelines.online.gateway.admission import CHAT, COMPLETIONS, FILES
+from pipelines.online.gateway.keys import new_key, write_keys
 from tests.faults.endpoint import serving
 from tests.in_process import Served, serving_here
 

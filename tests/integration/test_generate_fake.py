@@ -11,8 +11,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from jobs import cli
-from pipelines.batch.rows import OUTPUT_SCHEMA
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
+from peagle.runs.rows import OUTPUT_SCHEMA
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
+from peagle.runs.directory import RunDirectory
+from peagle.runs.status import StatusReader
 from peagle.storage import place, write_atomic
-from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.status import StatusReader
 
 NUM_ROWS = 30
 OUTPUT = "s3://bucket/runs/first"

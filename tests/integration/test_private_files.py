@@ -14,7 +14,7 @@ import psutil
 import pytest
 from strangers import seen_by_a_stranger
 
-from pipelines.online.keys import new_key, write_keys
+from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import descendants
 from tests.faults.endpoint import MODEL, Endpoint, Size
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from peagle.ports import free_port
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
 
 # Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.

@@ -224,7 +224,7 @@ def test_a_run_without_the_token_of_the_cluster_is_told_about_it(node, write_jso
 
 LOCAL = """
 import json, psutil
-from pipelines.batch.cluster import ray_cluster
+from pipelines.cluster.ray import ray_cluster
 with ray_cluster():
     import ray
     ray.get(ray.remote(lambda: None).remote())

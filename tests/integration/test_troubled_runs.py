@@ -6,7 +6,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from jobs import cli
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

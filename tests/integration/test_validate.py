@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan.validate import compare
 from jobs import cli
-from peagle.measurement.cells import Cell
+from peagle.profiles.measurements import Cell
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

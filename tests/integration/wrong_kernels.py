@@ -34,12 +34,12 @@ class Wrong:
 
 def main() -> None:
     from peagle import hardware
-    from peagle.catalog.resolve import resolve_drafter
+    from peagle.bench.engine import with_engine
+    from peagle.catalog.drafters import resolve_drafter
     from peagle.catalog.targets import resolve_model
     from peagle.engine.self_check import self_check
     from peagle.engine.spec import EngineSpec
-    from peagle.engine.start import start_engine
-    from peagle.measurement.engine_up import with_engine
+    from peagle.engine.vllm import start_engine
 
     drafter, fault, out = sys.argv[1:]
     here, model = hardware.detect(), resolve_model("smollm2-135m")

@@ -45,7 +45,7 @@ def test_its_instances_have_a_price(cluster):
 
 
 def test_its_command_waits_for_accelerators_that_one_of_its_node_types_has(cluster):
-    from pipelines.batch.placing import on_accelerators, room_on
+    from pipelines.cluster.placement import on_accelerators, room_on
 
     kind = re.search(r"--accelerator-type (\S+) --cluster-wait-s \d", (ROOT / "cluster.yaml").read_text())[1]
     engine = on_accelerators(1, accelerator_type=kind)

@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from pipelines.online import front
 from pipelines.online.config import ServeConfig
+from pipelines.online.serve import proxy
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -27,4 +27,4 @@ def test_rays_nodes_get_what_peagle_serve_gives_its_own():
     script = f"set -a; . {DEPLOY / 'ray.env'}; set +a; env -0"
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
-    assert variables == {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **front.ENVIRONMENT}
+    assert variables == {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **proxy.ENVIRONMENT}

@@ -9,16 +9,16 @@ import pandas as pd
 import pydantic
 import pytest
 
+from peagle.bench.acceptance_config import EvaluateConfig
 from peagle.bench.config import BenchConfig
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.files import write_json
 from peagle.plain_json import from_json, logprob_number, to_json
 from peagle.planning.config import PlanConfig
 from peagle.tuning.config import TuneConfig
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
-from pipelines.online.keys import KeyRecord
+from pipelines.online.gateway.keys import KeyRecord
 
 NONE = [math.nan, math.inf, -math.inf]
 

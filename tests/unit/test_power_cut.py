@@ -17,15 +17,15 @@ from peagle.corpus.rows import Span
 from peagle.economics.ledger import append_request, requests_file
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import PeagleError
-from peagle.group_sync import GroupSync
+from peagle.files import GroupSync
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import hold_lease, read_lease
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.runs.prepare import plan_retry
 from peagle.speculation import SpeculationStats
-from pipelines.batch.lease import hold_lease, read_lease
-from pipelines.batch.plan import Plan, WorkUnit
-from pipelines.batch.retries import plan_retry
-from pipelines.batch.rundir import RunDirectory
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Order, StoredFile, new_id
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.keys import changing_keys, new_key, read_keys
+from pipelines.online.gateway.keys import changing_keys, new_key, read_keys
 from tests.power_cut import recording
 
 USAGE = UnitUsage(
@@ -39,7 +39,7 @@ LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
 @pytest.fixture
 def no_folder_syncs(monkeypatch):
     """The code as it would be without a sync of folders."""
-    for module in ("peagle.files", "peagle.group_sync"):
+    for module in ("peagle.files", "peagle.files"):
         monkeypatch.setattr(f"{module}.sync_folder", lambda _: None)
 
 

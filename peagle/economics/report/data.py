@@ -4,14 +4,113 @@
 nothing else, so a report can be made again from its file. It knows accounts; not where they come from.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from types import NoneType, UnionType
+from typing import Any, Self, get_args
 
 from peagle import speculation
-from peagle.economics.cost import Account
-from peagle.economics.report.figures import SHARES, in_words_share
-from peagle.economics.report.run_info import RunInfo
-from peagle.errors import PeagleError
+from peagle.economics.account import Account
+from peagle.economics.report.figures import FIGURES, SHARES, in_words_share
+from peagle.errors import PeagleError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The run that an account belongs to. Only the model is required.
+
+    Args:
+        label: what to call the run; by default the model and its drafter.
+        drafter: the drafter's name or path, None for none.
+        started_at: Unix seconds or ISO 8601, as `finished_at`; kept as ISO 8601 in UTC.
+        complete: whether every input row ended as a committed row or a dead letter.
+        concurrency: requests an engine runs at once.
+        break_even_acceptance_length: what this hardware needs at this concurrency, if measured.
+
+    Raises:
+        PeagleError: a value is of the wrong kind.
+    """
+
+    model: str
+    label: str | None = None
+    path: str | None = None
+    drafter: str | None = None
+    num_speculative_tokens: int | None = None
+    precision: str | None = None
+    concurrency: int | None = None
+    num_engines: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    num_input_rows: int | None = None
+    started_at: str | float | None = None
+    finished_at: str | float | None = None
+    complete: bool | None = None
+    break_even_acceptance_length: float | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not _is_of(value, item.type):
+                raise PeagleError(f"the run's {item.name} is {value!r}: that is not of type {_spelled(item.type)}")
+        for name in ("started_at", "finished_at"):
+            object.__setattr__(self, name, _utc(name, getattr(self, name)))
+        if self.label is None:
+            object.__setattr__(self, "label", self._default_label())
+
+    def _default_label(self) -> str:
+        if self.drafter is None:
+            return f"{self.model}, no drafter"
+        draft = f" K={self.num_speculative_tokens}" if self.num_speculative_tokens else ""
+        return f"{self.model} with {self.drafter}{draft}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Build one from plain data; a key that is none of the fields is refused.
+
+        Raises:
+            PeagleError: an unknown key, no model, or a value of the wrong kind.
+        """
+        for name in data:
+            if name not in RUN_KEYS:
+                raise PeagleError(f"a report knows no {name!r} of a run", hint=did_you_mean(name, RUN_KEYS))
+        if "model" not in data:
+            raise PeagleError("a report needs the run's model")
+        return cls(**data)  # type: ignore[arg-type]  # __post_init__ checks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+
+RUN_KEYS = tuple(item.name for item in fields(RunInfo))
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, int) and float in kinds:
+        return True
+    return isinstance(value, tuple(dict if get_args(one) else one for one in kinds))
+
+
+def _spelled(kind: Any) -> str:
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return " or ".join("dict" if get_args(one) else one.__name__ for one in kinds if one is not NoneType)
+
+
+def _utc(name: str, moment: str | float | None) -> str | None:
+    if moment is None:
+        return None
+    try:
+        if isinstance(moment, str):
+            return datetime.fromisoformat(moment).astimezone(UTC).isoformat(timespec="seconds")
+        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError) as error:
+        raise PeagleError(f"the run's {name} is {moment!r}: that is no time ({error})") from error
+
 
 SCHEMA = 1
 # Above this a share of the cost deserves a sentence: somebody can do something about it.
@@ -97,3 +196,78 @@ def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
             "once, so a longer run spreads it over more tokens."
         )
     return notes
+
+
+# What has to be equal for two runs to differ by their drafter alone.
+_CONDITIONS = ("model", "precision", "concurrency", "num_engines", "sampling", "hardware", "num_input_rows")
+
+
+def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several reports side by side, as data.
+
+    The baseline is the first run without a drafter, or the first run when all have one.
+
+    Returns:
+        `schema`, `labels` and `baseline` (an index into them), `figures` (rows of `name`, `label`, `values`,
+        `ratios` to the baseline, None where there is no number) and `notes`.
+
+    Raises:
+        PeagleError: there is no report, or one cannot be shown.
+    """
+    checked = [check_report(report) for report in reports]
+    if not checked:
+        raise PeagleError("there is no report to compare")
+    baseline = next((i for i, one in enumerate(checked) if one["run"]["drafter"] is None), 0)
+    figures = []
+    for figure in FIGURES.values():
+        values = [figure.value(one) for one in checked]
+        ratios = [_ratio(value, values[baseline]) if figure.is_ratio else None for value in values]
+        figures.append({"name": figure.name, "label": figure.label, "values": values, "ratios": ratios})
+    return {
+        "schema": SCHEMA,
+        "labels": _labels(checked),
+        "baseline": baseline,
+        "figures": figures,
+        "notes": _comparison_notes(checked, baseline),
+    }
+
+
+def _ratio(value: float | None, to: float | None) -> float | None:
+    return value / to if value is not None and to else None
+
+
+def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The runs' labels: without the model where all have the same, and numbered where several are equal."""
+    labels = [str(report["run"]["label"]) for report in reports]
+    models = {report["run"]["model"] for report in reports}
+    if len(reports) > 1 and len(models) == 1:
+        model = models.pop()
+        labels = [label.removeprefix(f"{model} with ").removeprefix(f"{model}, ") for label in labels]
+    return [
+        f"{label} ({labels[: i + 1].count(label)})" if labels.count(label) > 1 else label
+        for i, label in enumerate(labels)
+    ]
+
+
+def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> list[str]:
+    base = reports[baseline]
+    notes = []
+    for label, report in zip(_labels(reports), reports, strict=True):
+        if report is base:
+            continue
+        differing = [name for name in _CONDITIONS if report["run"][name] != base["run"][name]]
+        ratio = _ratio(report["account"]["tokens_per_busy_usd"], base["account"]["tokens_per_busy_usd"])
+        is_drafter_tried = report["run"]["drafter"] is not None and base["run"]["drafter"] is None
+        if is_drafter_tried and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
+            notes.append(f"{label}: the drafter costs more than it saves, {ratio:.2f} x the tokens per busy dollar.")
+        if differing:
+            notes.append(f"{label} differs from the baseline also in {_conditions(differing)}.")
+    return notes
+
+
+def _conditions(differing: Sequence[str]) -> str:
+    named = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
+    advice = (
+        "; loading weighs more on the shorter run, so compare the busy time" if "num_input_rows" in differing else ""
+    )
+    return named + advice

@@ -4,8 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.economics.report.comparison import compare
-from peagle.economics.report.data import check_report
+from peagle.economics.report.data import check_report, compare
 from peagle.economics.report.figures import (
     FIGURES,
     SHARES,

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.errors import PeagleError
 from peagle.private import keep_private
-from pipelines.failures import explain
+from pipelines.cluster.failures import explain
 from pipelines.online.batches.validation import Checked, Rules, check_input
 from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, collect, run_batch
 

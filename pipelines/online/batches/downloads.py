@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.errors import shown
 from pipelines.online.batches.records import StoredFile
-from pipelines.online.batches.threads import in_thread
+from pipelines.online.batches.store import in_thread
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.flow import Window
+from pipelines.online.serve.flow import Window
 
 WINDOW_BYTES = 1 << 21
 _PIECE_BYTES = 1 << 19

@@ -2,24 +2,202 @@
 
 Whoever sends an order again, because the answer was lost, gets the batch of the first time. The order is written under
 the name of the key before the batch begins, and of several at once the first counts. A crash in between loses nothing:
-the next one finds the order there. It knows the store; what a batch may be is `asking.py`.
+the next one finds the order there. It knows the store; what a batch may be is `ordering.py`.
+
+An upload takes its bytes before they come, so several at once cannot overshoot together. What batches will make is not
+known before it is there: it may go beyond, and then nothing new is taken.
 """
 
 import asyncio
+import contextlib
 import hashlib
+import re
 import threading
-from collections import defaultdict
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart.multipart import parse_options_header
 
 from peagle.errors import shown
-from pipelines.online.batches.asking import NewBatch
-from pipelines.online.batches.quota import Quota
-from pipelines.online.batches.records import INPUT, WINDOW_S, Batch, Order
-from pipelines.online.batches.settings import Shares
-from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.threads import in_thread
+from pipelines.online.batches.records import BATCH_PREFIX, INPUT, WINDOW_S, Batch, Order, new_id
+from pipelines.online.batches.settings import MIB, Shares
+from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
-from pipelines.online.keys import KeyRecord
+from pipelines.online.gateway.keys import KeyRecord
+
+
+class Quota:
+    """What keys keep, and what is on its way to them. Threads may share it."""
+
+    def __init__(self, store: BatchStore, shares: Shares) -> None:
+        self._store, self._shares = store, shares
+        self._lock = threading.Lock()
+        self._arriving_bytes: Counter[str] = Counter()
+        self._arriving_files: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        """Take room for a file that is about to arrive, until its record is there or nothing came of it. The `with`
+        gets a function that does in a thread what makes the record: it goes on, and holds the room, where the client
+        leaves.
+
+        Raises:
+            ApiError: 413, there is no room.
+        """
+        self._arrive(key, num_bytes, 1)
+        doing: list[asyncio.Task[Any]] = []
+
+        async def held(function: Callable[..., Any], *arguments: Any) -> Any:
+            doing.append(asyncio.create_task(in_thread(function, *arguments)))
+            return await asyncio.shield(doing[-1])
+
+        try:
+            await in_thread(self._require, key)
+            yield held
+        finally:
+            if doing and not doing[-1].done():
+                doing[-1].add_done_callback(lambda _: self._arrive(key, -num_bytes, -1))
+            else:
+                self._arrive(key, -num_bytes, -1)
+
+    def require_room(self, key: KeyRecord) -> None:
+        """Make sure that a batch's outputs can be kept, as far as anybody knows.
+
+        Raises:
+            ApiError: 413, the key keeps as much as it may already.
+        """
+        self._require(key, num_bytes=1, num_files=1)
+
+    def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
+        with self._lock:
+            self._arriving_bytes[key.name] += num_bytes
+            self._arriving_files[key.name] += num_files
+
+    def _require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
+        """See whether all that a key has, and that arrives, and as much more, is within its share."""
+        share, files = self._shares.of(key), self._store.files(key.name)
+        num_files += len(files) + self._arriving_files[key.name]
+        num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
+        if num_files > share.max_stored_files:
+            raise _full(f"{share.max_stored_files} files")
+        if num_bytes > share.max_stored_mib * MIB:
+            raise _full(f"{share.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}")
+
+
+def _full(most: str) -> ApiError:
+    message = f"this key may keep {most}, uploads under way included; delete files that are not needed"
+    return ApiError(413, message, code="storage_quota_exceeded")
+
+
+MAX_FIELD_BYTES = 1024  # of a form, but for the file
+_MAX_NAME_CHARS = 255
+_DEFAULT_NAME = "upload.jsonl"
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+
+
+class ExpiresAfter(BaseModel):
+    """When a file is to be deleted: between an hour and thirty days."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2592000)
+
+
+class NewBatch(BaseModel):
+    """The body of POST /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input_file_id: Annotated[str, Field(max_length=64)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+    def order(self, key: KeyRecord, now: float, expires_at: float) -> Order:
+        """The batch of this key."""
+        expires = self.output_expires_after
+        return Order(
+            id=new_id(BATCH_PREFIX),
+            key=key.without_hash(),
+            endpoint=self.endpoint,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            created_at=now,
+            expires_at=expires_at,
+            metadata=self.metadata,
+            output_expires_s=None if expires is None else expires.seconds,
+        )
+
+
+def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
+    """The fields of POST /v1/files: the upload, its name, and the seconds of its life.
+
+    Raises:
+        ApiError: 400 or 422, with the field that is at fault.
+    """
+    upload, purpose = form.get("file"), form.get("purpose")
+    if upload is None or isinstance(upload, str):
+        raise _no_file()
+    if purpose != INPUT:
+        message = f"purpose: this endpoint keeps files for batches only: {INPUT!r}, not {shown(purpose)}"
+        raise ApiError(400, message, code="invalid_purpose", param="purpose")
+    if upload.size == 0:
+        raise ApiError(400, "file: it is empty", code="empty_file", param="file")
+    return upload, _name_of(upload.filename or _DEFAULT_NAME), _expiry(form)
+
+
+def _expiry(form: Mapping[str, Any]) -> int | None:
+    given = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
+    if not given:
+        return None
+    try:
+        return ExpiresAfter.model_validate(given).seconds
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = f"expires_after[{first['loc'][0]}]"
+        raise ApiError(422, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
+
+
+def require_form(content_type: str) -> None:
+    """Refuse what is no form with files, which would be held whole, and forms that are not in UTF-8: they may name any
+    encoding that Python has, and some take minutes to read.
+
+    Raises:
+        ApiError: 400 or 415.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise _no_file()
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise ApiError(415, f"content-type: send the form in UTF-8, not {shown(charset)}", code="unsupported_charset")
+
+
+def _no_file() -> ApiError:
+    return ApiError(400, "file: send the file as multipart/form-data", code="missing_file", param="file")
+
+
+def upload_bytes(headers: Mapping[str, str], most: int) -> int:
+    """Bytes of a body that has not come: as it says of itself, or `most` where it says nothing."""
+    length = headers.get("content-length", "")
+    return min(int(length), most) if length.isdecimal() and "transfer-encoding" not in headers else most
+
+
+def _name_of(filename: str) -> str:
+    """The last part of a path, without what is no text."""
+    name = re.split(r"[/\\]", filename)[-1]
+    kept = "".join(char if char.isprintable() else "_" for char in name)
+    return kept[-_MAX_NAME_CHARS:].strip() or _DEFAULT_NAME
+
 
 _MAX_KEY_CHARS = 255
 _RETRY_S = 60.0

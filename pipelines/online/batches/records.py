@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pipelines.online.keys import KeyRecord
+from pipelines.online.gateway.keys import KeyRecord
 
 BATCH_PREFIX = "batch_"
 FILE_PREFIX = "file-"

@@ -4,26 +4,62 @@ It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these
 """
 
 import shutil
+from collections.abc import Sequence
 from functools import partial
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from peagle.errors import shown
-from pipelines.online.batches.asking import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.downloads import Download, attachment, no_such_file
-from pipelines.online.batches.pages import page
+from pipelines.online.batches.ordering import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
-from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.threads import in_thread
+from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
-from pipelines.online.flow import UPLOAD_WINDOW_BYTES
-from pipelines.online.gate import KEY_IN_SCOPE
-from pipelines.online.keys import KeyRecord
-from pipelines.online.requests import BATCHES, FILES
-from pipelines.online.routes import Route, Rule, delete, get, post
+from pipelines.online.gateway.admission import BATCHES, FILES
+from pipelines.online.gateway.gate import KEY_IN_SCOPE
+from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.gateway.routes import Route, Rule, delete, get, post
+from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
+
+
+class _Shown(Protocol):
+    @property
+    def id(self) -> str:
+        """By which a page begins after it."""
+
+    def show(self) -> dict[str, Any]:
+        """As the API has it."""
+
+
+Item = TypeVar("Item", bound=_Shown)
+
+
+def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
+    """A page of a list.
+
+    Raises:
+        ApiError: `after` is none of the list.
+    """
+    begin = 0 if after is None else _index(items, after) + 1
+    shown = [item.show() for item in items[begin : begin + limit]]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": begin + limit < len(items),
+    }
+
+
+def _index(items: Sequence[_Shown], after: str) -> int:
+    for index, item in enumerate(items):
+        if item.id == after:
+            return index
+    raise ApiError(400, f"after: there is no {shown(after)} in this list", code="invalid_value", param="after")
+
 
 _PIECE_BYTES = 1 << 20
 _UPLOAD = {

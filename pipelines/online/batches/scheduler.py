@@ -18,18 +18,16 @@ from typing import Any
 
 from peagle.economics.ledger import write_batch
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from pipelines.batch.rundir import RunDirectory
+from peagle.runs.directory import RunDirectory
 from pipelines.online.batches.actors import Handle, Runner
-from pipelines.online.batches.endings import Errors, ended, fault
+from pipelines.online.batches.decisions import Errors, ended, fault, in_turn, make_rules, make_task
 from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.tasks import make_rules, make_task
-from pipelines.online.batches.turns import in_turn
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
-from pipelines.online.budgets import budgets_of
-from pipelines.online.keys import KeyRecord
+from pipelines.online.gateway.budgets import budgets_of
+from pipelines.online.gateway.keys import KeyRecord
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3

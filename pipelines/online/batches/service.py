@@ -9,15 +9,14 @@ import threading
 from collections.abc import Callable
 
 from peagle.errors import RunInUse
-from pipelines.batch.lease import Holding, hold_lease
+from peagle.runs.lease import Holding, hold_lease
 from pipelines.online.batches.actors import Runner
 from pipelines.online.batches.downloads import Room
-from pipelines.online.batches.ordering import Orders
-from pipelines.online.batches.quota import Quota
+from pipelines.online.batches.ordering import Orders, Quota
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.keys import KeyRecord
+from pipelines.online.gateway.keys import KeyRecord
 
 _LEASE_S = 30.0
 _LOOK_S = 1.0

@@ -7,16 +7,19 @@
     ends/ID.json        how it ended; written once, so a scheduler that was stopped cannot take an end back
     ordered/HASH.json   an order that came with an `Idempotency-Key`; written once, kept for a day
     runs/ID/            its run directory
-    clock.json          what the time was a moment ago (`clock.py`)
-    .lease/             which process schedules (`pipelines/batch/lease.py`)
+    clock.json          what the time was a moment ago (`files.py`)
+    .lease/             which process schedules (`peagle/runs/lease.py`)
 
 It knows records and names; it knows neither HTTP nor runs. What cannot change any more is read once.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from peagle.errors import ConfigError
 from peagle.files import json_bytes
@@ -30,7 +33,7 @@ from peagle.storage import (
     write_json,
     write_once,
 )
-from pipelines.online.batches.files import ID, FileStore, read_json
+from pipelines.online.batches.files import ID, FileStore, forget_answers, forget_errors, forget_prompts, read_json
 from pipelines.online.batches.records import (
     BATCH_PREFIX,
     FILE_PREFIX,
@@ -41,7 +44,6 @@ from pipelines.online.batches.records import (
     Progress,
     StoredFile,
 )
-from pipelines.online.batches.run_copies import forget_answers, forget_errors, forget_prompts
 
 _FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
 _KEPT_S = 24 * 3600.0
@@ -279,3 +281,13 @@ def _output_file(
         expires_at=expires_at,
         batch_id=order.id,
     )
+
+
+_MOST = 32
+_Answer = TypeVar("_Answer")
+_threads = ThreadPoolExecutor(_MOST, thread_name_prefix="files")
+
+
+async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answer:
+    """What a function answers that may take a while."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.corpus.lines import Lines
-from peagle.corpus.openai_batch import envelope_error
+from peagle.corpus.text import envelope_error
 from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, from_json
 from pipelines.online.errors import ApiError
-from pipelines.online.keys import KeyRecord
-from pipelines.online.requests import ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check
+from pipelines.online.gateway.keys import KeyRecord
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
 _MAX_ERRORS = 100

@@ -18,15 +18,16 @@ from rich.console import Console
 from peagle.corpus.lines import Lines, lines_of
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import StoppedEarly
-from peagle.openai_answer import error_line
+from peagle.requests.openai import error_line
+from peagle.runs import progress
+from peagle.runs.directory import RunDirectory
+from peagle.runs.export import Export, export
+from peagle.runs.report import make_report
 from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
-from pipelines.batch import progress, run
+from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.export import Export, export
-from pipelines.batch.placing import Neighbours
-from pipelines.batch.reporting import make_report
-from pipelines.batch.rundir import RunDirectory
+from pipelines.cluster.placement import Neighbours
 
 Reason = str
 """Why a batch ends early: a code of `UNEXECUTED`."""

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.engine.fake_engine import ByteTokenizer
+from peagle.engine.fake import ByteTokenizer
+from peagle.runs.plan import make_plan
+from peagle.runs.prepare import PrepareJob, prepare_unit
+from peagle.runs.rows import PreparedUnit
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import make_plan
-from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.resolve import resolve
-from pipelines.batch.rows import PreparedUnit
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -178,7 +178,7 @@ def results(machine, tmp_path_factory):
     """Of each case its prompts and its dead letters."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.batch.preparing.tokenizer_of", lambda model, revision: Strict())
+        patch.setattr("peagle.runs.prepare.tokenizer_of", lambda model, revision: Strict())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepared(case, folder, machine)

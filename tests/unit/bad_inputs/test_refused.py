@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
-from pipelines.batch.plan_files import PLAN_FILE
+from peagle.runs.files import PLAN_FILE
 
 NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'

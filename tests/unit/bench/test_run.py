@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from peagle.bench.config import BenchConfig
+from peagle.bench.engine import Listener
 from peagle.bench.run import bench
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
-from peagle.engine.generation import Generation
+from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError
 from peagle.hardware import Hardware
-from peagle.measurement.engine_up import Listener
 
 ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 

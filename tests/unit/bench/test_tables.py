@@ -4,12 +4,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.bench.plots import cost_plot, speed_plot
-from peagle.bench.record import PassRecord, RequestTimes
+from peagle.bench.record import PassRecord, RequestTimes, acceptance, summarise
 from peagle.bench.report import best, ratios
-from peagle.bench.summary import acceptance, summarise
-from peagle.bench.tables import acceptance_rows, best_rows, markdown_tables, speed_rows, text_tables
-from peagle.measurement.cells import method_label
+from peagle.bench.tables import (
+    acceptance_rows,
+    best_rows,
+    cost_plot,
+    markdown_tables,
+    speed_plot,
+    speed_rows,
+    text_tables,
+)
+from peagle.profiles.measurements import method_label
 from peagle.speculation import SpeculationStats
 
 from .conftest import record

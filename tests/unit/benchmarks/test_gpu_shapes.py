@@ -12,7 +12,7 @@ from safetensors import safe_open
 from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, head_shapes, target_config, write_shapes
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import make_plan
-from peagle.catalog.fit import check_fit
+from peagle.catalog.head_files import check_fit
 from peagle.catalog.targets import resolve_model
 from peagle.hardware import Hardware
 

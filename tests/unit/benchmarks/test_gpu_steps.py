@@ -21,8 +21,8 @@ from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_timer import _Marks
 from peagle.bench.config import BenchConfig
-from peagle.bench.setups import Setup
-from peagle.engine.fake_engine import ByteTokenizer
+from peagle.bench.plan import Setup
+from peagle.engine.fake import ByteTokenizer
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import DrafterError, EngineError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import regret
-from peagle.tuning.profile import MeasuredCell, Profile, Tuned
+from peagle.profiles.profile import MeasuredCell, Profile, Tuned
 
 
 def write_profile(path: Path, *, num_slots: int, objective: str = "throughput") -> Path:

@@ -8,8 +8,8 @@ import pytest
 from moving_hub import FIRST, SECOND, MovingHub
 
 from peagle.catalog import shipped_heads, targets
+from peagle.catalog.cards import lasting_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
-from peagle.catalog.loader import lasting_name, load_catalog
 from peagle.catalog.targets import context_tokens, is_hub_id, local_path, resolve_model
 from peagle.errors import CatalogError, ConfigError
 

@@ -11,16 +11,16 @@ import pytest
 
 from peagle import hardware
 from peagle.corpus.rows import Span
-from peagle.economics.cost import account
+from peagle.economics.account import account
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.files import write_json
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import hold_lease
+from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.lease import hold_lease
-from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve_price
-from pipelines.batch.rundir import RunDirectory
 from tests.chaos.audit import audit
 from tests.chaos.driver import Job
 

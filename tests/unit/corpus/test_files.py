@@ -10,7 +10,7 @@ from peagle.corpus import files
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import discover
-from peagle.corpus.workload import Workload
+from peagle.corpus.rows import Workload
 from peagle.errors import InputError
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
+from peagle.corpus.rows import Workload
 from peagle.corpus.schema import to_table
-from peagle.corpus.workload import Workload
 from peagle.errors import InputError
 
 

@@ -7,9 +7,9 @@ import pytest
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
-from peagle.corpus.scan import find, read
+from peagle.corpus.rows import Workload
+from peagle.corpus.scan import UniqueIds, find, read
 from peagle.corpus.schema import to_table
-from peagle.corpus.workload import Workload
 from peagle.errors import InputError
 
 
@@ -145,3 +145,19 @@ def test_a_corpus_that_cannot_be_read_says_why(tmp_path, name, content, message)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         corpus.scan(find(str(tmp_path / name)), Cut(rows_per_unit=10), None, Workload())
+
+
+def test_ids_that_are_there_once_are_unique():
+    with UniqueIds() as ids:
+        for n in range(20_000):
+            ids.add(f"id-{n}", n % 3, n)
+        assert ids.first_repeated() is None
+
+
+def test_the_first_repetition_is_found_with_both_places_even_on_disk():
+    with UniqueIds() as ids:
+        for n in range(1_000_000):
+            ids.add(str(n), 0, n)
+        for value, line in (("999", 5), ("17", 2), ("17", 9)):
+            ids.add(value, 1, line)
+        assert ids.first_repeated() == ((0, 17), (1, 2))

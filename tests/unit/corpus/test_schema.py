@@ -10,9 +10,9 @@ import pytest
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
+from peagle.corpus.rows import Workload
 from peagle.corpus.scan import read
 from peagle.corpus.schema import to_table
-from peagle.corpus.workload import Workload
 
 
 def write_lines(path, rows):

@@ -4,7 +4,7 @@ import pytest
 
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
-from peagle.corpus.workload import Workload
+from peagle.corpus.rows import Workload
 from peagle.errors import InputError
 
 LINES = b"\n".join([b'{"prompt": "a"}', b"", b"{bad", b'{"prompt": "\xc3\xa9"}', b"[1]", b'{"prompt": "z"}'])

@@ -11,8 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
-from peagle.drafter.features import extract_features, samples_fingerprint, target_fingerprint
-from peagle.drafter.hidden_states import HiddenStateReader
+from peagle.drafter.features import HiddenStateReader, extract_features, samples_fingerprint, target_fingerprint
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from peagle.drafter.attention import BLOCK_ROWS, document_attention, parallel_plan, sequential_plan
-from peagle.drafter.cod import Rows, attention_mask, sample_rows
+from peagle.drafter.batch import Rows, attention_mask, sample_rows
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 

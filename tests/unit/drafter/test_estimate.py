@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter import eagle3
+from peagle.drafter import forward
 from peagle.drafter.estimate import drafted_tokens, estimate_acceptance, walk
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
@@ -88,7 +88,7 @@ def test_logits_are_held_a_chunk_at_a_time(
     shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
     at_once = drafted_tokens(head, store[1], 4)
-    monkeypatch.setattr(eagle3, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
     head.lm_head.register_forward_hook(lambda _module, _inputs, logits: held.append(len(logits)))
     assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
     assert max(held) == 7

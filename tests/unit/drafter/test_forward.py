@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch, make_batch
-from peagle.drafter.cod import Rows, sample_rows
+from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
 from peagle.drafter.forward import batch_loss, head_states
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.loss import Weighting
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.drafter.weighting import Weighting
 
 NUM_DEPTHS = 4
 

@@ -1,7 +1,19 @@
 import pytest
 import torch
 
-from peagle.drafter.loss import CHUNK_ROWS, LOSSES, Targets, greedy_confidence, linear_loss
+from peagle.drafter.batch import Batch, Rows, make_batch
+from peagle.drafter.loss import (
+    CHUNK_ROWS,
+    LOSSES,
+    Targets,
+    Weighting,
+    by_chain,
+    dpace_weight,
+    fixed_weight,
+    greedy_confidence,
+    linear_loss,
+)
+from peagle.drafter.store import FeatureStore
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS, CHUNK_ROWS + 9])
@@ -82,3 +94,89 @@ def test_confidence_is_the_probability_of_the_targets_likeliest_token(num_rows: 
     likeliest = (targets.state_PH @ targets.weight_VH.T).argmax(-1)[position]
     expected = (hidden @ weight.T).softmax(-1)[torch.arange(num_rows), likeliest]
     torch.testing.assert_close(greedy_confidence(hidden, weight, targets, position), expected)
+
+
+CONFIDENCES = torch.tensor([0.9, 0.5, 0.2, 0.7])  # of one chain, by depth
+DPACE = Weighting(dpace=True)
+
+
+@pytest.fixture
+def anchor(store: FeatureStore) -> int:
+    """A token under the loss, after the shift, with more of them behind it than a chain is long."""
+    return int(store[1].loss_mask_T[1:].int().argmax()) + 3
+
+
+def _batch(store: FeatureStore, anchor: int, num_depths: int) -> Batch:
+    """All known tokens, and one chain."""
+    document = store[1]
+    num_known = len(document.token_ids_T) - 1
+    depths = torch.arange(1, num_depths)
+    rows = Rows(
+        torch.cat([torch.arange(num_known), torch.full_like(depths, anchor)]),
+        torch.cat([torch.zeros(num_known, dtype=torch.long), depths]),
+    )
+    return make_batch([document], [rows])
+
+
+def _chain_weights(batch: Batch, anchor: int, weighting: Weighting) -> torch.Tensor:
+    """D-PACE's weights of the chain, by depth, where all others are unsure."""
+    rows = batch.row_R[: batch.num_loss_rows]
+    of_chain = batch.anchor_S[rows] == anchor
+    confidence = torch.full((len(batch.row_R),), 0.1)
+    confidence[: batch.num_loss_rows][of_chain] = CONFIDENCES[batch.depth_S[rows][of_chain]]
+    weight = dpace_weight(batch, weighting, confidence)[: batch.num_loss_rows]
+    return weight[of_chain][batch.depth_S[rows][of_chain].argsort()]
+
+
+def test_a_weight_is_the_gradient_of_the_expected_length(store: FeatureStore, anchor: int) -> None:
+    log_smooth = (0.5 * CONFIDENCES + 0.5).log().requires_grad_()
+    log_smooth.cumsum(0).exp().sum().backward()
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), log_smooth.grad)
+
+
+def test_equals_the_librarys_on_a_whole_chain(store: FeatureStore, anchor: int) -> None:
+    from speculators.losses import dpace_loss_decay
+
+    theirs = dpace_loss_decay(
+        torch.arange(4)[None],
+        loss_mask=torch.ones(1, 4),
+        block_size=4,
+        dpace_alpha=0.5,
+        elementwise_loss=-CONFIDENCES.log()[None],
+    )
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), theirs[0])
+
+
+def test_over_the_draws_of_cod_the_weights_are_those_of_the_whole_chain(store: FeatureStore, anchor: int) -> None:
+    ratio = 0.6
+    whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
+    mean = torch.zeros(4)
+    for num_depths in range(1, 5):  # a chain ends at a depth with the share that is not taken further
+        share = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
+        cut = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
+        mean[:num_depths] += share * cut
+    torch.testing.assert_close(mean, whole)
+
+
+def test_rows_without_a_chain_weigh_their_own_confidence(store: FeatureStore, anchor: int) -> None:
+    batch = _batch(store, anchor, 4)
+    weight = dpace_weight(batch, DPACE, torch.full((len(batch.row_R),), 0.1))[: batch.num_loss_rows]
+    others = batch.anchor_S[batch.row_R[: batch.num_loss_rows]] != anchor
+    torch.testing.assert_close(weight[others], torch.full_like(weight[others], 0.55))
+
+
+def test_padding_has_no_fixed_weight(store: FeatureStore, anchor: int) -> None:
+    batch = _batch(store, anchor, 4)
+    weight = fixed_weight(batch, Weighting(depth_decay=0.5))
+    assert len(weight) > batch.num_loss_rows
+    assert not weight[batch.num_loss_rows :].any()
+    assert weight[: batch.num_loss_rows].min() == 0.5**3
+
+
+def test_values_by_chain_lie_at_their_anchor_and_depth(store: FeatureStore, anchor: int) -> None:
+    batch = _batch(store, anchor, 3)
+    rows = batch.row_R[: batch.num_loss_rows]
+    table = by_chain(batch, batch.place_S[rows] + 100.0)
+    assert table[anchor].tolist() == [anchor + 100, anchor + 101, anchor + 102]
+    assert table[anchor + 1].tolist() == [anchor + 101, 0, 0]
+    assert table[0].tolist() == [0, 0, 0]  # of the prompt

@@ -7,16 +7,15 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from peagle.drafter.batch import Batch, make_batch
-from peagle.drafter.cod import Rows, sample_rows
+from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
 from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.loss import Weighting, fixed_weight
 from peagle.drafter.micro import micro_batches, partition_rows
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.drafter.weighting import Weighting, fixed_weight
 
 NUM_DEPTHS = 4
 NUM_TOKENS = 230

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.catalog.fit import check_fit, read_head
 from peagle.catalog.folders import read_config
-from peagle.catalog.weights import check_weights, read_shapes
+from peagle.catalog.head_files import check_fit, check_weights, read_head, read_shapes
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.forward import BatchLoss, batch_loss

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch, make_batch
-from peagle.drafter.cod import sample_rows
+from peagle.drafter.batch import Batch, make_batch, sample_rows
 from peagle.drafter.forward import ParallelRows, batch_loss, parallel_rows, parallel_states
 from peagle.drafter.head import build_head
 from peagle.drafter.head_folder import save_head

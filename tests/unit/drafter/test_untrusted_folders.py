@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
-from peagle.catalog.tokenizer import load_tokenizer
-from peagle.catalog.weights import read_shapes
+from peagle.catalog.head_files import read_shapes
 from peagle.drafter.architecture import read_architecture
-from peagle.drafter.hidden_states import load_reader
+from peagle.drafter.features import load_reader
 from peagle.errors import PeagleError
+from peagle.requests.tokenizer import load_tokenizer
 
 
 class _Bomb:

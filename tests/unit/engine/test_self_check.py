@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peagle import hardware
-from peagle.engine.fake_engine import FakeEngine
-from peagle.engine.generation import RequestRefused
+from peagle.engine.fake import FakeEngine
+from peagle.engine.interface import RequestRefused
 from peagle.engine.self_check import (
     LIMIT_S,
     NUM_TOKENS,

@@ -2,10 +2,16 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from peagle.engine import vllm_plugin
 from peagle.errors import ConfigError
@@ -40,3 +46,129 @@ def test_a_core_ends_when_what_spawned_it_is_killed() -> None:
     os.kill(starter.pid, signal.SIGKILL)
     starter.join()
     core.wait(20)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's table of CPU kernels, and its sampler; both are as they were when the test is over."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    for module, name in (
+        (cpu_triton_utils, "expand_kernel"),
+        (cpu_triton_utils, "_expand_kernel_impl"),
+        (rejection_sampler, "expand_kernel"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    return SimpleNamespace(table=cpu_triton_utils, sampler=rejection_sampler)
+
+
+class Registered:
+    """A kernel as vLLM 0.32's `dispatcher.KernelOverride` launches it: by position, from its function alone."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._function
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_each_request_has_its_value_for_each_of_its_drafts(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.75, 0, 3, 0.5]).to(dtype)
+    output = torch.full((6,), 99, dtype=dtype)
+    vllm_plugin.expand(output, values, torch.tensor([2, 3, 3, 6], dtype=torch.int32), replace_from=0, replace_to=1)
+    expected = torch.tensor([0.75, 0.75, 1, 0.5, 0.5, 0.5]) if dtype.is_floating_point else torch.ones(6)
+    assert torch.equal(output, expected.to(dtype))
+
+
+def test_the_kernel_is_ours_as_029_installs_it_and_as_032_registers_it(kernels: Any) -> None:
+    vllm_plugin.replace_kernel()
+    kernels.sampler.expand_kernel = kernels.table.expand_kernel
+    vllm_plugin.probe()
+    kernels.sampler.expand_kernel = Registered(kernels.table._expand_kernel_impl)
+    vllm_plugin.probe()
+
+
+def test_a_version_without_the_first_name_is_patched_by_the_second(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(kernels.table, "expand_kernel")
+    vllm_plugin.replace_kernel()
+    assert kernels.table._expand_kernel_impl is vllm_plugin.expand
+    assert not hasattr(kernels.table, "expand_kernel")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda output, values, ends, *_, **__: output.copy_(values[[0, 0, 0, 2, 3, 3]]),  # nothing is replaced
+        lambda output, values, ends, *_, **__: None,  # the memory stays as it was
+        lambda output, values, ends, *_, **__: output.fill_(1),
+    ],
+)
+def test_a_wrong_kernel_is_refused_before_the_models_load(kernels: Any, wrong: Any) -> None:
+    kernels.sampler.expand_kernel = Registered(wrong)
+    with pytest.raises(RuntimeError, match="does not give drafts their requests' sampling values"):
+        vllm_plugin.probe()
+
+
+def test_a_worker_probes_once_its_kernels_are_there_and_only_where_it_drafts(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker import worker_base
+
+    def install(self: Any) -> None:
+        kernels.sampler.expand_kernel = Registered(lambda *_, **__: None)
+
+    monkeypatch.setattr(worker_base.WorkerWrapperBase, "init_device", install)
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.probe_before_loading()
+    worker = worker_base.WorkerWrapperBase.__new__(worker_base.WorkerWrapperBase)
+    worker.vllm_config = SimpleNamespace(speculative_config=None)
+    worker.init_device()
+    worker.vllm_config = SimpleNamespace(speculative_config=object())
+    with pytest.raises(RuntimeError, match="Run without a drafter"):
+        worker.init_device()
+
+
+def test_vllms_own_kernel_is_still_wrong() -> None:
+    """Once this fails, vLLM has mended issue 55005: `replace_kernel` can go, and the probe stays."""
+    code = """if True:
+        import torch
+        from vllm.platforms import current_platform
+        from vllm.utils.cpu_triton_utils import expand_kernel
+        current_platform.import_kernels()  # for this processor; vllm._C is for AVX-512
+        output = torch.full((3,), 9.0)
+        expand_kernel[(2,)](output, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
+        print(output.tolist() == [0.5, 0.5, 0.25])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_grammars_are_compiled_behind_the_engines_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    class Started(StructuredOutputManager):
+        def __init__(self) -> None:
+            super().__init__(
+                SimpleNamespace(
+                    parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
+                    scheduler_config=SimpleNamespace(max_num_seqs=1),
+                    model_config=SimpleNamespace(skip_tokenizer_init=False),
+                    structured_outputs_config=SimpleNamespace(
+                        reasoning_parser_plugin="", reasoning_parser="", enable_in_reasoning=False
+                    ),
+                )
+            )
+
+    monkeypatch.setattr("vllm.v1.structured_output.cached_tokenizer_from_config", lambda model_config: None)
+    monkeypatch.setattr(StructuredOutputManager, "__init__", StructuredOutputManager.__init__)  # restored at the end
+    vllm_plugin.compile_behind_steps()
+    vllm_plugin.compile_behind_steps()
+
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert Started().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)

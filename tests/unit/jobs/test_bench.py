@@ -14,7 +14,7 @@ from config_only import measure_at_once, write_target
 
 from jobs.cli import run
 from peagle.bench import run as runner
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine
 
 
 @pytest.fixture

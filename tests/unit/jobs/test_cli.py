@@ -14,7 +14,7 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "matplotlib", "pyarrow")
 @pytest.mark.parametrize(
     "code",
     [
-        "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.cost, peagle.speculation",
+        "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.account, peagle.speculation",
         "from jobs import cli; cli._parser(None).format_help()",
         "from jobs import cli; cli._parser('generate').format_help()",
         "from jobs import cli; cli._parser('evaluate').format_help()",

@@ -11,8 +11,8 @@ import pytest
 from config_only import measure_at_once, write_head, write_target
 
 from jobs.cli import run
-from peagle.drafter.evaluation import run as runner
-from peagle.engine.fake_engine import FakeEngine
+from peagle.bench import acceptance as runner
+from peagle.engine.fake import FakeEngine
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations in fake engines."""
 
     def with_fakes(*args: Any) -> Any:
-        from peagle.engine.fake_engine import ByteTokenizer
+        from peagle.engine.fake import ByteTokenizer
 
         def start(spec: Any, hardware: Any) -> FakeEngine:
             return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens)
@@ -97,7 +97,7 @@ def test_an_engine_that_failed_beside_others_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "evaluate", lambda *args: ({"failed": failed}, tmp_path))
-    monkeypatch.setattr("peagle.drafter.evaluation.report.text_report", lambda report: "table")
+    monkeypatch.setattr("peagle.bench.acceptance_report.text_report", lambda report: "table")
     assert run(["evaluate"]) == exit_code
     printed = capsys.readouterr().out
     assert "table" in printed

@@ -4,9 +4,9 @@ import pytest
 
 from jobs import bench, evaluate, flags, generate, plan, serve, train, tune
 from jobs.cli import run
+from peagle.bench.acceptance_config import EvaluateConfig
 from peagle.bench.config import BenchConfig
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.evaluation.config import EvaluateConfig
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.tuning.config import TuneConfig

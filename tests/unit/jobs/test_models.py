@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jobs import models
-from peagle.catalog.loader import load_catalog
+from peagle.catalog.cards import load_catalog
 from peagle.errors import CatalogError
 
 

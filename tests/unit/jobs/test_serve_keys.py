@@ -42,7 +42,7 @@ def test_a_key_has_an_end_and_the_list_shows_it(tmp_path, capsys, monkeypatch):
     assert add("a", "--expires-in-days", "0.5", "--max-parallel-requests", "4") == 0
     assert add("b", "--expires-at", "2027-02-01") == 0
     assert add("c", "--expires-at", "2027-02-01T12:00+01:00") == 0
-    monkeypatch.setattr("pipelines.online.keys.time.time", lambda: 1_800_100_000.0)
+    monkeypatch.setattr("pipelines.online.gateway.keys.time.time", lambda: 1_800_100_000.0)
     capsys.readouterr()
     assert cli.run(["serve", "keys", "list", "--keys", path]) == 0
     assert capsys.readouterr().out.splitlines() == [

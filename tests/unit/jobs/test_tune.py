@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.cli import run
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.tuning import run as runner
 
 CONFIG = {
@@ -30,7 +30,7 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)
-    monkeypatch.setattr("peagle.measurement.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setattr("peagle.bench.closed_loop._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))

@@ -190,7 +190,7 @@ def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
 
 
 def test_what_is_too_much_to_simulate_says_so(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.planning.simulated._MOST_UNITS", 2000)
+    monkeypatch.setattr("peagle.planning.simulation._MOST_UNITS", 2000)
     found = plan(tokens="72M", within="12h", market="on_demand", seeds=2)  # 1,000 units a seed, of 6,000 minutes
     assert found["simulated"]["fleet"]["unit_s"] == 360
     assert "too many to simulate: these are of 360 s" in text_plan(found)
@@ -204,7 +204,7 @@ def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
     assert found["simulated"] is None
     assert "Not simulated: 500,000 engines, with what is done again, are too much for it." in found["notes"]
     assert "SIMULATED" not in text_plan(found)
-    monkeypatch.setattr("peagle.planning.simulated._MOST_UNITS", 1000)
+    monkeypatch.setattr("peagle.planning.simulation._MOST_UNITS", 1000)
     fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
     assert fewer["simulated"]["seeds"] == 2
     assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)

@@ -1,9 +1,9 @@
 import pytest
 
-from peagle.engine.fake_engine import ByteTokenizer
-from peagle.prompting import PromptBuilder, PromptSpec, RowError
+from peagle.engine.fake import ByteTokenizer
 from peagle.requests.builder import Request, RequestBuilder, SamplingSpec
-from peagle.sampling import SamplingKeys, SamplingLimits
+from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
+from peagle.requests.sampling import SamplingKeys, SamplingLimits
 
 CHAT = "/v1/chat/completions"
 BATCH = PromptSpec(body_column="body", chat=True)

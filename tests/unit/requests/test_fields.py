@@ -15,7 +15,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, FIELDS, asks_nothing, refused_field
 from peagle.requests.openai import EFFORTS, parse_body
-from peagle.sampling import RequestSampling
+from peagle.requests.sampling import RequestSampling
 from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "requests.md"

@@ -16,12 +16,12 @@ from peagle.storage import (
     remove_temporaries,
     require_usable,
     s3_client,
+    s3_files,
     s3_path,
-    s3_reading,
-    s3_writing,
     write_atomic,
     write_once,
 )
+from peagle.storage import s3_files as s3_writing
 
 FOLDER = place("s3://bucket/run")
 EVERY_FAULT = [500, 503, 409, "cut", "lost"]
@@ -263,7 +263,7 @@ def test_parts_of_a_killed_writer_are_cleared(s3, small_parts):
 
 def test_an_object_that_is_replaced_while_it_is_read_is_not_read_in_pieces_of_both(s3, monkeypatch):
     path = FOLDER / "large"
-    monkeypatch.setattr(s3_reading, "_TAIL_BYTES", 10)
+    monkeypatch.setattr(s3_files, "_TAIL_BYTES", 10)
     monkeypatch.setattr(s3_path, "READ_AHEAD_BYTES", 10)
     write_atomic(path, b"old." * 100)
     with open_to_read(path) as file:

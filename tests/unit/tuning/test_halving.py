@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from peagle.tuning.costs import Arm, Turn
-from peagle.tuning.halving import Score, Search
+from peagle.tuning.halving import Arm, Score, Search, Turn
 
 START_S, PASS_S = 60.0, 10.0
 ENGINES = ("none", "k3", "k5", "k7")

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from peagle.bench.engine import Listener
+from peagle.bench.prompts import Prompt
 from peagle.catalog.folders import folder_fingerprint
-from peagle.engine.fake_engine import ByteTokenizer, FakeEngine
-from peagle.engine.generation import Generation
+from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError, PriceError
 from peagle.hardware import Hardware
-from peagle.measurement.dataset import Prompt
-from peagle.measurement.engine_up import Listener
+from peagle.profiles.profile import Profile, read_profile
 from peagle.tuning.config import TuneConfig
-from peagle.tuning.costs import Arm, Costs, Turn
-from peagle.tuning.profile import Profile, read_profile
+from peagle.tuning.halving import Arm, Costs, Turn
 from peagle.tuning.run import prompts_of, tune
 
 from .conftest import HEAD, TARGET

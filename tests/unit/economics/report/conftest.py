@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from peagle.economics.cost import account
+from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.data import report_dict
 from peagle.economics.usage import EngineSession, UnitUsage

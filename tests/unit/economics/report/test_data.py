@@ -4,7 +4,7 @@ import json
 import pytest
 
 from peagle.economics.prices import PriceTable
-from peagle.economics.report.data import check_report
+from peagle.economics.report.data import RUN_KEYS, RunInfo, check_report, compare
 from peagle.errors import PeagleError
 
 
@@ -59,3 +59,98 @@ def test_a_doubtful_price_is_said(make_report):
 def test_what_is_no_report_is_refused(report):
     with pytest.raises(PeagleError, match=r"peagle report RUN|lacks notes, shares"):
         check_report(report)
+
+
+def test_only_the_model_is_required():
+    info = RunInfo.from_dict({"model": "smollm2-135m"})
+    assert info.label == "smollm2-135m, no drafter"
+    assert info.complete is None
+    assert set(info.to_dict()) == set(RUN_KEYS)
+
+
+def test_the_label_names_the_drafter_unless_one_is_given():
+    drafted = {"model": "m", "drafter": "peagle", "num_speculative_tokens": 5}
+    assert RunInfo.from_dict(drafted).label == "m with peagle K=5"
+    assert RunInfo.from_dict({**drafted, "label": "nightly"}).label == "nightly"
+
+
+@pytest.mark.parametrize(
+    "moment", [1_780_000_000, 1_780_000_000.4, "2026-05-28T20:26:40Z", "2026-05-28T22:26:40+02:00"]
+)
+def test_times_become_utc(moment):
+    assert RunInfo(model="m", started_at=moment).started_at == "2026-05-28T20:26:40+00:00"
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        ({}, "needs the run's model"),
+        ({"model": None}, "model is None: that is not of type str"),
+        ({"model": "m", "drater": "x"}, "(?s)no 'drater'.*drafter"),
+        ({"model": "m", "concurrency": "8"}, "concurrency is '8': that is not of type int"),
+        ({"model": "m", "concurrency": 1.5}, "not of type int"),
+        ({"model": "m", "concurrency": True}, "not of type int"),
+        ({"model": "m", "complete": 1}, "not of type bool"),
+        ({"model": "m", "sampling": [0]}, "not of type dict"),
+        ({"model": "m", "started_at": "yesterday"}, "that is no time"),
+        ({"model": "m", "finished_at": 1e30}, "that is no time"),
+    ],
+)
+def test_wrong_information_is_refused_by_name(run, reason):
+    with pytest.raises(PeagleError, match=reason):
+        RunInfo.from_dict(run)
+
+
+def figure(compared, name):
+    return next(row for row in compared["figures"] if row["name"] == name)
+
+
+def test_ratios_are_to_the_run_without_a_drafter_wherever_it_stands(with_drafter, without_drafter):
+    compared = compare([with_drafter, without_drafter])
+    assert compared["baseline"] == 1
+    assert compared["labels"] == ["peagle K=3", "no drafter"]
+    assert figure(compared, "output_tokens_per_s")["values"] == pytest.approx([60, 40])
+    assert figure(compared, "output_tokens_per_s")["ratios"] == pytest.approx([1.5, 1])
+    assert figure(compared, "tokens_per_usd")["ratios"] == pytest.approx([1.5, 1])
+    assert figure(compared, "usd_per_million_tokens")["ratios"] == pytest.approx([1 / 1.5, 1])
+    assert figure(compared, "acceptance_length")["ratios"] == [None, None]
+    assert figure(compared, "num_rows")["ratios"] == [None, None]
+    assert compared["notes"] == []
+    assert json.loads(json.dumps(compared)) == compared
+
+
+def test_without_such_a_run_the_first_is_the_baseline(with_drafter):
+    compared = compare([with_drafter, with_drafter])
+    assert compared["baseline"] == 0
+    assert compared["labels"] == ["peagle K=3 (1)", "peagle K=3 (2)"]
+
+
+def test_labels_keep_the_models_where_they_differ(make_report):
+    compared = compare([make_report(), make_report(model="other")])
+    assert compared["labels"] == ["smollm2-135m, no drafter", "other, no drafter"]
+    assert compared["notes"] == ["other, no drafter differs from the baseline also in model."]
+
+
+def test_a_drafter_that_costs_is_told(make_report):
+    plain = make_report(concurrency=4)
+    slow = make_report(concurrency=4, tokens=3000, drafter="peagle", num_drafts=1000, accepted=(480, 100))
+    (note,) = compare([plain, slow])["notes"]
+    assert note == "peagle: the drafter costs more than it saves, 0.75 x the tokens per busy dollar."
+
+
+def test_no_verdict_on_the_drafter_where_conditions_differ(make_report):
+    plain = make_report(concurrency=8)
+    slow = make_report(concurrency=4, tokens=3000, drafter="peagle", num_drafts=1000, accepted=(480, 100))
+    assert compare([plain, slow])["notes"] == ["peagle differs from the baseline also in concurrency."]
+
+
+def test_other_numbers_of_rows_are_compared_by_busy_time(make_report):
+    (note,) = compare([make_report(num_input_rows=40), make_report(num_input_rows=400, drafter="x")])["notes"]
+    assert "input rows; loading weighs more on the shorter run" in note
+
+
+def test_there_has_to_be_a_report():
+    with pytest.raises(PeagleError, match="no report to compare"):
+        compare([])
+    with pytest.raises(PeagleError, match="schema 1"):
+        compare([{"schema": 0}])

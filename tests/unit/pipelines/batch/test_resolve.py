@@ -3,8 +3,8 @@ import pytest
 from peagle import hardware
 from peagle.errors import ConfigError, InputError
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.placing import Neighbours, Placement
 from pipelines.batch.resolve import resolve
+from pipelines.cluster.placement import Neighbours, Placement
 
 HERE = hardware.detect()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pipelines.batch.turns import rows_in_engine
+from pipelines.batch.locks import rows_in_engine
 
 
 @pytest.mark.parametrize(("slots", "rows"), [(1, 2), (8, 16), (64, 96), (256, 288), (512, 576)])

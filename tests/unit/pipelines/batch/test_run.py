@@ -10,18 +10,18 @@ from rich.console import Console
 
 from peagle import hardware
 from peagle.economics.usage import UnitUsage
-from peagle.engine.fake_engine import ByteTokenizer
+from peagle.engine.fake import ByteTokenizer
 from peagle.errors import CapacityError, ConfigError, InputError, PriceError, StoppedEarly
 from peagle.hardware import Hardware
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import make_plan
+from peagle.runs.progress import Progress
 from peagle.speculation import SpeculationStats
-from pipelines.batch import looking
+from pipelines.batch import resolve as resolve_module
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import make_plan
-from pipelines.batch.progress import Progress
 from pipelines.batch.resolve import resolve
 from pipelines.batch.run import _open
-from pipelines.batch.rundir import RunDirectory
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate"]
@@ -97,18 +97,18 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     config = GenerateConfig(input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, **keys)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(
-        looking.cluster,
+        resolve_module.cluster,
         "require_capacity",
         lambda p, n, *, wait_s, check, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
     )
     monkeypatch.setattr(
-        looking.cluster,
+        resolve_module.cluster,
         "inspect",
         lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: done.append(
             ("inspect", accelerators_per_engine // nodes_per_engine, accelerator_type)
         ),
     )
-    looking.hardware_for(RunDirectory(tmp_path), config, check=lambda: None, announce=print)
+    resolve_module.hardware_for(RunDirectory(tmp_path), config, check=lambda: None, announce=print)
     assert done == expected
 
 
@@ -176,7 +176,7 @@ def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(driver, tmp_pat
     _open(run, plan, resolved, COMMAND)
     config = resolved.config.model_copy(update={"accelerator_type": "H100"})
     with pytest.raises(ConfigError, match=r"began on .*accelerator_type H100 cannot continue it"):
-        looking.hardware_for(run, config, check=lambda: None, announce=print)
+        resolve_module.hardware_for(run, config, check=lambda: None, announce=print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

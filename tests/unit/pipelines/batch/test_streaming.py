@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from peagle.errors import EngineError, PeagleError, StoppedEarly, StorageError
-from pipelines.batch import cluster, streaming
+from pipelines.batch import streaming
+from pipelines.cluster import ray as cluster
 
 
 class Run:

@@ -9,12 +9,12 @@ from peagle import hardware
 from peagle.corpus.rows import Span
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, StoppedEarly, StorageError, TooManyFailedRows
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import Plan, WorkUnit
 from pipelines.batch.resolve import resolve, resolve_price
-from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.supervision import Supervisor, limits_of, require_few_failures, require_time
 
 HERE = hardware.detect()

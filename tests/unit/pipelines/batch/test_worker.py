@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from peagle import hardware
-from peagle.engine.fake_engine import FakeEngine
+from peagle.engine.fake import FakeEngine
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
-from pipelines.batch import life, worker
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import make_plan
+from peagle.runs.prepare import PrepareJob, prepare_unit
+from peagle.runs.rows import packed
+from pipelines.batch import watchdog, worker
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.plan import make_plan
-from pipelines.batch.preparing import PrepareJob, prepare_unit
 from pipelines.batch.resolve import resolve
-from pipelines.batch.rows import packed
-from pipelines.batch.rundir import RunDirectory
 from pipelines.batch.worker import EngineJob, EngineWorker
 
 SLOTS = 4
@@ -178,9 +178,9 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
 
 
 def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(scene, monkeypatch):
-    monkeypatch.setattr(life, "POLL_S", 0.05)
-    monkeypatch.setattr(life, "_LONGEST_LOOK_S", 0.06)
-    monkeypatch.setattr(life, "_LEAST_STANDSTILL_S", 0.0)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
+    monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
     one, killed, ends, gone = scene(), [], [], threading.Event()
 
     class Blocking(FakeEngine):
@@ -284,7 +284,7 @@ def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, 
 
     others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
     monkeypatch.setattr(worker, "OtherNodes", lambda job, part: others)
-    monkeypatch.setattr("pipelines.batch.node.start_vllm", start)
+    monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
     start_engine, one = EngineWorker._start_engine, scene()
     made = one.worker(FakeEngine())
     made._job = replace(made._job, spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines.online.account import Engine, EngineAccount
+from pipelines.online.replica.account import Engine, EngineAccount
 
 
 @pytest.fixture

@@ -3,17 +3,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle.catalog.engines import ResolvedEngine
-from peagle.catalog.resolve import ResolvedDrafter
+from peagle.catalog.drafters import ResolvedDrafter
 from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine_options import ResolvedEngine
 from peagle.errors import CapacityError, ConfigError, PriceError
 from peagle.hardware import Hardware
-from pipelines.batch.placing import Placement
+from pipelines.cluster.placement import Placement
 from pipelines.online import app
-from pipelines.online.account import Engine, EngineAccount
 from pipelines.online.app import Served, endpoint_price, gate_settings, model_card
 from pipelines.online.config import ServeConfig
-from pipelines.online.keys import new_key, write_keys
+from pipelines.online.gateway.keys import new_key, write_keys
+from pipelines.online.replica.account import Engine, EngineAccount
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 GPU = Hardware(

@@ -7,10 +7,10 @@ import pytest
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
 from peagle.engine.self_check import SelfCheck
-from pipelines.online.account import Engine, EngineAccount
-from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
+from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.wire import Tally
 from tests.unit.pipelines.online.ledgers import a_request
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
@@ -88,7 +88,7 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
 def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_path, clock, monkeypatch, second):
     """A request of 1 s and 100 tokens each second, from some second of a minute on, for somewhat over ten minutes."""
     start, began = 1_800_000_000 + second, clock.now
-    monkeypatch.setattr("pipelines.online.account.time.time", lambda: start + clock.now - began)
+    monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - began)
     engine = Engine(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     account.ready()

@@ -4,11 +4,12 @@ import pytest
 
 from peagle.economics.ledger import append_request
 from peagle.economics.prices import Price
+from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
-from pipelines.online.answers import Tally
 from pipelines.online.cost import CostView
-from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps
+from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps, watch_profiles
 from pipelines.online.totals import totals_of
+from pipelines.online.wire import Tally
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
 NOW = 1_000_000.0  # at the beginning of a step
@@ -139,3 +140,52 @@ def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path,
         reports.append(LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now).report()["total"])
     assert (tmp_path / "ledger" / "totals.jsonl").exists()
     assert [(one["num_requests"], one["output_tokens_per_s"]) for one in reports] == [(1, 40 / 60), (2, 80 / 60)]
+
+
+class Stop:
+    """Says no so many times."""
+
+    def __init__(self, num_looks):
+        self.left = num_looks
+
+    def wait(self, timeout):
+        self.left -= 1
+        return self.left < 0
+
+
+class Ledger:
+    def __init__(self, *reports):
+        self._reports = list(reports)
+
+    def report(self, *, window_s):
+        found = self._reports.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return {"by_model": found}
+
+
+class Watch:
+    def __init__(self):
+        self.given = []
+
+    def new(self, **figures):
+        self.given.append(figures)
+        return [f"look {len(self.given)}"]
+
+
+FIGURES = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
+
+
+def test_each_look_hands_the_figures_of_its_model_on():
+    watch, said = Watch(), []
+    ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
+    watch_profiles({"m": watch}, ledger, Stop(2), said.append)
+    assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
+    assert said == ["m: look 1"]
+
+
+def test_a_ledger_that_cannot_be_read_does_not_end_the_endpoint():
+    watch, said = Watch(), []
+    watch_profiles({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
+    assert "torn" in said[0]
+    assert said[1] == "m: look 1"

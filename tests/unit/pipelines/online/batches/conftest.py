@@ -8,13 +8,13 @@ from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
-from pipelines.batch.placing import Neighbours, Placement
+from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, Order, StoredFile, new_id
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.work import Result
-from pipelines.online.keys import KeyRecord
-from pipelines.online.requests import CHAT, ServedModel
+from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.keys import KeyRecord
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 

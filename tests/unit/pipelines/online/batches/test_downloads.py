@@ -8,7 +8,7 @@ import pytest
 from pipelines.online.batches.downloads import WINDOW_BYTES, Download, Room, attachment, span_of
 from pipelines.online.batches.records import INPUT, StoredFile
 from pipelines.online.errors import ApiError
-from pipelines.online.front import Front
+from pipelines.online.serve.proxy import Front
 
 MIB = 1 << 20
 DATA = bytes(range(256)) * (3 * WINDOW_BYTES // 256)

@@ -3,14 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.online.batches.asking import NewBatch
-from pipelines.online.batches.ordering import Orders
-from pipelines.online.batches.quota import Quota
+from pipelines.online.batches.ordering import NewBatch, Orders, Quota
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.settings import Shares
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
-from pipelines.online.requests import CHAT
+from pipelines.online.gateway.admission import CHAT
 
 DAY_S = 24 * 3600
 SHARES = Shares(max_unfinished_batches=3, max_stored_files=5)

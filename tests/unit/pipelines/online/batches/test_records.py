@@ -3,8 +3,8 @@ import json
 import openai.types
 import pytest
 
-from pipelines.online.batches.pages import page
 from pipelines.online.batches.records import FINAL, Batch, Order, Progress, StoredFile
+from pipelines.online.batches.routes import page
 from pipelines.online.errors import ApiError
 
 

@@ -10,12 +10,12 @@ from pipelines.online.batches.records import Progress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import MIB, Shares
-from pipelines.online.error_handlers import answer_errors
-from pipelines.online.flow import UPLOAD_WINDOW_BYTES
-from pipelines.online.gate import Gate, GateSettings
-from pipelines.online.keys import new_key, write_keys
-from pipelines.online.requests import CHAT, ServedModel
-from pipelines.online.routes import guarded_app
+from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.gate import Gate, GateSettings
+from pipelines.online.gateway.keys import new_key, write_keys
+from pipelines.online.gateway.routes import guarded_app
+from pipelines.online.ingress import answer_errors
+from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 
 PURPOSE = {"purpose": "batch"}
 

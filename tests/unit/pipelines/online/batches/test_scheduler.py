@@ -8,7 +8,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.budgets import budgets_of
+from pipelines.online.gateway.budgets import budgets_of
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import contextlib
 import time
 
-from pipelines.batch.lease import hold_lease
+from peagle.runs.lease import hold_lease
 from pipelines.online.batches import service
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.service import Batches

@@ -4,7 +4,7 @@ import pytest
 
 from pipelines.online.batches import validation
 from pipelines.online.batches.validation import Rules, check_input
-from pipelines.online.requests import CHAT, ServedModel
+from pipelines.online.gateway.admission import CHAT, ServedModel
 
 MODELS = tuple(ServedModel(name=name, max_model_len=100, can_seed=False) for name in ("a", "b"))
 

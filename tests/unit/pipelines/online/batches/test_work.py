@@ -3,8 +3,8 @@ import json
 import pytest
 
 from pipelines.online.batches import work
+from pipelines.online.batches.decisions import make_task
 from pipelines.online.batches.records import Batch, Progress
-from pipelines.online.batches.tasks import make_task
 from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
 
 

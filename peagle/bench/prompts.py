@@ -1,0 +1,152 @@
+"""The prompts of a measurement: HumanEval or a file's rows, through the target's chat template, with their categories.
+
+It knows files, templates and a tokenizer; it knows nothing of drafters or engines. Everything that is wrong with the
+data is found here, before an engine starts.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from peagle.bench.options import MeasurementKeys
+from peagle.corpus.rows import Row
+from peagle.corpus.scan import find, read_all
+from peagle.corpus.text import is_batch
+from peagle.errors import InputError
+from peagle.humaneval import HUMANEVAL, PROMPT_TEMPLATE, read_humaneval
+from peagle.plain_json import is_nan, to_json
+from peagle.requests.openai import parse_body
+from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, Tokenizer, resolve_prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One request; `category` is None where the data has none."""
+
+    token_ids: list[int]
+    category: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What is asked of every engine alike.
+
+    Attributes:
+        name: for people.
+        fingerprint: of the rows that were taken.
+        spec: how rows become prompts.
+        prompts: those that can be asked.
+        rejected: of the others, how many for which reason.
+    """
+
+    name: str
+    fingerprint: str
+    spec: PromptSpec
+    prompts: list[Prompt]
+    rejected: dict[str, int]
+
+
+def read_dataset(config: MeasurementKeys) -> list[Row]:
+    """The first rows of the dataset, as many as are asked for.
+
+    Raises:
+        InputError: no such file, one that cannot be read, or no row in it.
+        ConfigError: HumanEval is not installed.
+    """
+    rows = list(islice(_rows(config.dataset), config.limit))
+    if not rows:
+        raise InputError(f"dataset {config.dataset}: there is no row in it")
+    return rows
+
+
+def build_dataset(
+    config: MeasurementKeys,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    category_column: str | None = None,
+) -> Dataset:
+    """Template and tokenise the rows.
+
+    Args:
+        category_column: names each row's category, where a row has it.
+
+    Raises:
+        InputError: no prompt column, or no row that gives a prompt.
+        ConfigError: the template does not compile, or the target has no chat template and one is asked for.
+    """
+    keys = config
+    if config.dataset == HUMANEVAL and not _names_a_source(config):
+        keys = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    body_column = "body" if is_batch(rows[0]) else None
+    spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template), body_column=body_column)
+    prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), category_column)
+    if not prompts:
+        raise InputError(f"dataset {config.dataset}: no row gives a prompt; the first: {first}")
+    return Dataset(
+        name=config.dataset if config.dataset == HUMANEVAL else Path(config.dataset).name,
+        fingerprint=_fingerprint(rows),
+        spec=spec,
+        prompts=prompts,
+        rejected=rejected,
+    )
+
+
+def _rows(dataset: str) -> Iterable[Row]:
+    if dataset == HUMANEVAL:
+        return read_humaneval()
+    try:
+        return read_all(find(dataset))
+    except InputError as error:
+        raise InputError(
+            f"dataset {dataset}: {error.message.removeprefix(f'input {dataset!r}: ')}",
+            hint=f"give {HUMANEVAL}, or a corpus of prompts as peagle generate reads it",
+        ) from error
+
+
+def _names_a_source(config: MeasurementKeys) -> bool:
+    return bool(config.prompt_column or config.prompt_template or config.messages_column)
+
+
+def _build(
+    rows: Sequence[Row], builder: PromptBuilder, category_column: str | None
+) -> tuple[list[Prompt], dict[str, int], str | None]:
+    """Prompts, the reasons of the rows without one, and the first of these in words."""
+    prompts: list[Prompt] = []
+    rejected: dict[str, int] = {}
+    first = None
+    for row in rows:
+        built = _prompt(row, builder)
+        if isinstance(built, RowError):
+            rejected[built.reason] = rejected.get(built.reason, 0) + 1
+            first = first or built.message
+        else:
+            prompts.append(Prompt(token_ids=built, category=_category(row, category_column)))
+    return prompts, rejected, first
+
+
+def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
+    """The tokens of the row's prompt; of a request in an OpenAI batch its own sampling parameters count for nothing."""
+    if builder.spec.body_column is None:
+        return builder.build(row)
+    body = parse_body(row["url"], row[builder.spec.body_column])
+    if isinstance(body, str):
+        return RowError(reason="invalid", message=body)
+    return builder.of_body(body)
+
+
+def _category(row: Mapping[str, Any], column: str | None) -> str | None:
+    value = row.get(column) if column else None
+    return None if value is None or is_nan(value) else str(value)
+
+
+def _fingerprint(rows: Sequence[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(to_json(row, sort_keys=True, ensure_ascii=True).encode() + b"\n")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""Which drafter goes with a model: the one that was asked for, or what the card recommends, checked to fit.
+
+"auto" is the card's measured recommendation for this concurrency and hardware, which may be none; "peagle"
+and "eagle3" are the card's heads of that kind; anything else is a local folder or a hub id. Every outcome
+carries its reason in words.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.catalog.cards import HeadCard, Platform
+from peagle.catalog.folders import folder_fingerprint, read_config
+from peagle.catalog.head_files import HeadFacts, check_fit
+from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, hub_commit, hub_config, is_hub_id
+from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
+from peagle.errors import DrafterError
+from peagle.private import user_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedDrafter:
+    """The outcome of choosing a drafter.
+
+    Attributes:
+        spec: None decodes without speculation.
+        name: what to call it in reports, None without one.
+        note: why this one, in a phrase for the user.
+        fingerprint: changes when the head does, None without one.
+    """
+
+    spec: DrafterSpec | None
+    name: str | None
+    note: str
+    fingerprint: str | None
+
+
+def resolve_drafter(
+    name: str,
+    model: ResolvedModel,
+    concurrency: int,
+    *,
+    num_speculative_tokens: int | None = None,
+    platform: Platform | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
+) -> ResolvedDrafter:
+    """The drafter that `name` stands for, checked to fit the model.
+
+    Args:
+        name: "auto", "none", "peagle", "eagle3", a local folder or a hub id.
+        model: the target.
+        concurrency: requests decoded at once.
+        num_speculative_tokens: K; None takes the measured one, else the head's own, else a common default.
+        platform: hardware of the engine; None where unknown.
+        commits: as `resolve_model` takes them.
+
+    Raises:
+        DrafterError: no such head, or it does not fit the target.
+        CatalogError: a hub id that cannot be reached.
+    """
+    if name == "none":
+        return _no_drafter("no drafter was asked for")
+    if name == "auto":
+        return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
+    row = model.card.speculation_for(concurrency, platform) if model.card else None
+    measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
+    path = _path_on_card(model, name) if name in DRAFT_METHODS else name
+    return _build(model, path, num_speculative_tokens, measured_k, commits, note="as asked for")
+
+
+def _automatic(
+    model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None, commits: Mapping[str, str]
+) -> ResolvedDrafter:
+    if model.card is None:
+        return _no_drafter(f"{model.name} is not in the catalog: name a drafter to use one")
+    row = model.card.speculation_for(concurrency, platform)
+    if row is None:
+        place = f"{concurrency} requests at once" + (f" on {platform}" if platform else "")
+        return _no_drafter(f"nothing was measured for {place}: name a drafter to try one")
+    if row.method == "none":
+        return _no_drafter(f"with {concurrency} requests at once a drafter costs more than it saves ({row.source})")
+    path = _head_path(model.card.heads[row.method])
+    if not is_hub_id(path) and not Path(path).is_dir():
+        return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
+    note = f"recommended for {concurrency} requests at once ({row.source})"
+    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, note=note)
+
+
+def _build(
+    model: ResolvedModel,
+    path: str,
+    k: int | None,
+    measured_k: Mapping[str, int],
+    commits: Mapping[str, str],
+    *,
+    note: str,
+) -> ResolvedDrafter:
+    """Read the head, check that it fits and settle K."""
+    folder = user_path(path)
+    is_local = folder.exists()
+    if not is_local and not is_hub_id(path):
+        raise DrafterError(
+            f"no such drafter: {path}",
+            hint="give auto, none, peagle, eagle3, a local folder or a hub id ORG/NAME",
+        )
+    revision = None if is_local else hub_commit(path, commits.get(path)) or commits.get(path)
+    head = check_fit(read_config(folder, DrafterError) if is_local else hub_config(path, revision), model.config)
+    if k is None:
+        k = measured_k.get(head.method) or head.default_k
+    return ResolvedDrafter(
+        spec=DrafterSpec(
+            method=head.method,
+            model=str(whole_head(folder.resolve())) if is_local else path,
+            num_speculative_tokens=k,
+            revision=revision,
+        ),
+        name=folder.resolve().name if is_local else path,
+        note=note + _depth_warning(model, path, head, k),
+        fingerprint=folder_fingerprint(folder) if is_local else f"{path}@{revision or 'main'}",
+    )
+
+
+def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:
+    """A clause for K beyond what the head was trained for; nothing where that is not known."""
+    heads = model.card.heads.values() if model.card else ()
+    card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
+    trained = card.max_speculative_tokens if card else None
+    if trained is None or k <= trained or head.method == "eagle3":
+        return ""
+    return f"; K={k} is beyond the {trained} it was trained for: expect the last ones to be rejected"
+
+
+def _path_on_card(model: ResolvedModel, method: str) -> str:
+    heads = {str(kind): card for kind, card in model.card.heads.items()} if model.card else {}
+    card = heads.get(method)
+    if card is None or not card.published:
+        reason = f": {card.note}" if card else ""
+        raise DrafterError(
+            f"no {method} head is known for {model.name}{reason}",
+            hint="name a folder or a hub id, or use --drafter none",
+        )
+    return _head_path(card)
+
+
+def _head_path(card: HeadCard) -> str:
+    return str(HEADS_FOLDER / str(card.id)) if card.kind == "shipped" else str(card.id)
+
+
+def _no_drafter(note: str) -> ResolvedDrafter:
+    return ResolvedDrafter(spec=None, name=None, note=note, fingerprint=None)

@@ -1,0 +1,243 @@
+"""Does a drafter head belong to a target: judged from the two `config.json` files, before anything is loaded.
+
+Pure. Reads both layouts in which heads are published: the one of the `speculators` library
+(`transformer_layer_config`) and the plain Hugging Face one (`ptd_token_id`, `eagle_config`), by the keys that
+vLLM 0.29 reads (`v1/spec_decode/llm_base_proposer.py`, `transformers_utils/configs/speculators/algos.py`).
+
+A safetensors file begins with a table of its tensors, so nothing is loaded. The names are those that vLLM 0.29 reads
+(`model_executor/models/llama_eagle3.py`); where one is missing its engines stop late or, worse, draft noise.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.engine.spec import DRAFT_METHODS, DraftMethod
+from peagle.errors import DrafterError
+
+_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_UNMAPPED_BY_VLLM = ("fc_norm", "norm_output")
+# Where a head does not say: the depth of the P-EAGLE launch's quick start, and EAGLE-3's best (vLLM blog, 2026-03-13).
+_USUAL_K = {"peagle": 5, "eagle3": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFacts:
+    """What a head's `config.json` says, whichever layout it has.
+
+    Attributes:
+        method: how it drafts.
+        target_hidden_size: width of the target's states that it reads.
+        vocab_size: of the embedding that it shares with the target.
+        draft_vocab_size: how many of those tokens it can draft; all of them where it does not say.
+        num_layers: decoder layers of its own; 1 where it does not say.
+        aux_layer_ids: layers of the target whose input states it reads; empty leaves the choice to vLLM.
+        mask_token_id: stands for the tokens not drafted yet; P-EAGLE only.
+        num_speculative_tokens: K that it was saved with, None where it does not say.
+        unmapped: parts of the head that vLLM does not load for P-EAGLE.
+    """
+
+    method: DraftMethod
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_layers: int
+    aux_layer_ids: tuple[int, ...]
+    mask_token_id: int | None
+    num_speculative_tokens: int | None
+    unmapped: tuple[str, ...]
+
+    @property
+    def default_k(self) -> int:
+        """K without a measurement: the one it was saved with, else the usual one of its method."""
+        return self.num_speculative_tokens or _USUAL_K[self.method]
+
+
+def read_head(config: Mapping[str, Any]) -> HeadFacts:
+    """The facts of a head.
+
+    Raises:
+        DrafterError: not a drafter head, of a kind that peagle does not run, or without a size that matters.
+    """
+    layer = config.get("transformer_layer_config") or config
+    method = _method(config)
+    hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
+    vocab_size = layer.get("vocab_size")
+    if hidden_size is None or vocab_size is None:
+        raise DrafterError("the drafter's config.json states no hidden_size or no vocab_size")
+    aux = config.get("eagle_aux_hidden_state_layer_ids")
+    aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
+    mask_token_id = next((config[key] for key in _MASK_TOKEN_KEYS if config.get(key) is not None), None)
+    return HeadFacts(
+        method=method,
+        target_hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
+        num_layers=layer.get("num_hidden_layers") or 1,
+        aux_layer_ids=tuple(aux),
+        mask_token_id=mask_token_id,
+        num_speculative_tokens=_saved_k(config),
+        unmapped=tuple(key for key in _UNMAPPED_BY_VLLM if config.get(key)),
+    )
+
+
+def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
+    """The head's facts, once it is known to fit.
+
+    Args:
+        drafter: the head's `config.json`.
+        target: the target's.
+
+    Raises:
+        DrafterError: hidden size, vocabulary or layers differ; both values are named.
+    """
+    head = read_head(drafter)
+    text = target.get("text_config") or target
+    num_layers = text["num_hidden_layers"]
+    _require_equal("hidden size", head.target_hidden_size, text["hidden_size"])
+    _require_equal("vocabulary", head.vocab_size, text["vocab_size"])
+    # Layer i reads the state entering it; i = num_layers is the state leaving the last.
+    if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
+        raise _misfit(f"it reads layers {outside}, the target has {num_layers} layers")
+    if head.method == "peagle":
+        _check_parallel(head)
+    return head
+
+
+def _check_parallel(head: HeadFacts) -> None:
+    if head.mask_token_id is None:
+        raise DrafterError(
+            f"the drafter names no mask token ({', '.join(_MASK_TOKEN_KEYS)}): it cannot draft in parallel",
+            hint="was it trained as EAGLE-3? Then its config must not say peagle",
+        )
+    if not 0 <= head.mask_token_id < head.vocab_size:
+        raise _misfit(f"its mask token {head.mask_token_id} lies outside the vocabulary of {head.vocab_size}")
+    if head.unmapped:
+        raise DrafterError(
+            f"vLLM does not load {' and '.join(head.unmapped)} of a P-EAGLE head: its drafts would be wrong",
+            hint="train the head without them",
+        )
+
+
+def _method(config: Mapping[str, Any]) -> DraftMethod:
+    stated = config.get("speculators_model_type")
+    if stated in DRAFT_METHODS:
+        return "peagle" if stated == "peagle" else "eagle3"
+    if stated is not None:
+        raise DrafterError(
+            f"the drafter is of type {stated!r}, which peagle does not run",
+            hint=f"supported: {', '.join(DRAFT_METHODS)}",
+        )
+    if any(config.get(key) is not None for key in _MASK_TOKEN_KEYS):
+        return "peagle"
+    if "eagle3" in str(config.get("architectures")).lower() or "eagle_config" in config:
+        return "eagle3"
+    raise DrafterError(
+        "this is no drafter head: its config.json names neither P-EAGLE nor EAGLE-3",
+        hint="give the head's own folder or hub id, not a language model's",
+    )
+
+
+def _saved_k(config: Mapping[str, Any]) -> int | None:
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    k = methods[0].get("speculative_tokens")
+    return int(k) if k else None
+
+
+def _require_equal(what: str, drafter: int, target: int) -> None:
+    if drafter != target:
+        raise _misfit(f"its {what} is {drafter:,}, the target's is {target:,}")
+
+
+def _misfit(reason: str) -> DrafterError:
+    return DrafterError(
+        f"the drafter does not fit the target: {reason}",
+        hint="use a head trained for this very model; `peagle models NAME` lists the known ones",
+    )
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+_Table = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
+
+_LENGTH_BYTES = 8
+_LARGEST_TABLE_BYTES = 100_000_000  # the format's own limit
+_LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """The shape of each tensor in a folder's `*.safetensors`, by name.
+
+    Raises:
+        DrafterError: there are none, or one is damaged.
+    """
+    return {name: shape for name, (_, shape) in _read_tables(folder).items()}
+
+
+def read_dtypes(folder: Path) -> Mapping[str, str]:
+    """The dtype of each tensor in a folder's `*.safetensors`, by name, as they call it: `BF16`, `F8_E4M3`.
+
+    Raises:
+        DrafterError: there are none, or one is damaged.
+    """
+    return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
+
+
+def check_weights(shapes: Shapes, head: HeadFacts) -> None:
+    """Refuse a head whose weights are not those of its configuration.
+
+    Raises:
+        DrafterError: layers, the mask state, or rows of lm_head are missing; says which.
+    """
+    layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
+    if layers != set(range(head.num_layers)):
+        raise _mismatch(f"config.json says {head.num_layers} layers, the weights hold {sorted(layers)}")
+    if head.method == "peagle":
+        _check_mask_state(shapes)
+    has_lm_head = "lm_head.weight" in shapes
+    if has_lm_head and shapes["lm_head.weight"][0] != head.draft_vocab_size:
+        rows = shapes["lm_head.weight"][0]
+        raise _mismatch(f"lm_head has {rows:,} rows for a draft vocabulary of {head.draft_vocab_size:,}")
+    if head.draft_vocab_size < head.vocab_size and not (has_lm_head and "d2t" in shapes):
+        raise _mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} needs lm_head.weight and d2t")
+
+
+def _check_mask_state(shapes: Shapes) -> None:
+    if "mask_hidden" not in shapes:
+        raise DrafterError(
+            "the weights hold no mask_hidden: the head cannot draft in parallel",
+            hint="was it trained as EAGLE-3? Then its config must name no mask token",
+        )
+    width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
+    if math.prod(shapes["mask_hidden"]) != width:
+        raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
+
+
+def _read_tables(folder: Path) -> _Table:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DrafterError(f"{folder} holds no *.safetensors", hint="save the head's weights as safetensors first")
+    return {name: entry for file in files for name, entry in _read_table(file).items()}
+
+
+def _read_table(path: Path) -> _Table:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 2 <= length <= _LARGEST_TABLE_BYTES:
+                raise ValueError("no table of tensors")
+            table = json.loads(file.read(length))
+            return {
+                name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items() if name != "__metadata__"
+            }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DrafterError(f"{path} is not a readable safetensors file: {error}", hint="copy the head again") from error
+
+
+def _mismatch(reason: str) -> DrafterError:
+    return DrafterError(
+        f"the head's weights do not match its config.json: {reason}", hint="copy or save the head again"
+    )

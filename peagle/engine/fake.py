@@ -1,0 +1,262 @@
+"""A deterministic stand-in for an engine: no model, no weights, the same answers every time.
+
+Tests, chaos runs and load studies share it. Its text is a function of the prompt and the sampling parameters alone,
+so two runs can be compared row by row. It never stands in for a measurement of speed.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from peagle.engine.interface import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.engine.self_check import Judgement, SelfCheck
+from peagle.errors import EngineError
+from peagle.speculation import SpeculationStats
+
+CORE_NAME = "peagle-fake-engine-core"
+_HANGING_S = 60.0
+
+
+class FakeEngine:
+    """Echoes a digest of the prompt.
+
+    Args:
+        num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
+        max_model_len: as an engine's.
+        token_s: seconds a token takes.
+        max_num_seqs: requests at once; further ones wait, and that counts in their latency. None is no limit.
+        die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
+        kill_on: a prompt with this text kills the process that the engine is in.
+        hang_on: after a prompt with this text the engine neither answers nor fails.
+        has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
+        is_wrong: its answers are not its target's, as those of an engine with a wrong kernel.
+    """
+
+    compile_s = 0.0
+    self_check: SelfCheck | None = None
+    model_runner: str | None = None
+
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int = 0,
+        max_model_len: int = 8192,
+        token_s: float = 0.0,
+        max_num_seqs: int | None = None,
+        die_on: str | None = None,
+        kill_on: str | None = None,
+        hang_on: str | None = None,
+        has_core: bool = False,
+        is_wrong: bool = False,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.checkable = _Checkable(max_model_len, is_wrong=is_wrong)
+        self._core = _start_core() if has_core else None
+        self._die_on, self._kill_on, self._hang_on = die_on, kill_on, hang_on
+        self._is_dead = self._hangs = False
+        self._signs_of_life = 0
+        self._num_speculative_tokens = num_speculative_tokens
+        self._token_s = token_s
+        self._slots = asyncio.Semaphore(max_num_seqs) if max_num_seqs else contextlib.nullcontext()
+        self._totals = SpeculationStats.empty()
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """See `Engine.generate`."""
+        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
+        async with self._slots:
+            await asyncio.sleep(self._token_s)
+            first_token = time.monotonic()
+            await asyncio.sleep(self._token_s * (_longest(completions) - 1))
+            while self._hangs:
+                await asyncio.sleep(_HANGING_S)
+        return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+
+    async def stream(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[list[Completion], Generation | None]]:
+        """The same request as it grows: what is there of each response after each token, and at last the whole.
+
+        Raises:
+            RequestRefused, EngineError: as `generate`.
+        """
+        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
+        first_token = started
+        async with self._slots:
+            for num_tokens in range(1, (longest := _longest(completions)) + 1):
+                await asyncio.sleep(self._token_s)
+                self.require_life()
+                first_token = time.monotonic() if num_tokens == 1 else first_token
+                if num_tokens < longest:
+                    yield [_beginning(completion, num_tokens) for completion in completions], None
+        whole = self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+        yield completions, whole
+
+    def speculation_totals(self) -> SpeculationStats | None:
+        """See `Engine.speculation_totals`."""
+        return self._totals if self._num_speculative_tokens else None
+
+    def signs_of_life(self) -> int:
+        """See `Engine.signs_of_life`: whenever it is asked it has worked, unless it hangs."""
+        self._signs_of_life += not self._hangs
+        return self._signs_of_life
+
+    @property
+    def core_pid(self) -> int | None:
+        """The engine's own process; None where it has none."""
+        return self._core.pid if self._core else None
+
+    def shutdown(self) -> None:
+        """Stop the engine's own process, if it has one."""
+        if self._core is not None:
+            self._core.communicate()
+
+    def kill(self) -> None:
+        """See `Engine.kill`."""
+        if self._core is not None:
+            self._core.kill()
+
+    def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[Completion]:
+        """The responses that there will be."""
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
+        self._meet_poison(prompt_token_ids)
+        return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
+
+    def _end(
+        self, prompt_token_ids: list[int], completions: list[Completion], ttft_s: float, latency_s: float
+    ) -> Generation:
+        self.require_life()
+        num_tokens = sum(c.num_output_tokens for c in completions)
+        speculation = self._speculation(num_tokens)
+        self._totals += speculation or SpeculationStats.empty()
+        return Generation(
+            text=completions[0].text,
+            finish_reason=completions[0].finish_reason,
+            num_prompt_tokens=len(prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=num_tokens,
+            speculation=speculation,
+            ttft_s=ttft_s,
+            latency_s=latency_s,
+            completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
+        )
+
+    def _meet_poison(self, prompt_token_ids: list[int]) -> None:
+        if _contains(prompt_token_ids, self._kill_on):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._hangs = self._hangs or _contains(prompt_token_ids, self._hang_on)
+        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._die_on)
+        self.require_life()
+
+    def require_life(self) -> None:
+        """Be silent while the engine lives.
+
+        Raises:
+            EngineError: it died.
+        """
+        self._is_dead = self._is_dead or (self._core is not None and self._core.poll() is not None)
+        if self._is_dead:
+            raise EngineError("the fake engine died")
+
+    def _speculation(self, num_tokens: int) -> SpeculationStats | None:
+        """Every draft has its first token accepted and no other: two tokens a step."""
+        k = self._num_speculative_tokens
+        if not k:
+            return None
+        num_drafts = num_tokens // 2
+        return SpeculationStats.from_histogram([0, num_drafts] + [0] * (k - 1), num_drafts * k)
+
+
+class _Checkable:
+    """Counts up from zero, which is what its target does, or repeats one token where it is wrong."""
+
+    def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
+        self.max_model_len = max_model_len
+        self._is_wrong = is_wrong
+
+    def prompt(self, text: str) -> list[int]:
+        """See `Checkable.prompt`."""
+        return ByteTokenizer().encode(text)
+
+    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        """See `Checkable.answer`."""
+        return [0] * num_tokens if self._is_wrong else list(range(num_tokens))
+
+    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        """See `Checkable.judge`."""
+        return [
+            Judgement(
+                token=str(token),
+                logprob=-0.25 if token == place else -8.0,
+                likeliest=str(place),
+                likeliest_logprob=-0.25,
+            )
+            for place, token in enumerate(token_ids[begin:])
+        ]
+
+
+def _longest(completions: list[Completion]) -> int:
+    return max(completion.num_output_tokens for completion in completions)
+
+
+def _beginning(completion: Completion, num_tokens: int) -> Completion:
+    """Its first tokens; a token is a word."""
+    return replace(
+        completion,
+        text=" ".join(completion.text.split(" ")[:num_tokens]),
+        num_output_tokens=min(num_tokens, completion.num_output_tokens),
+        logprobs=None if completion.logprobs is None else completion.logprobs[:num_tokens],
+    )
+
+
+def _start_core() -> subprocess.Popen[bytes]:
+    """A process that waits until its standard input is closed, which is also when the engine's process is gone."""
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
+    return text is not None and text.encode() in bytes(prompt_token_ids)
+
+
+def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:
+    """Digests, as many as the prompt decides, or `max_tokens` with `ignore_eos`; `index` tells several responses to one
+    prompt apart."""
+    seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
+    digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
+    wanted = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
+    num_tokens = min(wanted, sampling["max_tokens"])
+    word, logprobs = digest[:16], None
+    if (num_top := sampling.get("logprobs")) is not None:
+        likeliest = [(f" {word}", -0.5), *((f" other{rank}", -1.0 - rank) for rank in range(1, num_top))]
+        token = TokenLogprob(token=f" {word}", logprob=-0.5, top=tuple(likeliest[:num_top]))
+        logprobs = (replace(token, token=word), *[token] * (num_tokens - 1))
+    return Completion(
+        text=" ".join([word] * num_tokens),
+        finish_reason="stop" if num_tokens == wanted else "length",
+        num_output_tokens=num_tokens,
+        logprobs=logprobs,
+    )
+
+
+class ByteTokenizer:
+    """The fake engine's tokenizer: a token is a byte of UTF-8, and a chat is its messages with their roles."""
+
+    chat_template = "role: content"
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Text to its bytes."""
+        return list(text.encode())
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        """A line for each message, and the role that is to answer."""
+        return "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "

@@ -1,0 +1,149 @@
+"""Whether a response is what its target says by itself, or differs from it, and if so by a rounding tie.
+
+Greedy decoding takes the likeliest token. A draft is verified in one pass and other requests share the batch, so the
+same sums are added in another order and differ in their last bits. Where the two likeliest tokens are that near, either
+may be taken, and from there on two texts are about different things. That is a tie; anything else is a difference.
+
+Pure: a committed response and the target's own in, a verdict out. A run keeps text and no token ids, so the first token
+in which they differ is found in the text: it is one of those that were likely there, fits the committed response and
+does not fit the target's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from typing import Any, Literal
+
+from peagle.engine.interface import Completion, TokenLogprob
+from peagle.engine.precision import Precision
+
+NUM_LIKELIEST = 5  # tokens that are asked for in each place
+Outcome = Literal["same", "tie", "different"]
+
+# Logits of bf16 have 8 significant bits: between 16 and 32, where the largest are, neighbours lie 0.125 apart, and
+# both tokens may move by one. Those of float16 have 11. What differs in float32 are long sums, far above its own steps.
+_TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
+_FP8_TIE = 0.5  # in the cache or the weights: a value that falls to its neighbour moves logits by more
+
+
+def tie_margin(precision: Precision) -> float:
+    """The largest difference of two tokens' log-probabilities that counts as a tie.
+
+    >>> tie_margin(Precision(dtype="bfloat16"))
+    0.25
+    """
+    if "fp8" in (precision.weights, precision.kv_cache):
+        return _FP8_TIE
+    return _TIE[precision.kv_cache]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a run committed for a row."""
+
+    text: str
+    finish_reason: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a response compares with the target's own.
+
+    Attributes:
+        position: the first token in which they differ, from 0; None where they are the same.
+        committed, target: the token there; `committed` is None where it is not among the likeliest.
+        margin: log-probabilities between the two; where `committed` is None, at least that much.
+    """
+
+    outcome: Outcome
+    position: int | None = None
+    committed: str | None = None
+    target: str | None = None
+    margin: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return asdict(self)
+
+
+def compare(committed: Response, target: Completion, *, ends: Sequence[str], max_tie: float) -> Verdict:
+    """Compare a committed response with the target's own.
+
+    Args:
+        target: the target's response, with the `NUM_LIKELIEST` tokens in each place.
+        ends: texts that end a response and are not in it: stop strings, and the tokens that end a text.
+        max_tie: as `tie_margin` says.
+
+    Example: the run has "a cat", the target "a dog", and at token 1 " dog" has -0.70 and " cat" -0.71: a tie of 0.01.
+    """
+    assert target.logprobs is not None, "the target was asked for log-probabilities"
+    same_text = committed.text == target.text and committed.finish_reason == target.finish_reason
+    if same_text and committed.num_output_tokens == target.num_output_tokens:
+        return Verdict(outcome="same")
+    tokens = _as_in_text(target.logprobs, target.text)
+    texts = [token.token for token in tokens]
+    found = list(_alternatives(committed, tokens, ends, same_text))
+    if found:
+        margin, position, text = min(found)
+        outcome: Outcome = "tie" if margin <= max_tie else "different"
+        return Verdict(outcome=outcome, position=position, committed=text, target=texts[position], margin=margin)
+    position = _first_unlike(committed.text, texts)
+    top = tokens[position].top
+    spread = top[0][1] - top[-1][1] if top else None
+    return Verdict(outcome="different", position=position, target=texts[position], margin=spread)
+
+
+def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """The tokens as they are in the text: SentencePiece drops the space with which the first one begins."""
+    if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
+        return list(tokens)
+    first = tokens[0]
+    top = tuple((likely.removeprefix(" "), logprob) for likely, logprob in first.top)
+    return [replace(first, token=first.token.removeprefix(" "), top=top), *tokens[1:]]
+
+
+def _alternatives(
+    committed: Response, tokens: Sequence[TokenLogprob], ends: Sequence[str], same_text: bool
+) -> Iterator[tuple[float, int, str]]:
+    """Tokens that the run may have taken where the target took another: margin, position, text.
+
+    A token that fits both texts is no candidate, unless it is only the cut into tokens that differs.
+    """
+    wanted = [committed.text]
+    if committed.finish_reason == "stop":
+        wanted += [committed.text + end for end in ends]
+    own = "".join(token.token for token in tokens)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, committed.text, strict=False)))
+    within_character = not committed.text[shared : shared + 1].isascii()
+    prefix = ""
+    for position, token in enumerate(tokens):
+        if not any(text.startswith(prefix) for text in wanted):
+            return
+        for text, logprob in token.top:
+            if text == token.token and text:
+                continue
+            after = prefix + text
+            if text:
+                fits = any(_fits(after, w, w != committed.text) for w in wanted)
+                fits = fits and (same_text or not own.startswith(after))
+            else:  # a part of a character, which has no text by itself
+                fits = within_character and len(prefix) == shared and logprob < token.logprob
+            if fits:
+                yield token.logprob - logprob, position, text
+        prefix += token.token
+
+
+def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
+    """Whether a response can begin so; the token that completes a stop string may go on behind it."""
+    return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
+
+
+def _first_unlike(committed: str, texts: Sequence[str]) -> int:
+    """The first of the target's tokens with which its text leaves the committed one."""
+    prefix = ""
+    for position, text in enumerate(texts):
+        prefix += text
+        if not committed.startswith(prefix):
+            return position
+    return len(texts) - 1

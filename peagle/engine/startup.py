@@ -1,0 +1,151 @@
+"""A time limit for the start of an engine. vLLM has none: it waits for its processes for as long as they live."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from peagle.economics.usage import EngineSession
+from peagle.errors import ConfigError, EngineError
+
+VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
+"""vLLM's own; there it limits the last step of a start, in which an engine that is up says so."""
+DEFAULT_S = 3600
+LATE = r"the engine did not start within \d+ s"
+"""What is said of it, as a pattern."""
+_UNWIND_S = 60.0  # for vLLM to notice that its processes have died, and to give up
+
+
+def start_limit_s() -> int:
+    """Seconds that an engine may take to start.
+
+    Raises:
+        ConfigError: the variable holds no whole number above 0.
+    """
+    text = os.environ.get(VARIABLE) or str(DEFAULT_S)
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ConfigError(f"{VARIABLE}: it must be a whole number of seconds above 0, not {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
+    """Give up what is in here once its time is over: kill its processes, on which it waits.
+
+    Where that does not end it, it hangs in this process: then it is interrupted, or else the process ends.
+
+    Args:
+        kill_children: kills all that this process has started.
+
+    Raises:
+        EngineError: the time was over.
+        ConfigError: as `start_limit_s`.
+    """
+    limit_s = start_limit_s()
+    what = f"the engine did not start within {limit_s} s"
+    is_over, is_left = threading.Event(), threading.Event()
+    thread = threading.current_thread()
+
+    def give_up() -> None:
+        if is_left.wait(limit_s):
+            return
+        is_over.set()
+        kill_children()
+        if not is_left.wait(_UNWIND_S) and thread is threading.main_thread():
+            signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # it ends a wait in the kernel too
+        if not is_left.wait(_UNWIND_S):
+            sys.stdout.write(f"peagle: {what}, and cannot be given up; this process ends\n")
+            sys.stdout.flush()
+            os._exit(EngineError.exit_code)
+
+    threading.Thread(target=give_up, daemon=True).start()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not is_over.is_set():
+            raise
+        hint = f"its log says what it waited for; set {VARIABLE} where it needs longer"
+        raise EngineError(what, hint=hint) from error
+    finally:
+        is_left.set()
+
+
+_WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
+_COSTS = re.compile(
+    r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
+)
+# What costs nothing here, or what we decide ourselves.
+_HARMLESS = (
+    "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
+    "Failed to create oneDNN linear",  # of `lm_head`; torch's own takes over, and there is no choice
+)
+_MOST = 10
+_LONGEST = 400  # characters
+
+
+def costly_warnings(log: str) -> list[str]:
+    """Warnings of a start that cost time or correctness, each once, in their order.
+
+    >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
+    ['no libtcmalloc: performance is lost']
+    """
+    return list(dict.fromkeys(_costly(log)))[:_MOST]
+
+
+def warnings_of(sessions: Iterable[EngineSession]) -> list[str]:
+    """Warnings that engines' ledgers have of their starts, each once, in their order."""
+    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
+
+
+def as_told(warning: str) -> str:
+    """The line in which a user is told of a warning."""
+    return f"warning of an engine's start: {warning}"
+
+
+def _costly(log: str) -> Iterator[str]:
+    for warning in _WARNED.findall(log):
+        if _COSTS.search(warning) and not warning.startswith(_HARMLESS):
+            yield warning if len(warning) <= _LONGEST else f"{warning[:_LONGEST]}..."
+
+
+class _Interrupt(BaseException):
+    """What vLLM does not catch."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C, and a SIGINT or SIGTERM that interrupts, end what is in here at once.
+
+    vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows the KeyboardInterrupt while it waits for its
+    core to start. The core has died of the same signal by then, and vLLM goes on to wait ten minutes for its word.
+
+    Raises:
+        KeyboardInterrupt: one came, and the handler that was there before raised it. Outside the main thread, or where
+            a signal is ignored or has no handler of Python's, nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        try:
+            before[number](number, frame)
+        except KeyboardInterrupt:
+            raise _Interrupt from None
+
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except _Interrupt:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,330 @@
+"""One vLLM `AsyncLLM` behind the `Engine` seam.
+
+It knows vLLM; it knows neither where the arguments come from (`arguments.py`) nor what the requests are for. vLLM
+is imported when an engine starts, after the environment variables that it reads at import have been set.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from peagle.engine import vllm_plugin
+from peagle.engine.arguments import engine_args
+from peagle.engine.environment import set_environment
+from peagle.engine.interface import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
+from peagle.engine.multinode import NodeRank, follow
+from peagle.engine.self_check import CheckableLlm, SelfCheck, refusals
+from peagle.engine.spec import EngineSpec
+from peagle.engine.startup import LATE, interruptible, start_limit
+from peagle.engine.trials import trials_of, try_first
+from peagle.errors import ConfigError, EngineError, PeagleError
+from peagle.hardware import Hardware
+from peagle.plain_json import logprob_number
+from peagle.speculation import SpeculationStats
+
+_COUNTERS = "vllm:spec_decode_"
+_NO_ANSWER = ("error", "abort")
+
+
+class VllmEngine:
+    """A running vLLM engine.
+
+    Args:
+        arguments: keyword arguments of `vllm.AsyncEngineArgs`, as `engine_args` makes them.
+
+    Raises:
+        EngineError: vLLM did not start; the cause is chained, and its log says more.
+    """
+
+    compile_s = 0.0
+    self_check: SelfCheck | None = None
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._steps = _StepCounter()
+        try:
+            with start_limit(kill_children), interruptible():
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
+        except PeagleError:
+            raise
+        except Exception as error:  # vLLM raises whatever its parts raise
+            raise EngineError(f"vLLM did not start: {error}") from error
+        self._trials = trials_of(self._llm)
+        try_first(self._llm, self._trials)
+        self.checkable = CheckableLlm(self._llm)
+        self.max_model_len: int = self._llm.model_config.max_model_len
+
+    @property
+    def model_runner(self) -> str | None:
+        """See `Engine.model_runner`; vLLM decides in its configuration, once the drafter is known."""
+        is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", None)
+        return None if is_v2 is None else "V2" if is_v2 else "V1"
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """See `Engine.generate`."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            params = _sampling_params(sampling)
+            answers = self._llm.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
+            outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
+        except EngineDeadError as error:
+            raise EngineError("the vLLM engine process died") from error
+        except refusals() as error:
+            raise RequestRefused(str(error)) from error
+        except EngineGenerateError as error:  # this request's only: the engine goes on
+            raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
+        if not outputs:
+            raise EngineError(f"vLLM ended request {request_id} without an output")
+        _require_answers(outputs[-1])
+        return _generation(outputs[-1], sampling.get("logprobs") or 0)
+
+    def speculation_totals(self) -> SpeculationStats | None:
+        """See `Engine.speculation_totals`; read from the counters that vLLM keeps for Prometheus."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return _totals(get_metrics_snapshot())
+
+    def signs_of_life(self) -> int:
+        """See `Engine.signs_of_life`."""
+        return self._steps.num_steps
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._trials.close()
+        self._llm.shutdown()
+
+    def kill(self) -> None:
+        """See `Engine.kill`: a core that hangs would outlive this process."""
+        kill_children()
+
+
+class _StepCounter:
+    """A logger of vLLM's statistics that counts them: they come of every step, prefill in pieces included.
+
+    vLLM calls it to have a logger for each of its cores, of which there is one.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def __call__(self, vllm_config: Any, engine_index: int) -> "_StepCounter":
+        return self
+
+    def record(self, *_: Any, **__: Any) -> None:
+        self.num_steps += 1
+
+    def log(self) -> None:
+        """Nothing is printed."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is printed."""
+
+    def record_sleep_state(self, *_: Any, **__: Any) -> None:
+        """No engine of ours sleeps."""
+
+
+def kill_children() -> None:
+    """Kill all that descends from this process, also what vLLM has begun to start.
+
+    But Python's own tracker of shared memory, which frees it when the others are gone.
+    """
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                process.kill()
+
+
+def has_request_metrics() -> bool:
+    """Whether this vLLM states acceptance by request (0.29 does, 0.24 rejects the argument)."""
+    from vllm import AsyncEngineArgs
+
+    return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
+
+
+def has_synthetic_acceptance() -> bool:
+    """Whether this vLLM accepts drafts by lot at given rates by position."""
+    from vllm.config import SpeculativeConfig
+
+    return hasattr(SpeculativeConfig, "synthetic_acceptance_rates")
+
+
+def compile_seconds(log: str) -> float:
+    """Seconds that went into profiling, compiling and warming up, as vLLM states them in the log of its start.
+
+    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
+    64.75
+    """
+    return sum(float(seconds) for seconds in re.findall(r"init engine \([^)]*\) took ([\d.]+) s", log))
+
+
+def root_cause(log: str) -> str | None:
+    """The first error that vLLM's own processes logged: what `AsyncLLM` raises only says that there was one.
+
+    >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
+    'ValueError: the KV cache is too small'
+    """
+    logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return logged[0] if logged else None
+
+
+def with_root_cause(error: EngineError, log: str) -> EngineError:
+    """The same failure to start, told by its cause where the log names one; and by its limit, if its time was over."""
+    cause = root_cause(log)
+    if cause is None:
+        return error
+    late = re.search(LATE, error.message)
+    return EngineError(f"{late[0] if late else 'vLLM did not start'}: {cause}", hint=error.hint)
+
+
+def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
+    """Sums over the engine's ranks; None where vLLM counts no drafts."""
+    counts: dict[str, int] = {}
+    accepted: list[int] = []
+    for metric in metrics:
+        if not metric.name.startswith(_COUNTERS):
+            continue
+        if metric.name == f"{_COUNTERS}num_accepted_tokens_per_pos":
+            accepted = [a + b for a, b in zip_longest(accepted, metric.values, fillvalue=0)]
+        else:
+            counts[metric.name] = counts.get(metric.name, 0) + metric.value
+    if f"{_COUNTERS}num_drafts" not in counts:
+        return None
+    return SpeculationStats(
+        num_drafts=counts[f"{_COUNTERS}num_drafts"],
+        num_draft_tokens=counts[f"{_COUNTERS}num_draft_tokens"],
+        accepted_per_position=tuple(accepted),
+    )
+
+
+def _sampling_params(sampling: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
+
+    arguments = {key: value for key, value in sampling.items() if key not in ("json_schema", "stop")}
+    if schema := sampling.get("json_schema"):
+        arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
+    elif constraint := sampling.get("structured_outputs"):
+        arguments["structured_outputs"] = StructuredOutputsParams(**constraint)
+    if detection := sampling.get("repetition_detection"):
+        arguments["repetition_detection"] = RepetitionDetectionParams(**detection)
+    return SamplingParams.from_optional(
+        **arguments, stop=sampling.get("stop") or None, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def _require_answers(output: Any) -> None:
+    """vLLM ends a request by itself where a schema does not compile in the engine or a token does not keep to it, and
+    hands on what there is as if it were an answer.
+
+    Raises:
+        RequestRefused: a response was not brought to its end.
+    """
+    for completion in output.outputs:
+        if (reason := str(completion.finish_reason)) in _NO_ANSWER:
+            raise RequestRefused(f"vLLM ended it by itself ({reason}) after {len(completion.token_ids)} tokens")
+
+
+def _generation(output: Any, num_top: int = 0) -> Generation:
+    first = output.outputs[0]
+    times = output.metrics
+    started = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
+    with_completions = len(output.outputs) > 1 or first.logprobs is not None
+    return Generation(
+        text=first.text,
+        finish_reason=str(first.finish_reason),
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens,
+        num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+        speculation=_speculation(output.outputs),
+        ttft_s=times.first_token_ts - times.scheduled_ts if started else None,
+        latency_s=times.last_token_ts - times.scheduled_ts if started else None,
+        completions=tuple(_completion(c, num_top) for c in output.outputs) if with_completions else (),
+    )
+
+
+def _speculation(completions: Sequence[Any]) -> SpeculationStats | None:
+    # vLLM 0.24 does not have the attribute.
+    drafts = [d for c in completions if (d := getattr(c, "spec_decode_metrics", None)) is not None]
+    if not drafts:
+        return None
+    return sum(
+        (SpeculationStats.from_histogram(d.histogram, d.num_draft_tokens) for d in drafts),
+        start=SpeculationStats.empty(),
+    )
+
+
+def _completion(completion: Any, num_top: int) -> Completion:
+    logprobs = None
+    if completion.logprobs is not None:
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        logprobs = tuple(_token_logprob(token_id, candidates, num_top) for token_id, candidates in pairs)
+    return Completion(
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
+        num_output_tokens=len(completion.token_ids),
+        logprobs=logprobs,
+    )
+
+
+def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -> TokenLogprob:
+    """vLLM lists the sampled token beside the likeliest, whether it is one of them or not; ranks begin at 1."""
+    likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
+    return TokenLogprob(
+        token=candidates[token_id].decoded_token or "",
+        logprob=logprob_number(candidates[token_id].logprob),
+        top=tuple((c.decoded_token or "", logprob_number(c.logprob)) for c in likeliest),
+    )
+
+
+def start_engine(
+    spec: EngineSpec,
+    hardware: Hardware,
+    *,
+    engine_index: int = 0,
+    num_engines_on_node: int = 1,
+    node_rank: NodeRank | None = None,
+) -> VllmEngine:
+    """Start vLLM, with the variables in this process's environment that it must start with.
+
+    Args:
+        node_rank: the leader's, of an engine on several nodes; it starts when the others follow.
+
+    Raises:
+        EngineError: vLLM does not start.
+        ConfigError: the hardware cannot run the spec.
+    """
+    return VllmEngine(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
+
+
+def follow_engine(
+    spec: EngineSpec, hardware: Hardware, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank
+) -> None:
+    """Compute this node's ranks of an engine that another node leads, as `follow` says."""
+    follow(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
+
+
+def _prepare(
+    spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None
+) -> dict[str, Any]:
+    """Set the environment, and make vLLM's arguments."""
+    assert (node_rank is not None) == (spec.num_nodes > 1), "each node of several has its rank"
+    set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
+    if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
+        raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
+    if spec.drafter and hardware.platform == "cpu":
+        vllm_plugin.require()
+    arguments = engine_args(
+        spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()
+    )
+    if node_rank is None:
+        return arguments
+    os.environ |= node_rank.environment()
+    return arguments | node_rank.arguments(spec.num_nodes)

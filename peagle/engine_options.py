@@ -1,0 +1,234 @@
+"""From the keys with which a user describes an engine to its spec: model, drafter, K, precision, slots, memory.
+
+Bulk runs and the endpoint share it, so that equal keys are equal engines. It starts nothing, and knows nothing of how
+many engines there are or where they are placed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, resolve_model
+from peagle.engine.arguments import check_slots
+from peagle.engine.memory import check_capacity
+from peagle.engine.precision import Precision, resolve_precision
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from peagle.profiles.measurements import NONE
+from peagle.profiles.profile import Profile, read_profile, with_profile
+from peagle.profiles.watch import TunedWatch
+from peagle.provenance import versions
+
+DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
+MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision")
+SIZE_KEYS = (
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enforce_eager",
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+)
+
+
+# Rows, usage and reports must never name a model that did not answer.
+FAKE_MODEL = ResolvedModel(
+    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
+)
+
+
+class EngineKeys(BaseModel):
+    """What a user can ask of an engine; commands that run engines have these keys among their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    profile: Path | None = Field(
+        None, description="YAML of `peagle tune`: engine keys where flags, environment and --config say nothing"
+    )
+    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    drafter: str = Field(
+        "auto",
+        description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
+    )
+    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
+        "auto", description="weights and KV cache of the target"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
+    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
+    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="token slots of one step; default: from K and max_num_seqs"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_the_profile(cls, values: Any) -> Any:
+        return with_profile(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _k_needs_a_drafter(self) -> Self:
+        if self.drafter == "none" and self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens means nothing with drafter: none")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEngine:
+    """An engine, decided.
+
+    Attributes:
+        spec: its models by names that any node can resolve, its precision never `auto`.
+        precision: what it computes in on this hardware.
+        profile: where it comes from, None where it was not tuned.
+    """
+
+    spec: EngineSpec
+    precision: Precision
+    model: ResolvedModel
+    drafter: ResolvedDrafter
+    profile: Profile | None = None
+
+    @property
+    def follows_profile(self) -> bool:
+        """Whether it drafts as its profile says; else the profile's acceptance says nothing of it."""
+        drafter = self.spec.drafter
+        own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
+        return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
+
+    def watch(self, hardware: Hardware) -> TunedWatch | None:
+        """The watch over its profile; None for an engine without one."""
+        profile = self.profile
+        if profile is None:
+            return None
+        head = profile.chosen.head_fingerprint if self.follows_profile else None
+        before = {
+            "hardware": (profile.hardware, hardware.describe()),
+            "weights": (profile.target.revision, self.model.fingerprint),
+            **({"head": (head, self.drafter.fingerprint)} if head else {}),
+        } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
+        differs = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
+        return TunedWatch(profile, follows=self.follows_profile, differs=differs)
+
+
+def resolve_engine(
+    keys: EngineKeys,
+    hardware: Hardware,
+    *,
+    num_engines_on_node: int,
+    num_nodes: int = 1,
+    commits: Mapping[str, str] = NO_COMMITS,
+    announce: Callable[[str], None],
+) -> ResolvedEngine:
+    """Decide everything about an engine, and that the hardware can hold it.
+
+    Args:
+        num_nodes: on which the engine's ranks lie.
+        commits: by hub id, the commits of a run that goes on, or of the engine that this one is to equal.
+        announce: told what takes long, such as converting a model.
+
+    Raises:
+        ConfigError: of the kind that fits (model, drafter, precision).
+        CapacityError: the hardware cannot hold that many engines.
+    """
+    model = resolve_model(keys.model, commits=commits, announce=announce)
+    drafter = resolve_drafter(
+        keys.drafter,
+        model,
+        keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        num_speculative_tokens=keys.num_speculative_tokens,
+        platform=hardware.platform,
+        commits=commits,
+    )
+    engine = compose_engine(keys, hardware, model, drafter)
+    spec = replace(engine.spec, num_nodes=num_nodes)
+    check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node)
+    return replace(engine, spec=replace(spec, model=_reference(keys.model, model)))
+
+
+def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
+    """The engine that stands in for one: no model, and a drafter where K is given.
+
+    Raises:
+        ConfigError: a drafter is asked for, or what `compose_engine` refuses.
+    """
+    if keys.drafter not in ("auto", "none"):
+        raise ConfigError(
+            "engine: fake loads no drafter", hint="leave drafter out, and give num_speculative_tokens alone"
+        )
+    k = keys.num_speculative_tokens
+    spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
+    name = FAKE_MODEL.name if k else None
+    note = "engine: fake; no model answers, and its speed means nothing"
+    drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
+    return compose_engine(keys, hardware, FAKE_MODEL, drafter)
+
+
+def compose_engine(
+    keys: EngineKeys, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
+) -> ResolvedEngine:
+    """The engine of a model and a drafter that are decided already.
+
+    Raises:
+        PrecisionError: the hardware cannot run it.
+        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU; token slots that leave
+            prompts none.
+    """
+    if drafter.spec is not None and keys.pipeline_parallel_size > 1:
+        # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
+        raise ConfigError(
+            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
+            " pipeline stages: vLLM keeps only the last stage's",
+            hint="use --tensor-parallel-size instead, or --drafter none",
+        )
+    if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
+        # vLLM 0.29 makes the buffers between stages when it compiles, and its later stages fail without them.
+        raise ConfigError(
+            f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
+            hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
+        )
+    precision = resolve_precision(keys.precision, hardware, native_quantization=model.native_quantization)
+    spec = EngineSpec(
+        model=model.path,
+        revision=model.revision,
+        drafter=drafter.spec,
+        precision=precision.name,  # nodes of another kind would each decide `auto` for themselves
+        native_quantization=model.native_quantization,
+        max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        max_model_len=max_model_len(model, keys.max_model_len),
+        tensor_parallel_size=keys.tensor_parallel_size,
+        pipeline_parallel_size=keys.pipeline_parallel_size,
+        enforce_eager=keys.enforce_eager,
+        kv_cache_gib=keys.kv_cache_gib,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+    )
+    check_slots(spec)
+    profile = read_profile(keys.profile) if keys.profile else None
+    return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
+
+
+def _reference(name: str, model: ResolvedModel) -> str:
+    """What any node can resolve: a packaged model's name (each node converts its own), else its folder or hub id."""
+    is_packaged = model.card is not None and model.card.source.kind == "package"
+    return name if is_packaged else model.path

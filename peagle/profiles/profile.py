@@ -1,0 +1,218 @@
+"""The answer of `peagle tune` as a YAML file, which `peagle generate` and `peagle serve` take with `--profile`.
+
+    engine          keys of both commands, by their own names; flags, environment and --config win over them
+    tuned           where the choice holds: concurrency and acceptance length
+    measurements    the cells that it was made from, best first
+    decision, objective, target, hardware, versions, made_at
+
+Flat data that anyone may edit, so it is checked when it is read. It knows files; it knows no engine and no search.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peagle.catalog.cards import lasting_name
+from peagle.errors import ConfigError, did_you_mean
+from peagle.files import write_atomic, writing
+from peagle.private import user_path
+from peagle.profiles.measurements import Cell
+from peagle.profiles.ranges import acceptance_range, concurrency_range
+
+SCHEMA = 1
+ENGINE_KEYS = (
+    "model",
+    "drafter",
+    "num_speculative_tokens",
+    "precision",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+)
+_TOGETHER = ({"drafter", "num_speculative_tokens"}, {"max_num_seqs", "max_num_batched_tokens"})
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MeasuredCell(Cell):
+    """A cell, and what it was measured with beside method and K.
+
+    Attributes:
+        drafter: what --drafter takes for it.
+        head_fingerprint: changes when the head does; None without one, and in profiles from before it was kept.
+    """
+
+    precision: str = "auto"
+    max_num_batched_tokens: int | None = None
+    drafter: str = "none"
+    head_fingerprint: str | None = None
+
+    @property
+    def flags(self) -> str:
+        """What asks for it on the command line."""
+        k = f" --num-speculative-tokens {self.k}" if self.k else ""
+        precision = "" if self.precision == "auto" else f" --precision {self.precision}"
+        return f"--drafter {self.drafter}{k}{precision}"
+
+
+class Tuned(_Strict):
+    """Where a choice holds.
+
+    Attributes:
+        concurrency: requests in the engine at once, as it was chosen.
+        concurrency_low, concurrency_high: the measured ones at which it is the choice too.
+        acceptance_length: as it was measured; None without speculation.
+        acceptance_low, acceptance_high: below and above, another measured configuration would be faster; below, or it
+            would be beyond the limit of its time per output token.
+    """
+
+    concurrency: int
+    concurrency_low: int
+    concurrency_high: int
+    acceptance_length: float | None
+    acceptance_low: float | None
+    acceptance_high: float | None
+
+    @classmethod
+    def of(cls, chosen: Cell, cells: list[MeasuredCell], *, max_tpot_ms: float | None = None) -> Self:
+        """The ranges of a choice among cells."""
+        low, high = concurrency_range(chosen, cells)
+        lengths = acceptance_range(chosen, cells, max_tpot_ms=max_tpot_ms)
+        return cls(
+            concurrency=chosen.concurrency,
+            concurrency_low=low,
+            concurrency_high=high,
+            acceptance_length=chosen.acceptance_length,
+            acceptance_low=lengths[0] if lengths else None,
+            acceptance_high=lengths[1] if lengths else None,
+        )
+
+
+class Target(_Strict):
+    """What was tuned for: the model, and which weights of it."""
+
+    name: str
+    revision: str
+
+
+class Profile(_Strict):
+    """A choice, and what it was made from."""
+
+    peagle_profile: Literal[1]
+    decision: str
+    objective: dict[str, Any]
+    engine: dict[str, Any]
+    tuned: Tuned
+    target: Target
+    hardware: str
+    versions: dict[str, str]
+    dataset: dict[str, Any]
+    price: dict[str, Any] | None
+    made_at: str
+    engine_minutes: float
+    notes: list[str] = []
+    measurements: list[MeasuredCell] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_keys_and_its_own_cell(self) -> Self:
+        for key in self.engine:
+            if key not in ENGINE_KEYS:
+                raise ValueError(f"engine holds {key!r}, which no engine has ({did_you_mean(key, ENGINE_KEYS)})")
+        if missing := [key for key in ("model", "drafter", "max_num_seqs") if key not in self.engine]:
+            raise ValueError(f"engine lacks {', '.join(missing)}")
+        if not any(self._is_chosen(cell) for cell in self.measurements):
+            raise ValueError("no measurement is of the engine that was chosen")
+        return self
+
+    @property
+    def chosen(self) -> MeasuredCell:
+        """The measurement of the choice."""
+        return next(cell for cell in self.measurements if self._is_chosen(cell))
+
+    @property
+    def alternatives(self) -> list[MeasuredCell]:
+        """The measurements that keep the objective's limits, the choice among them."""
+        limits = {name: self.objective.get(name) for name in ("max_tpot_ms", "max_ttft_ms")}
+        return [cell for cell in self.measurements if cell == self.chosen or cell.is_within(**limits)]
+
+    def _is_chosen(self, cell: MeasuredCell) -> bool:
+        engine = self.engine
+        wanted = (engine["drafter"], engine.get("num_speculative_tokens") or 0, engine.get("precision", "auto"))
+        sizes = (self.tuned.concurrency, engine.get("max_num_batched_tokens"))
+        found = (cell.drafter, cell.k, cell.precision)
+        return found == wanted and (cell.concurrency, cell.max_num_batched_tokens) == sizes
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from its file.
+
+    Raises:
+        ConfigError: it cannot be read, or is none; what is wrong is named.
+    """
+    again = "`peagle tune` writes one"
+    try:
+        data = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"profile {path}: {error.strerror}", hint=again) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"profile {path}: not valid YAML: {error}", hint=again) from error
+    if not isinstance(data, Mapping) or "peagle_profile" not in data:
+        raise ConfigError(
+            f"profile {path}: it has no peagle_profile, so it is no profile",
+            hint=f"{again}; a file of your own keys goes with --config",
+        )
+    try:
+        return Profile(**data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"profile {path}: {f'{where}: ' if where else ''}{message}", hint=again) from None
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile in one step.
+
+    Raises:
+        CapacityError: it cannot be written.
+    """
+    words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
+    text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    path = user_path(path)
+    with writing(path, hint="name another file with --profile-output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, (words + text).encode())
+
+
+def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's keys, with those of its profile where the user said nothing.
+
+    A drafter or K of the user's leaves out both of the profile's: half of a choice is none. So does `max_num_seqs` with
+    the token slots that were sized for another.
+
+    Raises:
+        ConfigError: the profile cannot be read, or is another target's.
+    """
+    path = values.get("profile")
+    if path is None:
+        return dict(values)
+    profile = read_profile(Path(path))
+    model = values.get("model", profile.engine["model"])
+    if lasting_name(str(model)) != lasting_name(profile.engine["model"]):
+        raise ConfigError(
+            f"profile {path} is of {profile.engine['model']}, and the model is {model}",
+            hint=f"tune that one: peagle tune --model {model}; or leave --model out",
+        )
+    said = {key for key, value in values.items() if value is not None}
+    left_out = {key for together in _TOGETHER if together & said for key in together}
+    known = {key: value for key, value in profile.engine.items() if value is not None and key not in left_out}
+    return known | {key: values[key] for key in said}

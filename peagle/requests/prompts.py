@@ -1,0 +1,248 @@
+"""From a row's columns to the token ids of its prompt, or the reason why there are none.
+
+It knows templates and a tokenizer; it does not know files, units or engines. One bad row never raises: it comes back
+as a `RowError`, which becomes its dead letter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from peagle.errors import ConfigError, InputError, did_you_mean
+from peagle.requests.messages import conversation, kind_of, parse_messages, takes_parts
+from peagle.requests.openai import Body
+from peagle.requests.templates import Template
+
+
+class PromptKeys(BaseModel):
+    """What a user can ask of prompts; commands that read a corpus have these keys among their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
+    prompt_template: str | None = Field(
+        None, description="Jinja2 template over the row's columns, in place of a prompt column"
+    )
+    messages_column: str | None = Field(
+        None,
+        description="column with chat messages (a list of role and content); default: messages, if there",
+    )
+    system_prompt: str | None = Field(None, description="system message put before each prompt (chat only)")
+    chat: bool | None = Field(
+        None, description="put prompts through the model's chat template; default: where the model has one"
+    )
+
+    @model_validator(mode="after")
+    def _one_source_of_prompts(self) -> "PromptKeys":
+        named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other: a row has one prompt")
+        if self.messages_column and self.chat is False:
+            raise ValueError("messages_column needs the chat template: leave chat out")
+        return self
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Messages to text or token ids."""
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Text to token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """Why a row cannot be done: a machine-readable reason, and a message for people."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec:
+    """Where a row's prompt comes from. Exactly one of the four sources is set.
+
+    `body_column` holds bodies of OpenAI requests; each says itself whether it is a chat.
+    """
+
+    column: str | None = None
+    template: str | None = None
+    messages_column: str | None = None
+    body_column: str | None = None
+    system_prompt: str | None = None
+    chat: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as the fingerprint carries it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def resolve_prompts(
+    keys: PromptKeys,
+    columns: list[str],
+    has_chat_template: bool,
+    *,
+    body_column: str | None = None,
+    where: str = "the corpus",
+) -> PromptSpec:
+    """Decide, before an engine starts, where prompts come from.
+
+    Args:
+        body_column: the column with OpenAI bodies, where the corpus is a batch of them.
+        where: the corpus's name, for errors.
+
+    Raises:
+        InputError: the column that is named, or any that would do, is not in the corpus.
+        ConfigError: the template does not compile, or chat is asked of a model without a chat template.
+    """
+    if body_column is not None:
+        return _batch_prompts(keys, body_column, has_chat_template)
+    messages_column = keys.messages_column
+    column = keys.prompt_column
+    if keys.prompt_template is not None:
+        Template(keys.prompt_template).require_columns(columns)
+    elif messages_column is None and column is None:
+        column, messages_column = _default_source(columns, where)
+    for name in (column, messages_column):
+        if name is not None and name not in columns:
+            raise InputError(f"{where} has no column {name!r}", hint=did_you_mean(name, columns))
+    chat = has_chat_template if keys.chat is None else keys.chat
+    if not has_chat_template and (chat or messages_column is not None):
+        raise ConfigError("the model has no chat template", hint="give plain prompts, and chat: false")
+    if keys.system_prompt is not None and not chat:
+        raise ConfigError("system_prompt needs a chat template", hint="put it into prompt_template instead")
+    return PromptSpec(
+        column=column,
+        template=keys.prompt_template,
+        messages_column=messages_column,
+        system_prompt=keys.system_prompt,
+        chat=chat or messages_column is not None,
+    )
+
+
+def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) -> PromptSpec:
+    for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
+        if getattr(keys, name) is not None:
+            raise ConfigError(
+                f"{name} means nothing for an OpenAI batch: its prompts are in the bodies",
+                hint=f"leave {name} out, or say --input-format jsonl to take the lines as plain rows",
+            )
+    return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
+
+
+class PromptBuilder:
+    """Turns rows into token ids under one `PromptSpec`.
+
+    Args:
+        spec: where the prompt comes from.
+        tokenizer: the target's.
+        max_model_len: context of the engine in tokens; a prompt must leave room for one token at least.
+    """
+
+    def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self.spec = spec
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._template = None if spec.template is None else Template(spec.template)
+
+    def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
+        """Token ids of the row's prompt, or why there are none."""
+        content = self._content(columns)
+        if isinstance(content, RowError):
+            return content
+        return self._tokens(Body(content=content, is_chat=self.spec.chat))
+
+    def of_body(self, body: Body) -> list[int] | RowError:
+        """Token ids of an OpenAI request: a chat's messages, or a completion's text or token ids."""
+        content = body.content
+        if body.is_chat and not self.spec.chat:
+            return RowError(reason="invalid", message="the model has no chat template")
+        if body.is_chat:
+            messages = self._messages(content, "body.messages", body.template.get("tools"))
+            return messages if isinstance(messages, RowError) else self._tokens(replace(body, content=messages))
+        if isinstance(content, str):
+            return self._tokens(body)
+        if isinstance(content, list) and content and all(map(_is_token_id, content)):
+            return self._fitting(content)
+        return RowError(reason="invalid_prompt", message=f"body.prompt holds {kind_of(content)}, not text or token ids")
+
+    def _tokens(self, body: Body) -> list[int] | RowError:
+        try:
+            token_ids = self._encode(body)
+        except Exception as error:  # it refuses roles, and its filters raise whatever they meet
+            return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
+        return self._fitting(token_ids)
+
+    def _fitting(self, token_ids: list[int]) -> list[int] | RowError:
+        if not token_ids:
+            return RowError(reason="empty_prompt", message="the prompt has no token")
+        if len(token_ids) >= self._max_model_len:
+            message = (
+                f"the prompt has {len(token_ids)} tokens; the context holds {self._max_model_len} with the response"
+            )
+            return RowError(reason="prompt_too_long", message=message)
+        return token_ids
+
+    def _content(self, columns: Mapping[str, Any]) -> str | list[dict[str, Any]] | RowError:
+        spec = self.spec
+        if spec.messages_column is not None:
+            return self._messages(columns.get(spec.messages_column), f"column {spec.messages_column!r}")
+        if self._template is not None:
+            try:
+                return self._template.render(columns)
+            except Exception as error:  # filters raise whatever they meet in a row
+                return RowError(reason="template_error", message=f"prompt_template: {error}")
+        value = columns.get(spec.column or "")
+        if not isinstance(value, str):
+            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {kind_of(value)}, not text")
+        return value
+
+    def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
+        messages = parse_messages(value, keep_parts=takes_parts(self._chat_template(tools)))
+        if isinstance(messages, str):
+            return RowError(reason="invalid_messages", message=f"{where}{messages}")
+        return messages
+
+    def _encode(self, body: Body) -> list[int]:
+        """A text is encoded with the model's special tokens; a template writes its own."""
+        special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
+        text = self._chat(body) if body.is_chat else body.content
+        # Not said where it is the default: not every tokenizer knows the word.
+        return list(self._tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
+
+    def _chat(self, body: Body) -> Any:
+        content = body.content
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        if self.spec.system_prompt is not None:
+            messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
+        told = conversation(messages, self._chat_template(body.template.get("tools")))
+        template = {"add_generation_prompt": True, **body.template}
+        return self._tokenizer.apply_chat_template(told, tokenize=False, **template)
+
+    def _chat_template(self, tools: Any) -> str:
+        """The template's text; a model may have one of its own for tools."""
+        own = self._tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("tool_use" if tools and "tool_use" in own else "default", "")
+        return str(own)
+
+
+def _default_source(columns: list[str], where: str) -> tuple[str | None, str | None]:
+    if "messages" in columns:
+        return None, "messages"
+    if "prompt" in columns:
+        return "prompt", None
+    hint = "name one with --prompt-column or --messages-column, or build prompts with --prompt-template"
+    if {"custom_id", "body"}.issubset(columns):
+        hint = "its rows look like requests of an OpenAI batch: say --input-format openai-batch"
+    raise InputError(f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}", hint=hint)
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31

@@ -1,0 +1,243 @@
+"""Sampling parameters: what a user may set for a run, what a row may set for itself, and which do not go together.
+
+It checks values; it knows no engine and no file. A row is never an exception: what is wrong with it is a message.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from peagle.errors import did_you_mean, shown
+from peagle.plain_json import from_json
+from peagle.requests.bounds import DEFAULT_MIB, AnswerShape, bounds_error, request_error, schema_error
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of `structured_outputs`
+_CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_REPETITION_NAMES = ("max_pattern_size", "min_pattern_size", "min_count")
+MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
+
+
+class SamplingKeys(BaseModel):
+    """The parameters, each with its limits; a row's own ones are checked by the same fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(0, ge=-1, description="0 (or -1, as vLLM has it) keeps every token")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
+    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+    stop: list[str] = Field(default_factory=list, description="strings that end a response")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling repeatable, row by row")
+    n: int = Field(1, ge=1, le=128, description="responses to each prompt; more than one needs a temperature above 0")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="log-probabilities of each token, and of this many of the likeliest in its place",
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="against tokens that are there already")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, by how often they are there")
+    repetition_penalty: float = Field(1.0, gt=0, le=10, description="the same as a factor, prompt included; 1 is none")
+    json_schema: str | None = Field(
+        None, description="JSON schema that every response keeps to: a file, or the schema itself"
+    )
+    ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+
+    @field_validator("top_k")
+    @classmethod
+    def _off_is_zero(cls, value: int) -> int:
+        return max(value, 0)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty string ends nothing")
+        return value
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_as_text(cls, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, dict) else value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _valid_schema(cls, value: str | None) -> str | None:
+        if value is not None and (wrong := _schema_error(value)):
+            raise ValueError(wrong)
+        return value
+
+
+SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
+"""Of a run."""
+
+
+class RequestSampling(SamplingKeys):
+    """What one request may set: all that a run may, and what means something for one prompt alone."""
+
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0)
+    bad_words: list[str] = Field(default_factory=list)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    repetition_detection: dict[str, int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_are_of_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if wrong := next((key for key in value or () if not (key.isascii() and key.isdecimal())), None):
+            raise ValueError(f"{shown(wrong)} is no token id")
+        return value
+
+    @field_validator("repetition_detection")
+    @classmethod
+    def _known_numbers(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+        if unknown := sorted(set(value or ()) - set(_REPETITION_NAMES)):
+            raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], _REPETITION_NAMES)}")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        given = {name for name, one in (value or {}).items() if one is not None}
+        if unknown := sorted(given - {*_CONSTRAINTS, *_CONSTRAINT_OPTIONS}):
+            raise ValueError(
+                f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS))}"
+            )
+        if value is not None and len(given.intersection(_CONSTRAINTS)) != 1:
+            raise ValueError(f"it needs one of {', '.join(_CONSTRAINTS)}")
+        if wrong := request_error({"structured_outputs": value}):
+            raise ValueError(wrong[1])
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingLimits:
+    """What an engine adds to the limits of the fields.
+
+    Attributes:
+        max_model_len: context in tokens.
+        has_drafter: whether it speculates.
+        can_seed: whether a sampling seed works.
+        max_answer_bytes: of one row's responses, by `AnswerShape`.
+    """
+
+    max_model_len: int
+    has_drafter: bool = False
+    can_seed: bool = True
+    max_answer_bytes: int = DEFAULT_MIB * 2**20
+
+
+def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
+    """Why an engine would not take these parameters together, or None.
+
+    >>> conflict({"n": 2, "temperature": 0.0, "max_tokens": 8}, SamplingLimits(max_model_len=100))
+    'n: 2 responses need a temperature above 0: greedy ones are all the same'
+    """
+    greedy = sampling.get("temperature", 0) == 0
+    if sampling["max_tokens"] > limits.max_model_len:
+        return f"max_tokens: {sampling['max_tokens']} is more than the context of {limits.max_model_len} tokens"
+    if sampling.get("n", 1) > 1 and greedy:
+        return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
+    if sampling.get("min_p", 0) > 0 and limits.has_drafter:
+        return "min_p: vLLM does not take it together with a drafter; use top_p, or drafter: none"
+    if sampling.get("logit_bias") and limits.has_drafter:
+        return "logit_bias: vLLM does not take it together with a drafter; use drafter: none"
+    if sampling.get("min_tokens", 0) > sampling["max_tokens"]:
+        return f"min_tokens: {sampling['min_tokens']} are more than max_tokens, {sampling['max_tokens']}"
+    if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:
+        return "structured_outputs: it excludes json_schema and response_format"
+    # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
+    if sampling.get("seed") is not None and not greedy and not limits.can_seed:
+        return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
+    return _answer_error(sampling, limits.max_answer_bytes)
+
+
+def _answer_error(sampling: Mapping[str, Any], most_bytes: int) -> str | None:
+    top = sampling.get("logprobs")
+    shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if top is None else 1 + top)
+    if (num_bytes := shape.num_bytes(sampling["max_tokens"])) <= most_bytes:
+        return None
+    return (
+        f"n, max_tokens, logprobs: together they make an answer of up to {num_bytes / 2**20:,.1f} MiB, and it may have "
+        f"{most_bytes / 2**20:,.0f}"
+    )
+
+
+def parse_overrides(values: Any) -> dict[str, Any] | str:
+    """A row's own parameters, or what is wrong with them. Null is not set, as columnar files give every row every key.
+
+    Args:
+        values: an object, or one as JSON text; None and empty text (CSV) are none.
+    """
+    try:
+        return _overrides(values)
+    except RecursionError:  # of JSON, of what validates it, or of the message that would show it
+        return "nested too deeply"
+
+
+def _overrides(values: Any) -> dict[str, Any] | str:
+    if values == "":
+        return {}
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError as error:
+            return f"not valid JSON: {error}"
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        return f"a {type(values).__name__}, not an object of parameters"
+    given = {key: value for key, value in values.items() if value is not None}
+    if wrong := bounds_error(given):
+        return f"{wrong[0]}: {wrong[1]}"
+    try:
+        model = RequestSampling.model_validate(given, strict=True)
+    except pydantic.ValidationError as error:
+        return _explain(error.errors()[0])
+    return {key: getattr(model, key) for key in given}
+
+
+def _explain(error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown(error['input'])}"
+
+
+@functools.lru_cache(maxsize=64)
+def _schema_error(text: str) -> str | None:
+    import jsonschema
+
+    if wrong := schema_error(text):
+        return wrong
+    try:
+        schema = from_json(text)
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON: {error}"
+    if not isinstance(schema, dict):
+        return f"a JSON {type(schema).__name__}, not a schema"
+    try:
+        jsonschema.validators.validator_for(schema).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return f"not a valid JSON schema: at {error.json_path}: {error.message}"
+    except Exception as error:  # jsonschema trips over a "$schema" that is no text, for one, and over depth
+        return f"not a valid JSON schema: {error}"
+    return None

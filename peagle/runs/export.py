@@ -1,0 +1,300 @@
+"""The rows of a run in another form: one Parquet file, JSON lines, or OpenAI's batch output and error files.
+
+    OUT/export/FORMAT/output.*      the rows, in the order of the corpus
+    OUT/export/FORMAT/errors.jsonl  the dead letters
+    OUT/export/FORMAT/export.json   what was exported; written last
+
+The committed units stay what counts: an export is made from them, file by file and atomically, and can be made again at
+any time. It holds one batch of rows at a time, whatever the size of the run.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, BinaryIO, Literal, get_args
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.corpus.extensions import plain, plain_schema, to_values
+from peagle.engine.interface import FAILED
+from peagle.errors import ConfigError, PeagleError
+from peagle.plain_json import to_json
+from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import Plan
+from peagle.runs.report import until_settled
+from peagle.storage import Place, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
+
+Format = Literal["parquet", "jsonl", "openai-batch"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_BATCH_ROWS = 1024
+_LONGEST_S = 24 * 3600.0  # that an export takes
+_ROW_GROUP_ROWS = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was exported.
+
+    Attributes:
+        num_units: the committed units that are in it.
+        commits: a digest of which attempts committed them; a unit that is done again has another.
+        files: sizes in bytes by name.
+    """
+
+    format: str
+    folder: str
+    num_units: int
+    commits: str
+    num_rows: int
+    num_failed_rows: int
+    files: dict[str, int]
+
+    def describe(self) -> str:
+        """In a line, for people."""
+        failed = f", {self.num_failed_rows} dead letters" if self.num_failed_rows else ""
+        return f"{self.num_rows} rows{failed} as {self.format}: {self.folder}"
+
+
+def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
+    """Export the committed units of a run.
+
+    Args:
+        partial: whether an unfinished run may be exported.
+        again: whether to make an export anew that is there already and complete.
+
+    Raises:
+        ConfigError: there is no run, or it is not finished.
+        PeagleError: one of its files is damaged.
+    """
+    return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
+
+
+def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: bool) -> Export:
+    run_id, units, plan = run.manifest()["run_id"], sorted(run.committed()), run.plan()
+    if len(units) < (num_planned := len(plan.units)) and not partial:
+        raise ConfigError(
+            f"{run}: {len(units)} of {num_planned} units are committed",
+            hint="finish the run (its first command continues it), or export what there is with --partial",
+        )
+    folder = run.root / "export" / output_format
+    commits = _commits(run, units)
+    if not again and (made := _made(folder)) is not None and made.commits == commits:
+        return made
+    try:
+        make_folder(folder)
+        remove_temporaries(folder, older_than_s=_LONGEST_S)  # somebody else may be exporting there
+        (folder / "export.json").unlink(missing_ok=True)
+        return _write(run, run_id, _families(plan, units), commits, output_format, folder)
+    except OSError as error:
+        raise PeagleError(f"export {folder}: cannot be written: {error}") from error
+
+
+def _commits(run: RunDirectory, units: list[int]) -> str:
+    """A digest of which engine process committed each of these units, and when."""
+    run.read_ahead(units)
+    digest = hashlib.sha256()
+    for unit in units:
+        usage = run.usage(unit)
+        digest.update(f"{unit} {usage.session_id} {usage.finished_at!r}\n".encode())
+    return digest.hexdigest()
+
+
+def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
+    """Committed units of the corpus in its order, each followed by those that took up its dead letters."""
+    root: dict[int, int] = {}
+    for unit in plan.units:
+        root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
+    families: defaultdict[int, list[int]] = defaultdict(list)
+    for number in committed:
+        families[root[number]].append(number)
+    return [families[number] for number in sorted(families)]
+
+
+def _write(
+    run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: Place
+) -> Export:
+    lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
+    output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
+    errors = folder / "errors.jsonl"
+    with atomic_file(output) as file:
+        write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
+        num_rows = write_rows(run, families, file, lines)
+    num_failed_rows = 0
+    with atomic_file(errors) as file:
+        for letter in run.dead_letters():
+            file.write(_json_line(lines.letter(letter)))
+            num_failed_rows += 1
+    done = Export(
+        format=output_format,
+        folder=str(folder),
+        num_units=sum(map(len, families)),
+        commits=commits,
+        num_rows=num_rows,
+        num_failed_rows=num_failed_rows,
+        files={path.name: path.stat().st_size for path in (output, errors)},
+    )
+    write_json(folder / "export.json", asdict(done))
+    return done
+
+
+def _made(folder: Place) -> Export | None:
+    """The export that is there, if it is whole."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
+        if all((folder / name).stat().st_size == size for name, size in made.files.items()):
+            return made
+    return None
+
+
+class _PlainLines:
+    """Rows and letters as they are. `columns` are those that are read; None is all."""
+
+    columns: frozenset[str] | None = None
+
+    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+        return row
+
+    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
+        return letter
+
+
+class _OpenAiLines(_PlainLines):
+    """Rows and letters as OpenAI has them. Rows of a corpus that was no batch are named by their `custom_id` or id."""
+
+    columns = ANSWER_COLUMNS | {"custom_id", "url"}
+
+    def __init__(self, run: RunDirectory, run_id: str) -> None:
+        self._run_id = run_id
+        plan = run.plan()
+        self._is_batch = plan.is_batch
+        self._paths = {unit.unit: unit.span.path for unit in plan.units}
+        manifest = run.manifest()
+        self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
+        # Runs that were begun by an earlier peagle do not say.
+        self._named = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
+
+    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+        is_chat = row["url"] == "/v1/chat/completions" if self._is_batch else self._chat
+        custom_id = row.get("custom_id")
+        return output_line(
+            row | self._named,
+            custom_id=row["id"] if custom_id is None else str(custom_id),
+            is_chat=is_chat,
+            created=unit_finished_at,
+            run_id=self._run_id,
+        )
+
+    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
+        row = letter["row"]
+        # A client may read it: the file's name says which one it is, and where it lies is the server's matter.
+        path = self._paths[letter["unit"]]
+        letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
+        if letter["reason"] == FAILED and self._named:
+            letter["message"] = "the engine failed on this request; it may be tried again"
+        custom_id = row.get("custom_id") if isinstance(row, dict) else None
+        if custom_id is None and not self._is_batch:
+            custom_id = letter["id"]  # in a batch it could be another request's
+        return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
+
+
+def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+    num_rows = 0
+    for family in families:
+        finished_at = int(max(run.usage(unit).finished_at for unit in family))
+        for batch in _batches(run, family, lines.columns):
+            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in to_values(batch)))
+            num_rows += batch.num_rows
+    return num_rows
+
+
+def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+    """Row groups of many units: a unit by itself is too small for one."""
+    num_rows = 0
+    schema = _schema(run, families[0][0]) if families else pa.schema([])
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        pending: list[pa.RecordBatch] = []
+        for batch in (batch for family in families for batch in _batches(run, family, lines.columns)):
+            pending.append(batch)
+            num_rows += batch.num_rows
+            if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
+                writer.write_table(pa.Table.from_batches(pending, schema))
+                pending.clear()
+        if pending:
+            writer.write_table(pa.Table.from_batches(pending, schema))
+    return num_rows
+
+
+def _schema(run: RunDirectory, unit: int) -> pa.Schema:
+    with open_to_read(run.unit_path(unit)) as file:
+        return plain_schema(pq.read_schema(file).remove_metadata())
+
+
+def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    """Rows in the order of the corpus. A unit that a retry took rows of is merged with it in memory."""
+    batches = read_units(run, family, columns)
+    if len(family) == 1:
+        yield from batches
+    elif merged := list(batches):
+        yield from pa.Table.from_batches(merged).sort_by("id").to_batches(_BATCH_ROWS)
+
+
+def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    """Rows of committed units, one unit after the other; `columns` are those that are read, None is all.
+
+    Raises:
+        PeagleError: a unit is damaged.
+    """
+    for path in map(run.unit_path, units):
+        try:
+            with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
+                read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+                for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
+                    yield plain(batch.replace_schema_metadata(None))
+        except (OSError, pa.ArrowException) as error:
+            raise PeagleError(
+                f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
+            ) from error
+
+
+def _json_line(value: dict[str, Any]) -> bytes:
+    return to_json(value).encode(errors="backslashreplace") + b"\n"
+
+
+_NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
+
+
+def describe_answers(run: RunDirectory) -> str:
+    """Where the answers of a run are, and the first two of them, each in a few lines; empty if there are none.
+
+    Raises:
+        PeagleError: a unit is damaged.
+    """
+    batches = read_units(run, sorted(run.committed()), frozenset({"id", "response"}))
+    rows = list(
+        islice((row for batch in batches for row in batch.slice(length=_NUM_ANSWERS).to_pylist()), _NUM_ANSWERS)
+    )
+    if not rows:
+        return ""
+    where = f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"
+    return "\n".join([where, *(line for row in rows for line in _answer(row["id"], row["response"]))])
+
+
+def _answer(row_id: str, text: str) -> list[str]:
+    lines = text.strip("\n").splitlines()
+    shown = [_printable(line)[:_NUM_COLUMNS] for line in lines[:_NUM_LINES]]
+    return [
+        f"  {_printable(str(row_id))}",
+        *(f"  | {line}" for line in shown),
+        *(["  | ..."] * (len(lines) > _NUM_LINES)),
+    ]
+
+
+def _printable(line: str) -> str:
+    """A line without what a terminal would obey: a model may answer with escape sequences."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.expandtabs(4))

@@ -1,0 +1,328 @@
+"""One driver a run directory: a lease that is renewed, and taken over when it is not.
+
+    OUT/.lease/N.json         the N-th lease; the highest number counts, and it stays when its driver ends
+    OUT/.lease/N.stop.json    while that driver stops the run: its word to its workers (`directory.py`)
+
+A lease is taken by creating the next number once (`write_once`), so of several takers one wins. Its holder rewrites
+it every few seconds with the next beat. Whoever wants it watches the beat on a monotonic clock of its own: a beat that
+changes is a driver that lives, one that does not for as long as the lease says is a driver that is gone. No two clocks
+are ever compared, so a clock that jumps or differs between hosts changes nothing. A driver of this very host and
+process namespace whose process is gone is not waited for.
+
+A driver may be stopped anywhere and go on after another one has finished its work. So exactly once does not rest on
+the lease: units, the plan and plans of retries are created once each (`directory.py`). The lease keeps two drivers from
+paying twice, and a driver looks at it before it deletes or replaces anything.
+
+It knows files and processes; it does not know units or Ray.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import shlex
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import ConfigError, PeagleError, RunInUse
+from peagle.storage import WRITE_ERRORS, Place, make_folder, require_links, write_atomic, write_once
+
+FOLDER = ".lease"
+_RENEWALS = 6  # in the time that a lease lasts
+_POLL_S = 0.2
+_LOOKS, _LOOK_S = 50, 0.1  # at a folder in which leases vanish before they can be read
+_LOST = "what it had committed stays; let the other one finish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Who drives a run, or drove it last.
+
+    Attributes:
+        number: grows with every driver that the run has had.
+        token: of this driver alone. Numbers begin again where somebody deletes the folder.
+        where: the boot and the process namespace in which `pid` means something.
+        birth: when that process started, in the kernel's ticks: a number is used again, a birth is not.
+        expiry_s: it is given up when it was not renewed for so long.
+        heartbeat_s: between the heartbeats of its driver's engines; None where it has none, or of an older peagle.
+        beat: renewals so far.
+        renewed_at: by the holder's own clock, for people.
+        outcome: how the driver ended; None while it holds the lease, and for ever if it was killed.
+    """
+
+    number: int
+    token: str
+    user: str
+    host: str
+    where: str
+    pid: int
+    birth: int
+    command: str
+    since: float
+    expiry_s: float
+    heartbeat_s: float | None = None
+    beat: int = 0
+    renewed_at: float
+    outcome: str | None = None
+
+    def is_gone(self) -> bool:
+        """Whether its process is known not to live; False also where that cannot be known from here."""
+        return self.where == _where() and self.birth != _birth(self.pid)
+
+    def seems_alive(self) -> bool:
+        """Whether its driver probably lives, for people: between hosts it goes by their clocks."""
+        if self.outcome is not None or self.is_gone():
+            return False
+        return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
+
+    def describe(self) -> str:
+        """Who, where and since when."""
+        return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
+
+
+def read_lease(root: Place) -> Lease | None:
+    """The lease of the run directory's present or last driver; None if it never had one."""
+    for _ in range(_LOOKS):
+        if not (numbers := _numbers(root)):
+            return None
+        path = root / FOLDER / f"{max(numbers)}.json"
+        try:
+            return Lease(**json.loads(path.read_bytes()))
+        except FileNotFoundError:  # the next driver has just removed it: its own lease is there by now
+            time.sleep(_LOOK_S)
+        except (ValueError, TypeError) as error:
+            raise PeagleError(
+                f"{path} is damaged: {error}", hint="make sure that no driver runs, and delete that file"
+            ) from error
+    raise PeagleError(f"{path} is listed, and cannot be read", hint="make sure that no driver runs, and delete it")
+
+
+class Holding:
+    """The lease of this process, renewed by a thread until `end`.
+
+    Attributes:
+        lost: set when another driver has taken it over, after this one could not renew it in time.
+        outcome: what the lease will say of this driver's end.
+    """
+
+    def __init__(self, root: Place, lease: Lease) -> None:
+        self.lost = threading.Event()
+        self.outcome = "ended"
+        self._root = root
+        self._lease = lease
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread.start()
+
+    @property
+    def number(self) -> int:
+        """Of the lease."""
+        return self._lease.number
+
+    def require(self) -> None:
+        """Look whether this process holds the lease at this moment.
+
+        Raises:
+            RunInUse: another driver has taken it over.
+            ConfigError: the folder cannot be read.
+        """
+        try:
+            if self._is_taken_over():
+                self.lost.set()
+        except OSError as error:
+            raise ConfigError(f"output {self._root}: cannot be read: {error}") from error
+        if self.lost.is_set():
+            raise taken_over(self._root)
+
+    def is_lost(self) -> bool:
+        """Whether another driver has taken it over, as far as can be known."""
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):
+            self.require()
+        return self.lost.is_set()
+
+    def end(self) -> None:
+        """Give the lease back."""
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # a full disk, a store that is gone: it expires
+            if not self._is_taken_over():
+                self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._lease.expiry_s / _RENEWALS):
+            # The next renewal may succeed; if none does, it expires.
+            with contextlib.suppress(*WRITE_ERRORS, PeagleError):
+                if self._is_taken_over():
+                    self.lost.set()
+                    return
+                self._lease = replace(self._lease, beat=self._lease.beat + 1, renewed_at=time.time())
+                self._write(self._lease)
+
+    def _is_taken_over(self) -> bool:
+        lease = read_lease(self._root)
+        if lease is None:  # somebody deleted the folder
+            return True
+        return (lease.number, lease.token) != (self._lease.number, self._lease.token)
+
+    def _write(self, lease: Lease) -> None:
+        write_atomic(self._root / FOLDER / f"{lease.number}.json", _to_bytes(lease))
+
+
+@contextlib.contextmanager
+def hold_lease(
+    root: Place,
+    *,
+    expiry_s: float,
+    heartbeat_s: float | None = None,
+    command: Sequence[str],
+    announce: Callable[[str], None],
+) -> Iterator[Holding]:
+    """Hold the run directory's lease. An error that passes through becomes its outcome.
+
+    Args:
+        heartbeat_s: between the heartbeats of its driver's engines, for those who look on.
+
+    Raises:
+        RunInUse: another driver holds it and lives; or has taken it over, whatever went wrong here because of that.
+        ConfigError: the folder cannot be written.
+        StorageError: nor the store.
+    """
+    try:
+        holding = Holding(root, _take(root, expiry_s, heartbeat_s, command, announce))
+    except OSError as error:
+        raise ConfigError(f"output {root}: cannot be written: {error}") from error
+    try:
+        yield holding
+    except BaseException as error:
+        kind, message = type(error).__name__, getattr(error, "message", error)
+        holding.outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind}: {message}"
+        if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and holding.is_lost():
+            raise taken_over(root) from error
+        raise
+    finally:
+        holding.end()
+
+
+def taken_over(root: Place) -> RunInUse:
+    """The error of a driver that has lost its lease."""
+    return RunInUse(f"{root} was taken over by another driver while this one did not respond", hint=_LOST)
+
+
+def clock(at: float) -> str:
+    """A moment, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def _take(
+    root: Place,
+    expiry_s: float,
+    heartbeat_s: float | None,
+    command: Sequence[str],
+    announce: Callable[[str], None],
+) -> Lease:
+    make_folder(root / FOLDER)
+    require_links(root / FOLDER)
+    while True:
+        before = read_lease(root)
+        if before is not None:
+            _wait_until_free(root, before, announce)
+        lease = _lease(before.number + 1 if before else 1, expiry_s, heartbeat_s, command)
+        path = root / FOLDER / f"{lease.number}.json"
+        won = write_once(path, _to_bytes(lease))
+        # A process that was stopped before it took a number finds later ones, if not that very number.
+        if won and max(_numbers(root), default=0) == lease.number:
+            _clear_before(root, lease.number)
+            return lease
+        if won:
+            path.unlink(missing_ok=True)
+        now = read_lease(root)
+        if now is not None and now.outcome is None:
+            raise _in_use(root, now)
+
+
+def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Sequence[str]) -> Lease:
+    now = time.time()
+    return Lease(
+        number=number,
+        token=uuid.uuid4().hex,
+        user=_user(),
+        host=socket.gethostname(),
+        where=_where(),
+        pid=os.getpid(),
+        birth=_birth(os.getpid()),
+        command=shlex.join(command),
+        since=now,
+        renewed_at=now,
+        expiry_s=expiry_s,
+        heartbeat_s=heartbeat_s,
+    )
+
+
+def _clear_before(root: Place, number: int) -> None:
+    """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
+    for path in (root / FOLDER).iterdir():
+        of = path.name.lstrip(".").partition(".")[0]
+        if of.isdecimal() and int(of) < number:
+            path.unlink(missing_ok=True)
+
+
+def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) -> None:
+    """Return when the lease that was seen is free; refuse as soon as it is renewed."""
+    if seen.outcome is not None or seen.is_gone():
+        return
+    announce(f"{root} is held by {seen.describe()}; watching for {seen.expiry_s:g} s whether that driver lives")
+    give_up_at = time.monotonic() + seen.expiry_s
+    while time.monotonic() < give_up_at:
+        time.sleep(_POLL_S)
+        now = read_lease(root) or seen
+        if now.number != seen.number or (now.beat != seen.beat and now.outcome is None):
+            raise _in_use(root, now)
+        if now.outcome is not None or now.is_gone():
+            return
+
+
+def _in_use(root: Place, lease: Lease) -> RunInUse:
+    return RunInUse(
+        f"{root} is being driven by {lease.describe()}: {lease.command}\n"
+        f"  renewed at {clock(lease.renewed_at)} by its clock; it expires {lease.expiry_s:g} s after its last renewal",
+        hint="wait for it, or stop it (Ctrl-C there, or kill that process) and repeat this command",
+    )
+
+
+def _to_bytes(lease: Lease) -> bytes:
+    return (json.dumps(asdict(lease), indent=2) + "\n").encode()
+
+
+def _numbers(root: Place) -> list[int]:
+    return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _where() -> str:
+    """This boot of this machine and this process namespace; of no other machine where the kernel does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _birth(pid: int) -> int:
+    """When a process started, in ticks since boot; 0 where there is none or it is a zombie."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

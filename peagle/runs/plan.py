@@ -1,0 +1,319 @@
+"""The plan of a run: its corpus cut once into deterministic work units.
+
+A unit is a range of rows of one file. The plan is written before anything runs and never changes, so a resume
+is the difference between the plan and a listing of the committed units. A retry adds units: each takes up the rows of
+one unit that became dead letters, and from then on answers for them (`docs/decisions/0006-retry-units.md`).
+"""
+
+import io
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.corpus.cutting import Cut, auto_cut, enough_rows
+from peagle.corpus.extensions import plain_schema
+from peagle.corpus.files import SourceFile
+from peagle.corpus.rows import Span, Workload
+from peagle.corpus.scan import count_rows, find, scan
+
+_UNIT_COLUMNS = ("unit", "first_id")
+_ROWS_AT_ONCE = 16_384
+_SMALL_UNITS = b"peagle.small_units"
+_RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkUnit:
+    """Rows that are committed together.
+
+    Attributes:
+        first_id: the number of the span's first row in the whole corpus.
+        rows: those of the span's rows that it takes, by index; None for all.
+        supersedes: the unit whose dead letters it takes up again.
+        attempt: how often its rows have been tried, this time included.
+    """
+
+    unit: int
+    first_id: int
+    span: Span
+    rows: tuple[int, ...] | None = None
+    supersedes: int | None = None
+    attempt: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it takes."""
+        return self.span.num_rows if self.rows is None else len(self.rows)
+
+    def without(self, rows: Container[int]) -> "WorkUnit":
+        """The unit without those of the span's rows."""
+        mine = range(self.span.num_rows) if self.rows is None else self.rows
+        return replace(self, rows=tuple(row for row in mine if row not in rows))
+
+    @property
+    def work(self) -> int:
+        """A guess of the work in them, for the order in which units are handed out."""
+        return self.span.work * self.num_rows // self.span.num_rows
+
+    def row_id(self, index: int) -> str:
+        """The id of the unit's row `index`: its number in the corpus, padded so that ids sort."""
+        return f"{self.first_id + (index if self.rows is None else self.rows[index]):09d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """Unit `unit` takes up `rows` of the span of unit `supersedes`, all that are that unit's dead letters then."""
+
+    unit: int
+    supersedes: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content.
+
+    `units` are those of the corpus in its order, then those of retries, of which there were `num_retries`.
+    `small_units` are the sizes that the first of them were cut to, before all others got `rows_per_unit`.
+    """
+
+    units: tuple[WorkUnit, ...]
+    rows_per_unit: int
+    schema: pa.Schema
+    corpus_fingerprint: str
+    small_units: tuple[int, ...] = ()
+    num_retries: int = 0
+
+    @property
+    def cut(self) -> Cut:
+        """How the corpus was cut; the same cut gives the same units again."""
+        return Cut(rows_per_unit=self.rows_per_unit, small=self.small_units)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the corpus that the run takes."""
+        return sum(unit.num_rows for unit in self.units if unit.supersedes is None)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the corpus is an OpenAI batch."""
+        return self.units[0].span.format == "openai-batch"
+
+    def with_retries(self, retries: Iterable[Retry]) -> "Plan":
+        """The plan with the units of one more retry; they read the rows where those that they supersede read them."""
+        units = {unit.unit: unit for unit in self.units}
+        for retry in retries:
+            before = units[retry.supersedes]
+            units[retry.unit] = replace(
+                before, unit=retry.unit, rows=retry.rows, supersedes=before.unit, attempt=before.attempt + 1
+            )
+        return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
+
+    def taken_up(self) -> dict[int, frozenset[int]]:
+        """Rows for which retries answer: by the unit that they were dead letters of, their indices in its span."""
+        taken: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+        for unit in self.units:
+            if unit.supersedes is not None:
+                taken[unit.supersedes] |= frozenset(unit.rows or ())
+        return dict(taken)
+
+    def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
+        """Units all of whose dead letters retries took up.
+
+        A unit whose file was deleted, and that was done again since, holds just the rows that no retry took up: its
+        dead letters are new.
+
+        Args:
+            num_rows: what committed units that retries are of hold, rows and dead letters together.
+        """
+        taken, planned = self.taken_up(), {unit.unit: unit.num_rows for unit in self.units}
+        return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(taken[unit]))
+
+    def left(self, committed: Container[int]) -> list[WorkUnit]:
+        """What is to be done, given the numbers of the units that are committed.
+
+        A unit whose file is gone since a retry took up its dead letters leaves those rows out: they are the retry's.
+        """
+        taken = self.taken_up()
+        left = (unit for unit in self.units if unit.unit not in committed)
+        return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
+
+
+class Corpus(Protocol):
+    """The keys of a run's configuration that decide how its corpus is cut."""
+
+    @property
+    def input(self) -> str:
+        """The corpus: a file, a folder, a glob or `s3://...`."""
+
+    @property
+    def input_format(self) -> Any:
+        """The format of its files; None decides by their names."""
+
+    @property
+    def output(self) -> Any:
+        """The run directory, which is never part of the corpus."""
+
+    @property
+    def limit(self) -> int | None:
+        """Rows to take; None takes all."""
+
+    @property
+    def rows_per_unit(self) -> int | None:
+        """Rows of every unit; None decides."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens of a row that sets none."""
+
+    @property
+    def sampling_column(self) -> str | None:
+        """The column of a row's own sampling parameters."""
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Requests that an engine runs at once; None decides."""
+
+    @property
+    def most_engines(self) -> int:
+        """Engines that may run at once."""
+
+
+def make_plan(config: Corpus, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
+    """Cut the corpus that `config` names.
+
+    Args:
+        cut: as it was cut before; None decides it: `rows_per_unit` of the configuration everywhere, else by rows,
+            engines and `max_num_seqs`.
+        max_num_seqs: requests that an engine runs at once, where the configuration does not say.
+        like: a fingerprint to compare the plan's with (`corpus.scan`).
+
+    Raises:
+        InputError: the corpus cannot be read, or holds no row.
+    """
+    files = find(config.input, config.input_format, outside=str(config.output))
+    if cut is None and config.rows_per_unit is not None:
+        cut = Cut(rows_per_unit=config.rows_per_unit)
+    cut = cut or _auto_cut_of(files, config, max_num_seqs)
+    workload = Workload(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
+    spans, schema, fingerprint = scan(files, cut, config.limit, workload, like=like)
+    return Plan(
+        units=_number(spans),
+        rows_per_unit=cut.rows_per_unit,
+        small_units=cut.small,
+        schema=schema,
+        corpus_fingerprint=fingerprint,
+    )
+
+
+def _auto_cut_of(files: Sequence[SourceFile], config: Corpus, max_num_seqs: int) -> Cut:
+    num_engines = config.most_engines
+    enough = enough_rows(num_engines)
+    num_rows = count_rows(files, min(config.limit or enough, enough))
+    return auto_cut(num_rows, num_engines, config.max_num_seqs or max_num_seqs)
+
+
+def plan_to_bytes(plan: Plan) -> bytes:
+    """The plan's file: a row per unit; the corpus's schema and fingerprint are metadata."""
+    columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
+    columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
+    metadata = {
+        b"peagle.schema": plan.schema.serialize().to_pybytes(),
+        b"peagle.corpus": plan.corpus_fingerprint.encode(),
+        b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
+        _SMALL_UNITS: json.dumps(plan.small_units).encode(),
+    }
+    return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
+
+
+def plan_from_bytes(data: bytes) -> Plan:
+    """The inverse of `plan_to_bytes`."""
+    table = pq.read_table(io.BytesIO(data))
+    metadata = table.schema.metadata
+    return Plan(
+        units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
+        rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
+        schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
+        corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
+    )
+
+
+def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
+    """`plan-N.parquet`: a row per retry."""
+    return _to_parquet(pa.Table.from_pylist([asdict(retry) for retry in retries], _RETRY_SCHEMA))
+
+
+def retries_from_bytes(data: bytes) -> list[Retry]:
+    """The inverse of `retries_to_bytes`."""
+    rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    return [Retry(unit=row["unit"], supersedes=row["supersedes"], rows=tuple(row["rows"])) for row in rows]
+
+
+def unit_to_json(unit: WorkUnit) -> str:
+    """A unit as it travels through Ray Data."""
+    return json.dumps(asdict(unit))
+
+
+def unit_from_json(text: str) -> WorkUnit:
+    """The inverse of `unit_to_json`."""
+    values = json.loads(text)
+    rows = values["rows"]
+    return WorkUnit(**{**values, "span": Span(**values["span"]), "rows": None if rows is None else tuple(rows)})
+
+
+def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
+    # Text that units share is kept once: a plan may have millions of them.
+    span: dict[str, Any] = {
+        k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS
+    }
+    return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
+
+
+def _to_parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def _number(spans: Sequence[Span]) -> tuple[WorkUnit, ...]:
+    units, first_id = [], 0
+    for number, span in enumerate(spans):
+        units.append(WorkUnit(unit=number, first_id=first_id, span=span))
+        first_id += span.num_rows
+    return tuple(units)
+
+
+_SINGLE = 512  # units at the end that are handed over one by one
+_MAX_CHUNK = 256
+
+
+def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
+    """The units with the most work first, to a factor of two; within it they stay in the order of the corpus.
+
+    A compressed file and a Parquet row group can only be read forward: in this order each is passed over once for
+    every factor of two between its units, and no more.
+    """
+    return sorted(units, key=lambda unit: (-unit.work.bit_length(), unit.unit))
+
+
+def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
+    """The units in pieces that shrink to one unit: what the driver holds grows slower than the units.
+
+    The end is handed over unit by unit, so that its order holds; before, pieces are prepared side by side.
+
+    >>> [len(chunk) for chunk in chunks(range(514))][:3]
+    [1, 1, 1]
+    """
+    pieces, start = [], 0
+    while start < len(units):
+        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _SINGLE))
+        pieces.append(units[start : start + size])
+        start += size
+    return pieces

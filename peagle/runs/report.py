@@ -1,0 +1,88 @@
+"""The account of a run directory: read its ledger, write its report.
+
+It knows the directory and the economics; it knows neither Ray nor a running engine, so it works on any run, of any
+machine, at any time.
+
+A driver may be stopped while it makes a report, and go on when another one has added a retry and has made a newer
+report: it would replace that. So whoever has written looks at the run again, and writes again where it has changed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from peagle.economics.account import account
+from peagle.economics.prices import Price
+from peagle.economics.report.data import report_dict
+from peagle.economics.report.html import render_html
+from peagle.economics.usage import EngineSession
+from peagle.engine.self_check import counted
+from peagle.files import writing
+from peagle.profiles.watch import tuned_notes
+from peagle.runs.directory import RunDirectory
+from peagle.runs.scaling import most_at_once
+from peagle.storage import write_atomic, write_json
+
+_Made = TypeVar("_Made")
+
+
+def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
+    """What `make` has made of the run, the last time that the run did not change meanwhile.
+
+    A run that is not finished afterwards is left as it is: whoever finishes it makes all of this again.
+    """
+    while True:
+        before = _finished(run)
+        made = make()
+        after = _finished(run)
+        if after in (None, before):
+            return made
+
+
+def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
+    """The retries and the units of a finished run; None of another."""
+    plan, committed = run.plan(), frozenset(run.committed())
+    return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
+
+
+_WRITABLE = "make room, or the folder writable; peagle status and peagle audit write nothing into it"
+
+
+def make_report(run: RunDirectory) -> dict[str, Any]:
+    """Account for a run as it stands, and write `report.json` and `report.html` beside it.
+
+    Raises:
+        ConfigError: there is no run.
+        PeagleError: one of its files is damaged.
+        CapacityError: the disk is full, or the folder cannot be written.
+    """
+    return until_settled(run, lambda: _make(run))
+
+
+def _make(run: RunDirectory) -> dict[str, Any]:
+    manifest = run.manifest()
+    plan = run.plan()
+    total = account(run.usages(), _read_late(run), Price.from_dict(manifest["price"]))
+    sessions = run.sessions()
+    finished = max([s.last_seen_at for s in sessions], default=time.time())
+    information = {
+        **manifest["run"],
+        "num_engines": most_at_once(sessions) or manifest["run"].get("num_engines") or 0,
+        "path": str(run),
+        "num_input_rows": plan.num_rows,
+        "started_at": manifest["created_at"],
+        "finished_at": finished,
+        "complete": total.num_units == len(plan.units),
+    }
+    report = report_dict(total, information)
+    report["self_checks"] = counted(session.self_check for session in sessions)
+    report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
+    with writing(run, hint=_WRITABLE):
+        write_json(run.root / "report.json", report)
+        write_atomic(run.root / "report.html", render_html(report).encode())
+    return report
+
+
+def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
+    """The sessions as they are when they are first asked for: after the units, each of which names one."""
+    yield from run.sessions()

@@ -1,0 +1,225 @@
+"""The columns of a run: what a prepared row looks like on its way to an engine, and a finished one in its file.
+
+Pure tables. It knows neither where rows come from nor which engine answers them.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from peagle.corpus.extensions import plain, to_values
+from peagle.corpus.rows import RawRow
+from peagle.corpus.schema import can_be_stored, to_table
+from peagle.engine.interface import Completion, Generation
+from peagle.errors import InputError
+from peagle.plain_json import to_json
+from peagle.requests.builder import Request, RequestBuilder
+from peagle.requests.prompts import RowError
+from peagle.runs.plan import WorkUnit, unit_from_json, unit_to_json
+
+_LOGPROB = pa.struct(
+    [
+        ("token", pa.string()),
+        ("logprob", pa.float64()),
+        ("top", pa.list_(pa.struct([("token", pa.string()), ("logprob", pa.float64())]))),
+    ]
+)
+_COMPLETION = pa.struct(
+    [
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_output_tokens", pa.int32()),
+        ("logprobs", pa.list_(_LOGPROB)),
+    ]
+)
+OUTPUT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("response", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_cached_tokens", pa.int32()),
+        ("num_output_tokens", pa.int32()),
+        ("num_drafts", pa.int32()),
+        ("num_draft_tokens", pa.int32()),
+        ("num_accepted_tokens", pa.int32()),
+        ("ttft_s", pa.float64()),
+        ("latency_s", pa.float64()),
+        ("model", pa.string()),
+        ("drafter", pa.string()),
+        # Every response, where a row asked for several or for log-probabilities; null otherwise.
+        ("completions", pa.list_(_COMPLETION)),
+    ]
+)
+# What a prepared unit carries behind the input's columns, on its way from a CPU task to an engine. These columns go by
+# their places, not by their names, since a column of the input may have any name.
+_CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
+_UNIT = b"peagle.unit"  # in its metadata
+_GIVEN_BACK = b"peagle.given_back"
+_PACKED = "unit"
+
+
+def output_names(columns: Sequence[str]) -> dict[str, str]:
+    """Names of the input's columns in the output: their own, but `input_NAME` where the output has such a column.
+
+    >>> output_names(["task", "id"])
+    {'task': 'task', 'id': 'input_id'}
+    """
+    taken = set(OUTPUT_SCHEMA.names)
+    names: dict[str, str] = {}
+    for column in columns:
+        name = column
+        while name in taken:
+            name = f"input_{name}"
+        taken.add(name)
+        names[column] = name
+    return names
+
+
+def require_storable(schema: pa.Schema) -> None:
+    """Make sure that rows of a corpus with this schema can be committed, and read again, before they cost anything.
+
+    Raises:
+        InputError: Parquet cannot hold one of its columns.
+    """
+    for column in schema:
+        if not can_be_stored(pa.schema([column])):
+            raise InputError(
+                f"input: column {column.name!r} has a type that Parquet cannot hold",
+                hint="start a new run directory: its plan is of an older peagle; or leave the column out of the input",
+            )
+
+
+def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
+    """A unit ready for an engine: the input's columns, and for each row its request or its dead letter."""
+    prompts: list[list[int] | None] = []
+    sampling: list[str | None] = []
+    errors: list[str | None] = []
+    for row in rows:
+        outcome = _request(row, builder)
+        prompts.append(None if isinstance(outcome, RowError) else outcome.prompt_token_ids)
+        sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
+        errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
+    table = to_table(rows, schema)
+    table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may be without rows
+    for (name, type_), values in zip(_CARRIED, (prompts, sampling, errors), strict=True):
+        table = table.append_column(name, pa.array(values, type_))
+    return table
+
+
+def given_back(unit: WorkUnit) -> pa.Table:
+    """What stands for a unit that is not prepared because the run is being stopped."""
+    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _GIVEN_BACK: b""})
+
+
+def is_given_back(table: pa.Table) -> bool:
+    """Whether a table came from `given_back`."""
+    return _GIVEN_BACK in table.schema.metadata
+
+
+def packed(table: pa.Table) -> pa.Table:
+    """A table as the one row in which it travels through Ray Data, which may cut and join rows as it likes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.table({_PACKED: pa.array([sink.getvalue().to_pybytes()], pa.large_binary())})
+
+
+def unpacked(batch: pa.Table) -> pa.Table:
+    """The inverse of `packed`."""
+    return plain(pa.ipc.open_stream(batch.column(_PACKED)[0].as_buffer()).read_all())
+
+
+class PreparedUnit:
+    """A prepared unit, read back on the engine's side.
+
+    Attributes:
+        unit: the unit.
+        prompts: token ids by row; None where the row has a dead letter already.
+        sampling: by row, the parameters in which it differs from the run.
+        dead_letters: by row index.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.unit = unit_from_json(table.schema.metadata[_UNIT])
+        num_own = table.num_columns - len(_CARRIED)
+        prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_own:])
+        self.prompts: list[list[int] | None] = prompts
+        self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
+        self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
+        self._input = table.select(list(range(num_own))).replace_schema_metadata(None)
+
+    def refuse(self, index: int, error: RowError) -> None:
+        """Set row `index` aside; its letter has the row under the input's own names."""
+        (batch,) = self._input.slice(index, 1).combine_chunks().to_batches()
+        row = RawRow(to_values(batch)[0])
+        self.dead_letters[index] = _letter(error, row)
+
+    def letters(self) -> list[dict[str, Any]]:
+        """The dead letters, each with its row's id and unit, and how often the row has been tried."""
+        return [
+            {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}
+            for index, letter in sorted(self.dead_letters.items())
+        ]
+
+    def output(self, generations: dict[int, Generation], model: str, drafter: str | None) -> pa.Table:
+        """The rows to commit: input columns, then the output's, for every row that was generated."""
+        indices = sorted(generations)
+        rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
+        table = self._input.take(pa.array(indices, pa.int64()))
+        table = table.rename_columns(list(output_names(table.column_names).values()))
+        for column in OUTPUT_SCHEMA:
+            table = table.append_column(column, pa.array([row[column.name] for row in rows], column.type))
+        return table
+
+    def _output_row(self, index: int, generation: Generation, model: str, drafter: str | None) -> dict[str, Any]:
+        drafts = generation.speculation
+        return {
+            "id": self.unit.row_id(index),
+            "response": generation.text,
+            "finish_reason": generation.finish_reason,
+            "num_prompt_tokens": generation.num_prompt_tokens,
+            "num_cached_tokens": generation.num_cached_tokens,
+            "num_output_tokens": generation.num_output_tokens,
+            "num_drafts": drafts.num_drafts if drafts else None,
+            "num_draft_tokens": drafts.num_draft_tokens if drafts else None,
+            "num_accepted_tokens": drafts.num_accepted_tokens if drafts else None,
+            "ttft_s": generation.ttft_s,
+            "latency_s": generation.latency_s,
+            "model": model,
+            "drafter": drafter,
+            "completions": list(map(_completion, generation.completions)) or None,
+        }
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    logprobs = completion.logprobs and [
+        {
+            "token": token.token,
+            "logprob": token.logprob,
+            "top": [{"token": text, "logprob": logprob} for text, logprob in token.top],
+        }
+        for token in completion.logprobs
+    ]
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "num_output_tokens": completion.num_output_tokens,
+        "logprobs": logprobs,
+    }
+
+
+def _request(row: RawRow, builder: RequestBuilder) -> Request | RowError:
+    if row.error is not None:
+        return RowError(reason=row.reason, message=row.error)
+    return builder.build(row.columns)
+
+
+def _letter(error: RowError, row: RawRow) -> dict[str, Any]:
+    return {
+        "reason": error.reason,
+        "message": error.message,
+        "row": row.columns if row.raw is None else row.raw,
+    }

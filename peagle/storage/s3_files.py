@@ -1,0 +1,206 @@
+"""An object as a file to read, anywhere in it.
+
+It is fetched in large pieces, because a request costs more time than a megabyte. It knows one object.
+
+A large object to write goes up in parts, so that no more than one part of it is held.
+
+A store is tried for the one promise that cannot do without the store: a name that is taken stays taken.
+"""
+
+import contextlib
+import functools
+import io
+import uuid
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, cast
+
+from botocore.exceptions import ClientError
+
+from peagle.errors import StorageError
+from peagle.storage import s3_client, s3_errors
+from peagle.storage.s3_client import Address, ObjectStore, marked
+
+_TAIL_BYTES = 1 << 16  # with a Parquet file's footer in it, and most often all of a unit
+
+
+def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
+    """An object as a file that can seek.
+
+    Args:
+        read_ahead: bytes to fetch and hold at least.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, store: ObjectStore, at: Address, read_ahead: int) -> None:
+        self._store, self._at, self._read_ahead = store, at, read_ahead
+        self._tail, self._size, self._etag = store.read_tail(at, _TAIL_BYTES)
+        self._tail_at = self._size - len(self._tail)
+        self._piece, self._piece_at = b"", 0
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._some(min(len(buffer), self._size - self._position))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _some(self, num_bytes: int) -> bytes:
+        """At least one byte from the position on, and at most so many; none at the end."""
+        if num_bytes <= 0:
+            return b""
+        if (start := self._position - self._tail_at) >= 0:
+            return self._tail[start : start + num_bytes]
+        start = self._position - self._piece_at
+        if not 0 <= start < len(self._piece):
+            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_at) - 1
+            self._piece = self._store.read_range(self._at, self._position, last, self._etag)
+            self._piece_at = self._position
+            start = 0
+        return self._piece[start : start + num_bytes]
+
+
+_PART_BYTES = 1 << 26  # a store takes 10,000 parts, and some want all of one size
+
+
+@contextlib.contextmanager
+def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
+    """A file that replaces an object when the block ends, and changes nothing when it fails."""
+    writer = _Writer(store, at)
+    try:
+        yield cast(BinaryIO, writer)
+        writer.finish()
+    except BaseException:
+        writer.give_up()
+        raise
+
+
+def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
+    """Forget what killed writers had sent of large objects into a folder; the number of these.
+
+    Others may be writing there, and whose an upload is does not show. So its age by the store's own clock decides.
+    """
+    ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
+    listed = store.ask(f"{folder}: cannot be listed", folder, ask)
+    now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
+    uploads = listed.get("Uploads", ())
+    old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
+    for upload in old:
+        _abort(store, Address(folder.bucket, upload["Key"]), upload["UploadId"])
+    return len(old)
+
+
+def _abort(store: ObjectStore, at: Address, upload: str) -> None:
+    ask = functools.partial(store.api.abort_multipart_upload, Bucket=at.bucket, Key=at.key, UploadId=upload)
+    store.ask(f"{at}: cannot be written", at, ask)
+
+
+class _Writer(io.RawIOBase):
+    def __init__(self, store: ObjectStore, at: Address) -> None:
+        self._store, self._at = store, at
+        self._writer = uuid.uuid4().hex
+        self._pending = bytearray()
+        self._position = 0
+        self._upload: str | None = None
+        self._parts: list[dict[str, Any]] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        self._pending += data
+        self._position += len(data)
+        while len(self._pending) >= _PART_BYTES:
+            self._send(_PART_BYTES)
+        return len(data)
+
+    def finish(self) -> None:
+        if self._upload is None:
+            self._store.write(self._at, bytes(self._pending))
+            return
+        if self._pending:
+            self._send(len(self._pending))
+        self._ask(self._complete)
+
+    def give_up(self) -> None:
+        if self._upload is not None:
+            _abort(self._store, self._at, self._upload)
+
+    def _send(self, num_bytes: int) -> None:
+        """Begin the upload if it is not begun, and send its next part."""
+        if self._upload is None:
+            begun = self._ask(self._request("create_multipart_upload", Metadata=marked(self._writer)))
+            self._upload = str(begun["UploadId"])
+        part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
+        number = len(self._parts) + 1
+        sent = self._ask(self._request("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
+        self._parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+
+    def _complete(self) -> None:
+        parts = {"Parts": self._parts}
+        try:
+            self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
+        except ClientError as error:
+            # Perhaps it was done before, and the answer was lost.
+            if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
+                raise
+
+    def _request(self, name: str, **how: Any) -> Any:
+        return functools.partial(getattr(self._store.api, name), Bucket=self._at.bucket, Key=self._at.key, **how)
+
+    def _ask(self, call: Any) -> Any:
+        return self._store.ask(f"{self._at}: cannot be written", self._at, call)
+
+
+_TRIALS = 3
+
+
+def require_conditional_writes(folder: Address) -> None:
+    """Make sure that the store can be written, and refuses to write a name twice when it is asked to.
+
+    Raises:
+        StorageError: it cannot, or the variables do not name a store that can be used.
+    """
+    hasty = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
+    try:
+        # Another driver may clear a trial's object under way, and the second PUT then finds its name free.
+        held = any(_is_held(hasty, folder) for _ in range(_TRIALS))
+    except StorageError as error:
+        if s3_errors.code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]
+            raise
+        held = False
+    if not held:
+        raise StorageError(
+            f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could both"
+            " commit a unit",
+            hint="write to a store that has them, or to a local disk, and copy the run when it ends",
+        )
+
+
+def _is_held(store: ObjectStore, folder: Address) -> bool:
+    at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
+    is_held = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
+    store.delete(at)
+    return is_held

@@ -1,0 +1,168 @@
+"""The ranks of an engine that are on other nodes than its actor: their places, actors that follow, a watch over them.
+
+The engine's actor (`worker.py`) leads. Its followers end with it, for Ray ends what a process has started; and it ends
+with the first of them. What vLLM is told is in `peagle/engine/multinode.py`.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.engine.multinode import NodeRank
+from peagle.engine.spec import EngineSpec
+from peagle.errors import EngineError, PeagleError
+from peagle.ports import free_port
+from peagle.private import keep_private
+from peagle.runs.directory import RunDirectory
+from peagle.runs.logs import copied
+from pipelines.cluster.failures import explain
+from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
+
+_POLL_S = 1.0
+_SAY_S = 60.0
+_NODE_ID = "ray.io/node-id"
+_LOGS = "the run's logs/ folder has a log of each node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerJob:
+    """What an actor needs that follows: of the engine's job, and its session, after which its log is named."""
+
+    run_dir: str
+    places: str
+    spec: EngineSpec
+    num_engines_on_node: int
+    session_id: str
+
+
+class Follower:
+    """One of the other nodes' part of an engine."""
+
+    def __init__(self, job: FollowerJob, number: int) -> None:
+        keep_private()
+        self._job, self._number = job, number
+        self._run = RunDirectory(job.run_dir)
+        self._log = self._run.logs / f"engine-{job.session_id}-node-{number}.log"
+        redirect_output(self._log)
+        self._slot = claim_slot(job.places)
+
+    def follow(self, leader: tuple[str, int]) -> None:
+        """Compute until the ranks end.
+
+        Raises:
+            EngineError: they do not start.
+        """
+        from peagle.engine.vllm import with_root_cause
+
+        with copied(self._run.root, self._log, self._log.name):
+            try:
+                follow_vllm(
+                    self._job.spec,
+                    engine_index=self._slot,
+                    num_engines_on_node=self._job.num_engines_on_node,
+                    node_rank=NodeRank(number=self._number, host=_own_address(), leader=leader),
+                )
+            except EngineError as error:
+                raise with_root_cause(error, self._log.read_text(errors="replace")) from error
+
+
+class OtherNodes:
+    """The followers of the engine that this actor leads, from this moment on.
+
+    While the engine starts, the end of one ends what has been started here: vLLM would wait for it.
+
+    Args:
+        part: what the engine takes of a node, by Ray's names.
+
+    Attributes:
+        rank: this node's.
+        failure: why the first of them ended; None while all follow.
+        is_lost: it said nothing, for its process or its node is gone.
+    """
+
+    def __init__(self, job: FollowerJob, part: Mapping[str, float]) -> None:
+        self.failure: PeagleError | None = None
+        self.is_lost = False
+        self._die: Callable[[str], object] = lambda _: None
+        self._has_started = threading.Event()
+        actors = _actors(part, job.spec.num_nodes - 1)
+        leader = (_own_address(), free_port(""))
+        self.rank = NodeRank(number=0, host=leader[0], leader=leader)
+        # Ray ends an actor that nobody holds.
+        self._followers = [actor.remote(job, number) for number, actor in enumerate(actors, 1)]
+        self._ends = [follower.follow.remote(leader) for follower in self._followers]
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def started(self, die: Callable[[str], object]) -> None:
+        """The engine is up; from now on `die` is told why when a follower ends."""
+        self._die = die
+        self._has_started.set()
+
+    def release(self) -> None:
+        """The engine ends of its own accord: whatever becomes of the others is of no interest."""
+        self._die = lambda _: None
+
+    def _watch(self) -> None:
+        from peagle.engine.vllm import kill_children
+
+        self.failure = self._first_end()
+        while not self._has_started.wait(_POLL_S):
+            kill_children()
+        self._die(self.failure.message)
+
+    def _first_end(self) -> PeagleError:
+        import ray
+
+        ended, _ = ray.wait(self._ends, num_returns=1)
+        what = f"the engine's ranks on node {self._ends.index(ended[0]) + 1} ended"
+        try:
+            ray.get(ended)
+        except Exception as error:  # theirs, or Ray's own when the process or its node is gone
+            self.is_lost = isinstance(error, ray.exceptions.RayActorError)
+            return explain(error, what, hint=_LOGS, otherwise=EngineError)
+        return EngineError(what, hint=_LOGS)
+
+
+def _actors(part: Mapping[str, float], count: int) -> list[Any]:
+    """`Follower` on so many other nodes, when each has a place for it. The engine's capacity was checked: they come."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = _group(part, count)
+    while not group.wait(_SAY_S):
+        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(part)} free on each\n")
+    return [
+        ray.remote(Follower).options(
+            num_cpus=part["CPU"],
+            num_gpus=part.get("GPU"),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        for index in range(count)
+    ]
+
+
+def _group(part: Mapping[str, float], count: int) -> Any:
+    """Places on other nodes than this one. They go with this actor."""
+    import ray
+    from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+
+    here = ray.get_runtime_context()
+    name = f"peagle-{here.get_actor_id()}"
+    if here.was_current_actor_reconstructed:
+        with contextlib.suppress(ValueError):  # there is none
+            remove_placement_group(get_placement_group(name))  # Ray 2.60 keeps that of a process that it replaces
+    return placement_group(
+        [dict(part)] * count,
+        strategy="STRICT_SPREAD",
+        name=name,
+        bundle_label_selector=[{_NODE_ID: f"!{here.get_node_id()}"}] * count,
+    )
+
+
+def _own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,1 @@
+"""The Ray cluster: started or joined, its nodes measured, engines placed on them."""

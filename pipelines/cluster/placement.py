@@ -1,0 +1,257 @@
+"""What engines take of nodes, and whether nodes can hold them: the decisions for which `ray.py` asks Ray.
+
+Pure functions of hardware and of nodes' logical resources, as Ray names them ("CPU", "GPU", "accelerator_type:H100").
+It knows neither Ray's API nor units or models.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.economics.prices import Device
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
+ANY_ACCELERATOR = "any"
+_TYPE = "accelerator_type:"
+_OF_TYPE = 0.001  # of such a resource, as Ray itself asks for it: a node has 1, however many accelerators
+
+Resources = Mapping[str, float]
+"""Logical resources of a node, or of something that is to be placed, by Ray's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What one engine reserves of each of its nodes, and what of them it really uses.
+
+    Attributes:
+        num_cpus, num_gpus: Ray's logical resources.
+        num_devices: accelerators, or vCPUs, on all its nodes, whose seconds the engine is charged for.
+        device: which of the two.
+        num_engines_on_node: engines that share the node's cores.
+        accelerator_type: the kind of accelerator, by Ray's name; None where any will do.
+        nodes_per_engine: distinct nodes, each of which holds an equal part of the engine's ranks.
+    """
+
+    num_cpus: float
+    num_gpus: int
+    num_devices: int
+    device: Device
+    num_engines_on_node: int
+    accelerator_type: str | None = None
+    nodes_per_engine: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's options of the engine's actor."""
+        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
+
+    @property
+    def part(self) -> dict[str, float]:
+        """What an engine takes of a node, as a bundle of a placement group."""
+        gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
+        kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
+        return {"CPU": self.num_cpus, **gpus, **kind}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What an autoscaler, which knows whole CPUs alone, is asked for, for one engine."""
+        return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Engines of others on the same nodes, with which those of a run share the cores.
+
+    Attributes:
+        places: the name under which all of them number their places on a node (`node.claim_slot`).
+        hardware: of a node, as it was when nothing ran there.
+        placement: what an engine of the run takes when all are counted.
+    """
+
+    places: str
+    hardware: Hardware
+    placement: Placement
+
+
+def on_accelerators(
+    accelerators_per_engine: int,
+    *,
+    nodes_per_engine: int = 1,
+    accelerator_type: str | None = None,
+    num_engines_on_node: int = 1,
+) -> Placement:
+    """The placement of an engine on accelerators. It can be told before a node is there.
+
+    Args:
+        accelerator_type: as a user says it: Ray's name, `any` or None.
+    """
+    return Placement(
+        num_cpus=1,
+        num_gpus=accelerators_per_engine // nodes_per_engine,
+        num_devices=accelerators_per_engine,
+        device="accelerator",
+        num_engines_on_node=num_engines_on_node,
+        accelerator_type=None if accelerator_type == ANY_ACCELERATOR else accelerator_type,
+        nodes_per_engine=nodes_per_engine,
+    )
+
+
+def place(
+    hardware: Hardware,
+    *,
+    num_engines: int,
+    accelerators_per_engine: int,
+    num_nodes: int,
+    nodes_per_engine: int = 1,
+    most_engines: int = 0,
+    accelerator_type: str | None = None,
+    ask_for_fewer: str = "use at most --engines {}",
+) -> Placement:
+    """What each of `num_engines` engines takes of nodes like this.
+
+    On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
+    still place the tasks that feed it.
+
+    Args:
+        num_nodes: that engines will be on (`num_engine_nodes`).
+        nodes_per_engine: of these, which each hold an equal part of an engine.
+        most_engines: so many there may be later; a node is shared by as many of them as it can hold.
+        accelerator_type: that engines need; None is whatever the node has.
+        ask_for_fewer: the hint where engines are too many, as whoever asked for them says their number; {} is how many
+            fit.
+
+    Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
+
+    Raises:
+        CapacityError: fewer cores than engines, or than an engine's ranks; no accelerator where engines need one.
+    """
+    if accelerator_type is not None and hardware.platform != "cuda":
+        raise CapacityError(
+            f"accelerator_type {accelerator_type}: engines need accelerators, and there is none here"
+            f" ({hardware.describe()})",
+            hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
+        )
+    per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
+    ranks_on_node = accelerators_per_engine // nodes_per_engine
+    fit = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
+    per_node = max(per_node, min(math.ceil(most_engines * nodes_per_engine / num_nodes), fit))
+    if hardware.platform == "cuda":
+        return on_accelerators(
+            accelerators_per_engine,
+            nodes_per_engine=nodes_per_engine,
+            accelerator_type=accelerator_type,
+            num_engines_on_node=per_node,
+        )
+    if per_node > fit:
+        need = "a CPU core each" if ranks_on_node == 1 else f"{ranks_on_node} CPU cores each"
+        on = f" on each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else ""
+        most = fit * num_nodes // nodes_per_engine
+        raise CapacityError(
+            f"{num_engines} engines need {need}{on}; {num_nodes} node(s) have {_num_cores(hardware)} each",
+            hint=ask_for_fewer.format(most) if most else "use fewer ranks an engine",
+        )
+    cpus = hardware.num_cpus // per_node
+    return Placement(
+        num_cpus=float(cpus - 1) or 0.5,
+        num_gpus=0,
+        num_devices=cpus * nodes_per_engine,
+        device="vcpu",
+        num_engines_on_node=per_node,
+        nodes_per_engine=nodes_per_engine,
+    )
+
+
+def _num_cores(hardware: Hardware) -> int:
+    """Cores that ranks on CPUs can have to themselves: threads of one physical core share it, unless a quota counts."""
+    return hardware.num_cpus if hardware.is_cpu_quota else len(hardware.core_ids) or hardware.num_cpus
+
+
+def num_engine_nodes(
+    nodes: Sequence[Resources],
+    hardware: Hardware,
+    *,
+    num_engines: int = 1,
+    accelerators_per_engine: int = 1,
+    nodes_per_engine: int = 1,
+    accelerator_type: str | None = None,
+) -> int:
+    """Nodes among which engines are divided; at least those of one engine.
+
+    On CPUs those that are there. On accelerators those that can hold an engine, a head without accelerators left out,
+    and more where these are too few: the engines that do not fit wait for nodes (`lacking` says so).
+
+    Args:
+        hardware: of one of the nodes that hold engines.
+
+    Example: 8 engines of 1 accelerator, with one node of 1 accelerator there: 8 nodes.
+    """
+    if hardware.platform != "cuda":
+        return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
+    engine = on_accelerators(
+        accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
+    )
+    fit = hardware.num_accelerators // engine.num_gpus
+    wanted = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
+    return max(nodes_per_engine, sum(room_on(node, engine) > 0 for node in nodes), wanted)
+
+
+def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
+    """The id of the node whose hardware stands for all that hold engines on accelerators; None if none has any.
+
+    Of those that can hold an engine, the one with the fewest accelerators: what fits there fits on the others.
+    """
+    able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
+    others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
+    candidates = able or others
+    return min(candidates, key=lambda name: (candidates[name], name)) if candidates else None
+
+
+def room(nodes: Sequence[Resources], placement: Placement) -> int:
+    """Engines that the nodes have room for, beside one task that feeds them."""
+    num_engines = _num_fitting(nodes, placement)
+    return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
+
+
+def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
+    """Engines that find their nodes in whatever order Ray places their parts, each on distinct nodes.
+
+    Of N nodes an engine misses one only when all but N - 1 are full of others' parts, and another engine has no more
+    than one part on a node. So k engines fit where the nodes with the least room, all but N - 1, cannot be filled by
+    k - 1 engines: one of them has room for k parts, or together they have room for more than (k - 1) * N.
+
+    Example: of two nodes each, 3 nodes with room for 2 parts hold 2 engines for sure. A third engine may find both
+    places that are left on one node.
+    """
+    per_engine = placement.nodes_per_engine
+    least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
+    return max(least[-1], math.ceil(sum(least) / per_engine)) if len(nodes) >= per_engine else 0
+
+
+def room_on(node: Resources, placement: Placement) -> int:
+    """Parts of engines, of whole ones where they lie on one node, that one node has room for."""
+    if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
+        return 0
+    by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
+    return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
+
+
+def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
+    """What is missing, in words; empty if every engine finds its nodes."""
+    found = _num_fitting(nodes, placement)
+    if found < num_engines:
+        kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
+        each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
+        on = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
+        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {found}"
+    spare = _spare_cpus(nodes, placement, num_engines)
+    if spare < PREPARE_CPUS:
+        return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
+    return ""
+
+
+def _spare_cpus(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> float:
+    return sum(node.get("CPU", 0) for node in nodes) - placement.num_cpus * placement.nodes_per_engine * num_engines

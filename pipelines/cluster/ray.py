@@ -1,0 +1,348 @@
+"""The Ray cluster of a run: start or join it, see what it has, and refuse what it can never hold.
+
+It knows Ray's public API; what is decided from its answers is in `placement.py`. It does not know units or models.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from peagle import hardware
+from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
+from peagle.hardware import Hardware
+from peagle.ports import require_free
+from peagle.private import require_short_sockets
+from pipelines.cluster import token
+from pipelines.cluster.failures import explain
+from pipelines.cluster.placement import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
+from pipelines.cluster.terminal import keep_off_standard_output, own_groups
+
+_POLL_S = 5.0
+_NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
+_NO_JOIN = (
+    "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
+    "docs/security.md says how it gets there"
+)
+_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
+_abandoned = False
+_exit_code = StoppedEarly.exit_code
+_asked = False
+
+
+def is_remote() -> bool:
+    """Whether RAY_ADDRESS names a cluster to run on."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+@contextlib.contextmanager
+def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
+
+    A process that has joined one already keeps it. What SIGTERM does stays as it was; only where that is the system's
+    own end of a process, Ray's takes its place, so that Ray is stopped.
+
+    Args:
+        metrics_port: of Ray's Prometheus exporter, where Ray is started here. Where it is None a free one is taken,
+            and nothing of Ray can be reached from another machine.
+
+    Raises:
+        CapacityError: it did not come up, or cannot be joined.
+        ConfigError: a metrics port is named for a cluster that runs, or something else has it; or the cluster that
+            runs asks for no token.
+    """
+    if metrics_port is not None:
+        _check_metrics_port(metrics_port)
+    has_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if not has_joined:
+        _set_up_environment(has_metrics_port=metrics_port is not None)
+    import ray
+
+    if has_joined:
+        yield
+        return
+    remote = is_remote()
+    handler = signal.getsignal(signal.SIGTERM)
+    keep_off_standard_output()
+    try:
+        with own_groups():
+            ray.init(
+                address=None if remote else "local",
+                num_cpus=None if remote else max(2, hardware.detect().num_cpus),
+                include_dashboard=False if not remote else None,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+                _metrics_export_port=metrics_port,
+            )
+    except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
+        what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
+        raise explain(error, what, hint=_NO_JOIN if remote else _NO_RAY, otherwise=CapacityError) from error
+    except SystemExit:  # Ray's answer to a SIGTERM while it starts
+        raise KeyboardInterrupt from None
+    try:
+        _give_back(handler)
+        if remote:
+            token.require_token()
+        yield
+    finally:
+        if not _abandoned:
+            ray.shutdown()
+
+
+def _set_up_environment(*, has_metrics_port: bool) -> None:
+    """What Ray reads from the environment, some of it when it is imported."""
+    # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
+    os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
+    if is_remote():
+        token.prepare_to_join()
+        return
+    require_startable()
+    if not has_metrics_port:
+        # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def require_startable() -> None:
+    """Make sure that Ray can be started here, as far as that depends on this user's folders.
+
+    Raises:
+        ConfigError: its token cannot be kept, or its sockets have no place.
+    """
+    token.prepare_to_start()
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
+
+
+def _give_back(handler: Any) -> None:
+    """Ray takes SIGTERM for itself when it starts, in the main thread, and never gives it back."""
+    if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _check_metrics_port(port: int) -> None:
+    """On a port that is taken Ray would try to start for half a minute, and then not say why it did not."""
+    if is_remote():
+        raise ConfigError(
+            "metrics_port: Ray's exporters are those of the cluster that RAY_ADDRESS names",
+            hint="choose their port where its nodes are started: ray start --metrics-export-port",
+        )
+    require_free("metrics_port", port, hint="leave it out for one that is free")
+
+
+def metrics_port() -> int:
+    """Where the Prometheus exporter of the node that this process is on listens."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    (port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeID"] == here)
+    return int(port)
+
+
+def abandon() -> None:
+    """Leave Ray as it is until this process ends, and end it hard then, with the code that `exit_code_kept` saw or 3.
+
+    For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
+    aborts the process. Ray's own processes on this machine go with ours.
+    """
+    global _abandoned
+    _abandoned = True
+    atexit.register(_exit_hard)
+
+
+@contextlib.contextmanager
+def exit_code_kept() -> Iterator[None]:
+    """Whatever this ends with is what a process ends with that has abandoned Ray."""
+    global _exit_code
+    try:
+        yield
+    except Exception as error:
+        _exit_code = error.exit_code if isinstance(error, PeagleError) else PeagleError.exit_code
+        raise
+    _exit_code = 0
+
+
+def _exit_hard() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_code)
+
+
+def inspect(
+    *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
+) -> Hardware:
+    """The hardware of a node that will run engines: of one with accelerators, if the cluster has any.
+
+    It takes none of them, so it does not wait for those that are busy.
+
+    Raises:
+        CapacityError: the node cannot be asked.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    engine = on_accelerators(
+        accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
+    )
+    node = node_to_ask(nodes, engine)
+    where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect_all)
+    try:
+        found: Hardware = ray.get(probe.remote())
+    except Exception as error:  # Ray's own, when the node goes away
+        raise explain(error, "cannot look at a node of the cluster", hint=_NO_RAY, otherwise=CapacityError) from error
+    if node is None or found.platform != "cuda":
+        return found
+    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been given fewer than there are
+
+
+def _detect_all() -> Hardware:
+    """The hardware of this node with all its accelerators: a task sees only those that it has reserved."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return hardware.detect()
+
+
+def scale_with_the_queue() -> None:
+    """Have Ray Data want another actor when each has all the calls that it can take and as many again wait for one
+    more; and let one go that has none. Ray Data 2.60's default, 1.75 times its calls, is never reached where an actor
+    queues only one call.
+    """
+    from ray.data import DataContext
+
+    autoscaling = DataContext.get_current().autoscaling_config
+    autoscaling.actor_pool_util_upscaling_threshold = 1.0
+    autoscaling.actor_pool_util_downscaling_threshold = 0.5
+
+
+def keep_rows_apart() -> None:
+    """Have Ray Data make a block of each row, as soon as it is there, in any order, and print nothing."""
+    from ray.data import DataContext
+
+    keep_blocks()
+    DataContext.get_current().target_max_block_size = 1  # byte: it ends a block, and never splits a row
+
+
+def keep_blocks() -> None:
+    """Have Ray Data pass blocks on as they are, in any order, however long one takes, and print nothing."""
+    from ray.data import DataContext, ExecutionOptions
+
+    context = DataContext.get_current()
+    # Ray 2.60 ends a run in which nothing was finished for half an hour. A long unit, a large model that loads or a
+    # cluster that waits for machines takes longer; `--engine-timeout-s` and `--deadline` are there for what hangs.
+    context.execution_no_progress_timeout_s = -1
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.target_max_block_size = None  # a block must stay one, however long its rows are
+    context.execution_options = ExecutionOptions(preserve_order=False)
+
+
+def has_gpus() -> bool:
+    """Whether a node of the cluster has a GPU, busy or not."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+def require_workers(count: int, *, on_gpu: bool) -> None:
+    """Make sure that `count` workers of a CPU each, and of a GPU each where there are any, can run at once.
+
+    Raises:
+        CapacityError: they cannot; Ray would wait for ever in silence.
+    """
+    import ray
+
+    kind = "GPU" if on_gpu else "CPU"
+    available = int(ray.cluster_resources().get(kind, 0))
+    if available < count:
+        raise CapacityError(
+            f"{count} workers need a {kind} each; the cluster has {available}",
+            hint=f"use at most --workers {available}" if available else "use --device cpu",
+        )
+
+
+def require_capacity(
+    placement: Placement,
+    num_engines: int,
+    *,
+    wait_s: float,
+    check: Callable[[], None],
+    announce: Callable[[str], None],
+) -> None:
+    """Make sure that the engines and one task beside them can be scheduled; else Ray would wait for ever in silence.
+
+    Args:
+        check: raises when there is no sense in waiting any longer; it is asked at each look, also at the last one.
+
+    Raises:
+        CapacityError: they cannot, not even after `wait_s` seconds.
+    """
+    deadline = time.monotonic() + wait_s
+    while missing := lacking(_nodes(), placement, num_engines):
+        check()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise CapacityError(
+                f"the cluster can never schedule {num_engines} engine(s): {missing}",
+                hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
+            )
+        _ask_for_nodes(placement, num_engines)
+        announce(f"waiting for the cluster: {missing} ({left:.0f} s left)")
+        time.sleep(min(_POLL_S, left))
+    check()
+
+
+def release_nodes() -> None:
+    """Take back what an autoscaler was asked for: it would keep those nodes for ever, used or not."""
+    global _asked
+    if _asked:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=[])
+        _asked = False
+
+
+def num_nodes(
+    hardware: Hardware,
+    *,
+    num_engines: int = 1,
+    accelerators_per_engine: int = 1,
+    nodes_per_engine: int = 1,
+    accelerator_type: str | None = None,
+) -> int:
+    """Nodes of the cluster among which engines are divided, as `num_engine_nodes` says."""
+    return num_engine_nodes(
+        _nodes(),
+        hardware,
+        num_engines=num_engines,
+        accelerators_per_engine=accelerators_per_engine,
+        nodes_per_engine=nodes_per_engine,
+        accelerator_type=accelerator_type,
+    )
+
+
+def room_for(placement: Placement) -> int:
+    """Engines that the cluster has room for as it is, beside one task that feeds them."""
+    return room(_nodes(), placement)
+
+
+def _nodes() -> list[dict[str, float]]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _ask_for_nodes(placement: Placement, num_engines: int) -> None:
+    from ray.autoscaler.sdk import request_resources
+
+    global _asked
+    _asked = True
+    request_resources(bundles=placement.bundles * num_engines)

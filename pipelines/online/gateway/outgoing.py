@@ -1,0 +1,163 @@
+"""An answer on its way to the client: its headers are added to, and what the request used is read from it.
+
+A stream says what it used in its events. Of an answer that is not streamed the application says it apart, by `note`
+(`NOTE_IN_SCOPE`), before it starts the response: nothing here holds or parses a whole answer. It knows ASGI alone.
+
+Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.types import Message, Send
+
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway.admission import Intake
+from pipelines.online.gateway.bodies import Upload
+from pipelines.online.wire import OURS, Tally, events, is_usage_alone, to_text
+
+NOTE_IN_SCOPE = "peagle.note"
+"""Of a request's scope: what the application calls with an unstreamed answer's usage, metrics and summary."""
+_SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
+
+
+class Outgoing:
+    """Sends the application's answer on, and knows what its request used.
+
+    Attributes:
+        is_complete: whether `tally` and `usd` are all that the request used; not when nobody waited for its end.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = dict(headers)
+        self._intake: Intake | None = None
+        self._upload: Upload | None = None
+        self._start: Message | None = None
+        self._is_noted = False
+        self._is_stream = False
+        self.is_started = False
+        self.is_complete = True
+        self.tally = Tally()
+        self.usd = 0.0
+
+    def expect(self, intake: Intake) -> None:
+        """An engine will answer this request."""
+        self._intake = intake
+        model = intake.model
+        self._headers["x-peagle-model"] = model.name
+        self._headers["x-peagle-drafter"] = model.drafter or "none"
+        if model.num_speculative_tokens:
+            self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more: before its first byte, only its engine knows what it used."""
+        if self._start is None:
+            self.is_complete = False
+
+    def close_unless_read(self, upload: Upload) -> None:
+        """Answered before its end, as what is no form, a body is not read on: the connection closes."""
+        self._upload = upload
+
+    def note(self, said: Mapping[str, Any]) -> None:
+        """Take what an answer, or the last event of a stream, says of its own usage."""
+        self.tally.read(said)
+        summary = said.get(OURS) or {}
+        self._is_noted = self.is_complete = True
+        self.usd = summary.get("usd") or 0.0
+        for name in _SUMMARY_HEADERS:
+            if summary.get(name) is not None:
+                self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
+
+    async def send(self, message: Message) -> None:
+        """One ASGI message of the application."""
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            self._start = message
+            self.is_complete = self._is_noted or message["status"] != 200
+            await self._begin()
+        elif message["type"] == "http.response.body" and self._intake is not None and self._is_stream:
+            await self._send({**message, "body": self._read_events(message.get("body", b""))})
+        else:
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with an error: as a response, or as the last event of a stream that has begun."""
+        body = json.dumps(error.body()).encode()
+        if self.is_started:
+            event = f"data: {body.decode()}\n\n".encode() if self._is_stream else b""
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        self._start = {"type": "http.response.start", "status": error.status, "headers": encoded(headers)}
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self) -> None:
+        assert self._start is not None, "the application starts its response before its body"
+        if self._upload is not None and not self._upload.is_whole:
+            self._headers["connection"] = "close"
+        self.is_started = True
+        headers = [*self._start.get("headers", []), *encoded(self._headers)]
+        await self._send({**self._start, "headers": headers})
+
+    def _read_events(self, body: bytes) -> bytes:
+        """Read the events that say what the request used; leave out the last one if the client did not ask for it."""
+        assert self._intake is not None
+        if f'"{OURS}"'.encode() not in body:
+            return body
+        kept = []
+        for event in events(body.decode()):
+            if isinstance(event, dict) and OURS in event:
+                self.note(event)
+                if is_usage_alone(event) and not self._intake.wants_usage:
+                    continue
+            kept.append(to_text(event))
+        return "".join(kept).encode()
+
+
+def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """The headers as ASGI has them."""
+    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+class Load:
+    """The counts now."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[str] = Counter()
+
+    @contextmanager
+    def request(self, model: str) -> Iterator[None]:
+        """A request of this model, until it is answered, whatever the answer."""
+        self._under_way[model] += 1
+        try:
+            yield
+        finally:
+            self._under_way[model] -= 1
+
+    def under_way(self, model: str) -> int:
+        """Requests that wait for an engine or are in one."""
+        return self._under_way[model]
+
+
+def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_under_way: int) -> dict[str, int]:
+    """A model's engines and requests, ready for JSON.
+
+    Serve gives an engine so many requests and no more; the others wait at the ingress.
+
+    Args:
+        card: what the model's card says of its engines.
+        replicas: as `replica_counts` has them.
+    """
+    in_engines = replicas["num_running_replicas"] * card["max_requests_per_replica"]
+    return {
+        **replicas,
+        "max_replicas": card["max_replicas"],
+        "num_requests_under_way": num_under_way,
+        "num_requests_waiting": max(0, num_under_way - in_engines),
+    }

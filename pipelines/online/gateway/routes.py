@@ -1,0 +1,220 @@
+"""The table of routes: each is declared once, with the rule under which the gate lets requests in.
+
+The gate looks a request up in this table, and the application's router is built from it. A route answers only what the
+gate has treated as that very route: without the gate's pass it refuses, so that two readings of one path give an error
+and never an answer that nobody counted. It knows ASGI and FastAPI, no keys and no limits.
+
+A page of any site can send requests to 127.0.0.1, and where its site's name is made to resolve to 127.0.0.1 (DNS
+rebinding) it may read the answers as if they were its own. What it cannot choose are the headers Host and Origin.
+"""
+
+import enum
+import functools
+import ipaddress
+import json
+import logging
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from peagle.errors import shown
+from pipelines.online.errors import ApiError
+
+PASS = "peagle.pass"  # in the scope, where no client can write
+HEAVY = "peagle.heavy"  # likewise: the threads for bodies, and whose body this is
+_log = logging.getLogger("ray.serve")
+
+
+class Rule(enum.Enum):
+    """What the gate does before a route answers. All but the first two want a key and count as a request of it."""
+
+    OPEN = enum.auto()
+    """Anybody is answered."""
+    PAGE = enum.auto()
+    """Anybody where keys guard what the page shows, else this machine."""
+    KEY = enum.auto()
+    """Whoever has a key."""
+    POLL = enum.auto()
+    """The same, in a window of its own: the page asks every two seconds."""
+    GENERATION = enum.auto()
+    """An engine answers: the body is checked, and its tokens and cost are held."""
+    ORDER = enum.auto()
+    """A body of JSON that costs later."""
+    UPLOAD = enum.auto()
+    """A body that is too large to be held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One route. Called with an application, it is the decorator that adds a handler to it."""
+
+    method: str
+    path: str
+    rule: Rule
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, app: FastAPI) -> Callable[[Any], Any]:
+        """As Ray's `make_fastapi_ingress` asks for it."""
+        return app.api_route(self.path, methods=[self.method], **self.options)
+
+    def matches(self, path: str) -> bool:
+        """Whether the path is one of its own, to the last character."""
+        return _pattern(self.path).fullmatch(path) is not None
+
+
+def get(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
+    """A route that is read."""
+    return Route(method="GET", path=path, rule=rule, options=options)
+
+
+def post(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
+    """A route that is written to."""
+    return Route(method="POST", path=path, rule=rule, options=options)
+
+
+def delete(path: str) -> Route:
+    """A route by which something is deleted."""
+    return Route(method="DELETE", path=path, rule=Rule.KEY)
+
+
+class GuardedRoute(APIRoute):
+    """A route that answers only what the gate has let in for it, and reads its bodies beside the loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's, given the body as its handler wants it: FastAPI itself would read it while all streams wait."""
+        handle, field = super().get_route_handler(), self.body_field
+        if field is None:
+            return handle
+
+        async def read_and_handle(request: Request) -> Response:
+            heavy, key = request.scope[HEAVY]
+            body = await request.body()
+            value = await heavy.run(key, len(body), _read, body, field)
+            return await handle(_ReadRequest(request.scope, value))
+
+        return read_and_handle
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, before anything of its body is read.
+
+        Raises:
+            ApiError: 500, the gate has let it in as another route, or has not seen it.
+        """
+        if scope.get(PASS) != (scope["method"], self.path):
+            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, scope.get(PASS))
+            raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+        await super().handle(scope, receive, send)
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read, and is what the handler wants."""
+
+    def __init__(self, scope: Scope, value: Any) -> None:
+        super().__init__(scope)
+        self._value = value
+
+    async def body(self) -> bytes:
+        """For FastAPI, which asks whether there is one."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """For FastAPI, to which a value of the right type is valid as it is."""
+        return self._value
+
+
+def _read(body: bytes, field: Any) -> Any:
+    """The value of a body.
+
+    Raises:
+        RequestValidationError: it is none of this type; its first fault of each list.
+    """
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+    value, errors = field.validate(values, {}, loc=("body",))
+    if errors:
+        raise RequestValidationError(errors)
+    return value
+
+
+def guarded_app(**options: Any) -> FastAPI:
+    """An application all of whose routes are guarded: none of FastAPI's own, no redirects."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **options)
+    app.router.route_class = GuardedRoute
+    return app
+
+
+def with_pass(scope: Scope, route: Route) -> Scope:
+    """The scope of a request that the gate has treated by the route's rule."""
+    return {**scope, PASS: (route.method, route.path)}
+
+
+def find_route(routes: Iterable[Route], scope: Scope) -> Route:
+    """The route of a request.
+
+    Raises:
+        ApiError: 404 or 405, there is none.
+    """
+    path, method = route_path(scope), scope["method"]
+    found = [route for route in routes if route.matches(path)]
+    for route in found:
+        if route.method == method:
+            return route
+    if found:
+        allowed = ", ".join(sorted({route.method for route in found}))
+        raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed")
+    raise ApiError(404, "there is no such path; /openapi.json lists those there are", code="not_found")
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the application's router matches it: without the prefix under which Serve has the application, which
+    it leaves in `path`."""
+    return get_route_path(scope)
+
+
+@functools.cache
+def _pattern(path: str) -> re.Pattern[str]:
+    return compile_path(path)[0]
+
+
+_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+_ORIGIN = re.compile(f"https?://{_HOST.pattern}", re.IGNORECASE)
+_WHAT_TO_DO = "ask for localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
+
+
+def require_local(scope: Scope) -> None:
+    """Let a client of this machine pass that asks for this machine by its own names.
+
+    Raises:
+        ApiError: 403, it is none.
+    """
+    if not _is_loopback(scope):
+        raise _refusal("answers only its own machine")
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not _HOST.fullmatch(host):
+        raise _refusal(f"is not called {shown(host)}: {_WHAT_TO_DO}")
+    if origin is not None and not _ORIGIN.fullmatch(origin):
+        raise _refusal(f"answers no page of {shown(origin)}: {_WHAT_TO_DO}")
+
+
+def _is_loopback(scope: Scope) -> bool:
+    """Whether the client is on this machine."""
+    try:
+        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _refusal(reason: str) -> ApiError:
+    return ApiError(403, f"this endpoint has no keys and {reason}", code="not_local")

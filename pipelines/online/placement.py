@@ -1,0 +1,85 @@
+"""What an engine of each model takes of the nodes, and whether the nodes can hold all of them.
+
+On CPUs the cores are divided once, among the endpoint's engines and those of batches. Accelerators belong to whoever
+has one at the moment, and an engine of a batch waits for its own; so only the endpoint's engines must fit together.
+Pure.
+"""
+
+from peagle.economics.prices import Device
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+from peagle.runs.scaling import EngineRange
+from pipelines.cluster.placement import Placement, on_accelerators, place
+from pipelines.online.batches.settings import num_engines
+from pipelines.online.config import ServeConfig, ServedModelKeys
+
+_FAKE_CPUS = 0.05  # a fake engine computes nothing: as many as are asked for fit on a node
+_ASK_FOR_FEWER = (
+    "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
+)
+
+
+def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
+    """Of an engine of each model, by the model's name.
+
+    Raises:
+        CapacityError: on CPUs all models' largest numbers of engines and those of batches do not fit together; on
+            accelerators the former do not, or those that a batch begins with do not fit at all.
+    """
+    real = [keys for keys in config.served if keys.engine != "fake"]
+    if hardware.platform == "cuda":
+        _check_accelerators(config, real, hardware, num_nodes)
+    return {
+        keys.served_name: _placement(config, keys, hardware, num_nodes, sum(one.max_replicas for one in real))
+        for keys in config.served
+    }
+
+
+def _placement(
+    config: ServeConfig, keys: ServedModelKeys, hardware: Hardware, num_nodes: int, num_replicas: int
+) -> Placement:
+    if keys.engine == "fake":
+        return _fake_placement(hardware)
+    if hardware.platform == "cuda":
+        return on_accelerators(_size(keys))
+    batches = num_engines(config)
+    return place(
+        hardware,
+        num_engines=num_replicas + batches[0],
+        most_engines=num_replicas + batches[1],
+        accelerators_per_engine=_size(keys),
+        num_nodes=num_nodes,
+        ask_for_fewer=_ASK_FOR_FEWER,
+    )
+
+
+def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardware: Hardware, num_nodes: int) -> None:
+    found = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
+    needed = sum(keys.max_replicas * _size(keys) for keys in real)
+    if needed > num_nodes * hardware.num_accelerators:
+        each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {_size(keys)}" for keys in real)
+        raise CapacityError(
+            f"the models' engines need {needed} accelerators at once ({each}); {found}",
+            hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
+        )
+    if config.batches is None:
+        return
+    at_start = EngineRange.parse(config.batch_engines).smallest
+    for keys in real:
+        if at_start > num_nodes * (hardware.num_accelerators // _size(keys)):
+            raise CapacityError(
+                f"batch_engines {config.batch_engines}: a batch of {keys.served_name} begins with {at_start}"
+                f" engine(s) of {_size(keys)} accelerator(s), which could never run at once; {found}",
+                hint="use a smaller --batch-engines",
+            )
+
+
+def _size(keys: ServedModelKeys) -> int:
+    """Accelerators of an engine."""
+    return keys.tensor_parallel_size * keys.pipeline_parallel_size
+
+
+def _fake_placement(hardware: Hardware) -> Placement:
+    """Of a fake engine, which is charged for one device of the kind that a real one would have there."""
+    device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
+    return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)

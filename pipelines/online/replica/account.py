@@ -1,0 +1,296 @@
+"""The account of one engine of the endpoint: where its seconds go, and a usage record for each request.
+
+It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what
+its answer says, and when it ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
+from peagle.economics.prices import Device
+from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
+from peagle.files import GroupSync, make_folder
+from peagle.runs.meter import EngineMeter, new_session_id
+from pipelines.online.replica.sequences import Sequences
+from pipelines.online.wire import Tally
+
+_log = logging.getLogger("ray.serve")
+_DISK_S = 5.0  # that a request waits for its record to be on the disk
+_KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What the account has to know of the engine.
+
+    Attributes:
+        model: what clients call it.
+        num_devices: accelerators that it holds, or vCPUs.
+    """
+
+    model: str
+    drafter: str | None
+    num_devices: int
+    device: Device
+    usd_per_device_s: float
+
+
+class Listener(Protocol):
+    """Told of each record once it is in the ledger."""
+
+    def request(self, record: RequestUsage) -> None:
+        """A request has ended."""
+
+    def heartbeat(self, session: EngineSession) -> None:
+        """Where the engine's seconds went until now."""
+
+
+class EngineAccount:
+    """The account of an engine from its process's first second to its last.
+
+    Attributes:
+        self_check: what the engine's self-check found, as JSON; empty before it.
+        start_warnings: of the engine's start.
+
+    Args:
+        folder: of the ledger; created if need be.
+        heartbeat_s: between two entries.
+        listener: told of what is written.
+        monotonic: the clock for durations.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        *,
+        heartbeat_s: float = 5.0,
+        listener: Listener | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        make_folder(folder)
+        self.session_id = new_session_id()
+        self._disk = GroupSync(requests_file(folder, self.session_id))
+        self.engine_index = 0
+        self.self_check = ""
+        self.start_warnings: list[str] = []
+        self._folder = folder
+        self._engine = engine
+        self._listener = listener
+        self._monotonic = monotonic
+        self._meter = EngineMeter(monotonic=monotonic)
+        self._started_at = time.time()
+        self._numbers = count()
+        self._heartbeat_s = heartbeat_s
+        self._next_kept_at = 0.0
+        self._ended = threading.Event()
+        self.heartbeat()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def ready(self, compile_s: float = 0.0) -> None:
+        """The engine is up; so much of the time until now went into compiling."""
+        self._meter.ready(compile_s)
+        self.heartbeat()
+
+    def begin(
+        self,
+        request_id: str,
+        key: str,
+        choices_per_prompt: int | None = None,
+        *,
+        account: str = "",
+        num_choices: int = 1,
+        first_asked_at: float | None = None,
+    ) -> "RequestAccount":
+        """A request enters the engine; of a completion, each of its prompts gets so many choices.
+
+        Args:
+            account: of the key.
+            num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
+            first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
+                billed it, this one does not.
+        """
+        number = next(self._numbers)
+        self._meter.start(number, num_choices)
+        return RequestAccount(
+            self,
+            number,
+            request_id,
+            key,
+            self._monotonic(),
+            Tally(choices_per_prompt=choices_per_prompt),
+            key_account=account,
+            num_choices=num_choices,
+            first_asked_at=first_asked_at,
+        )
+
+    def end(self) -> None:
+        """The engine stops, for good."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Write where the seconds went until now."""
+        session = self._meter.snapshot().to_session(
+            self.session_id,
+            engine_index=self.engine_index,
+            num_devices=self._engine.num_devices,
+            device=self._engine.device,
+            started_at=self._started_at,
+            ended=self._ended.is_set(),
+            self_check=self.self_check,
+            start_warnings="\n".join(self.start_warnings),
+        )
+        write_session(self._folder, session)
+        if session.last_seen_at >= self._next_kept_at or session.ended:
+            self._next_kept_at = (session.last_seen_at // _KEPT_EVERY_S + 1) * _KEPT_EVERY_S
+            append_beat(self._folder, session)
+        if self._listener:
+            self._listener.heartbeat(session)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
+                self.heartbeat()
+
+    def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> bool:
+        """Write a record, unless another engine has billed the request; whether it was written."""
+        if first_asked_at is not None and is_billed(
+            self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
+        ):
+            return False
+        append_request(self._folder, record)
+        if self._listener:
+            self._listener.request(record)
+        return True
+
+    async def _reach_disk(self) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
+        except OSError as error:  # a time-out is one
+            why = str(error) or f"no answer of the disk in {_DISK_S:g} s"
+            _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
+
+    def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
+        tally, engine = request.tally, self._engine
+        self._meter.finish(request.number, tally.num_output_tokens, request.num_choices)
+        busy_s = self._meter.take(request.number)
+        is_free = outcome == "failed" and request.ttft_s is None  # as for the gate, which sees another status than 200
+        return RequestUsage(
+            request_id=request.request_id,
+            key=request.key,
+            account=request.key_account,
+            model=engine.model,
+            drafter=engine.drafter,
+            outcome=outcome,
+            ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
+            usd=0.0 if is_free else busy_s * engine.num_devices * engine.usd_per_device_s,
+            num_choices=request.num_choices,
+            usage=UnitUsage(
+                session_id=self.session_id,
+                num_rows=int(outcome != "failed"),
+                num_failed_rows=int(outcome == "failed"),
+                num_prompt_tokens=tally.num_prompt_tokens,
+                num_cached_tokens=tally.num_cached_tokens,
+                num_output_tokens=tally.num_output_tokens,
+                busy_s=busy_s,
+                speculation=request.sequences.speculation or tally.speculation,
+                started_at=request.started_at,
+                finished_at=max(time.time(), request.started_at),
+            ),
+        )
+
+
+class RequestAccount:
+    """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`.
+
+    Attributes:
+        tally: what its answer says.
+        num_choices: as `EngineAccount.begin` takes it.
+        sequences: what the engine says beside.
+    """
+
+    def __init__(
+        self,
+        account: EngineAccount,
+        number: int,
+        request_id: str,
+        key: str,
+        began: float,
+        tally: Tally,
+        *,
+        key_account: str,
+        num_choices: int,
+        first_asked_at: float | None,
+    ) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.key = key
+        self.key_account = key_account
+        self.started_at = time.time()
+        self.ttft_s: float | None = None
+        self.tally = tally
+        self.num_choices = num_choices
+        self.sequences = Sequences()
+        self._account = account
+        self._began = began
+        self._first_asked_at = first_asked_at
+        self._record: RequestUsage | None = None
+        self._is_kept = False
+
+    def first_token(self) -> None:
+        """Something of a streamed answer is there; what is said again later does not count."""
+        if self.ttft_s is None:
+            self.ttft_s = self._account._monotonic() - self._began
+
+    def seconds_to_first_token(self) -> float | None:
+        """Of a stream as it was seen here; of a whole answer, which is seen at its end only, as its engine says."""
+        if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
+            return self.ttft_s
+        return max(0.0, at - self.started_at)
+
+    def finish(self, outcome: Outcome) -> RequestUsage:
+        """The request has left the engine; only the first word on how counts."""
+        if self._record is None:
+            self._record = self._account._close(self, outcome)
+        return self._record
+
+    def write(self, outcome: Outcome) -> None:
+        """Write the record; `outcome` if nobody said how it ended, or that its answer did not get through."""
+        record = self.finish(outcome)
+        if record.outcome == "ok" and outcome == "cut":
+            record = replace(record, outcome=outcome)
+        self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at)
+
+    async def reach_disk(self) -> None:
+        """Return when the record that was written outlasts a power cut; a disk that fails or hangs is logged.
+
+        Requests that end at the same time wait for the same `fdatasync`.
+        """
+        if self._is_kept:
+            await self._account._reach_disk()
+
+
+def summary(record: RequestUsage) -> dict[str, Any]:
+    """What a client is told of its request, beside OpenAI's usage."""
+    speculation = record.usage.speculation
+    return {
+        "request_id": record.request_id,
+        "usd": round(record.usd, 10),
+        "ttft_s": None if record.ttft_s is None else round(record.ttft_s, 4),
+        "engine_s": round(record.usage.busy_s, 4),
+        "num_drafts": speculation.num_drafts,
+        "num_draft_tokens": speculation.num_draft_tokens,
+        "num_accepted_tokens": speculation.num_accepted_tokens,
+        "acceptance_length": speculation.acceptance_length,
+    }

@@ -1,0 +1,247 @@
+"""Bulk's fake engine behind Ray's `LLMServer`: the endpoint with everything but a model, for faults and load.
+
+A request takes bulk's own way: `parse_body` checks it, `PromptBuilder` tokenises it, `FakeEngine` answers, and
+`output_line` puts that into OpenAI's words. Only the events of a stream are made here, as vLLM makes them.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.interface import Completion, Generation, RequestRefused
+from peagle.engine.self_check import Checkable
+from peagle.errors import EngineError
+from peagle.requests.openai import output_line, parse_body
+from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
+from peagle.requests.sampling import SamplingLimits, conflict
+from pipelines.online.config import ServedModelKeys
+from pipelines.online.gateway.admission import CHAT, COMPLETION_TOKENS, COMPLETIONS
+
+# Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
+_NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """What the fake engine is like.
+
+    Attributes:
+        token_s: seconds a token takes.
+        start_s: seconds it takes to start.
+        num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
+        has_core: it has a process of its own, as vLLM's has.
+        is_wrong: its answers are not its target's.
+    """
+
+    token_s: float = 0.0
+    start_s: float = 0.0
+    num_speculative_tokens: int = 0
+    has_core: bool = False
+    is_wrong: bool = False
+
+
+def stand_in(keys: ServedModelKeys) -> StandIn | None:
+    """The fake engine that a model's keys ask for; None where a real one answers."""
+    if keys.engine != "fake":
+        return None
+    return StandIn(
+        token_s=keys.fake_token_s,
+        start_s=keys.fake_start_s,
+        num_speculative_tokens=keys.num_speculative_tokens or 0,
+        has_core=keys.fake_core,
+        is_wrong=keys.fake_wrong,
+    )
+
+
+class StandInEngine:
+    """What Ray's `LLMServer` calls of an engine.
+
+    Args:
+        llm_config: the model's `LLMConfig`.
+    """
+
+    def __init__(self, settings: StandIn, llm_config: Any) -> None:
+        self._settings = settings
+        self._model: str = llm_config.model_id
+        self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]
+        prompts = PromptSpec(body_column="body", chat=True)
+        self._prompts = PromptBuilder(prompts, ByteTokenizer(), self._max_model_len)
+        self._engine: FakeEngine | None = None
+
+    async def start(self) -> None:
+        """Be up, after the time that it takes."""
+        await asyncio.sleep(self._settings.start_s)
+        self._engine = FakeEngine(
+            num_speculative_tokens=self._settings.num_speculative_tokens,
+            max_model_len=self._max_model_len,
+            token_s=self._settings.token_s,
+            has_core=self._settings.has_core,
+            is_wrong=self._settings.is_wrong,
+        )
+
+    @property
+    def checkable(self) -> Checkable:
+        """The engine as its self-check asks it."""
+        return self._live().checkable
+
+    async def check_health(self) -> None:
+        """Raise what vLLM raises once the engine is dead; Serve then starts another replica."""
+        try:
+            self._live().require_life()
+        except EngineError as error:
+            raise _dead() from error
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Nothing that a router could use."""
+        return {}
+
+    async def shutdown(self) -> None:
+        """Stop its process."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """The answer to a chat: one object, or the events of a stream."""
+        from ray.serve.llm.openai_api_models import ChatCompletionResponse
+
+        async for part in self._answer(CHAT, request, ChatCompletionResponse):
+            yield part
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """The answer to a completion, likewise."""
+        from ray.serve.llm.openai_api_models import CompletionResponse
+
+        async for part in self._answer(COMPLETIONS, request, CompletionResponse):
+            yield part
+
+    async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
+        asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)
+        prompt = self._prompt(url, {key: value for key, value in asked.items() if key not in _NOT_OF_THE_BODY})
+        if isinstance(prompt, str):
+            yield _refusal(prompt)
+            return
+        try:
+            if asked.get("stream"):
+                self._live().require_life()  # vLLM looks before a stream begins; then it raises nothing any more
+                async for text in self._stream(url, request.request_id, *prompt):
+                    yield text
+            else:
+                whole = await self._live().generate(request.request_id, *prompt)
+                yield response.model_validate(self._body(url, request.request_id, whole))
+        except RequestRefused as error:
+            yield _refusal(str(error))
+        except EngineError as error:
+            raise _dead() from error
+
+    def _live(self) -> FakeEngine:
+        assert self._engine is not None, "Ray starts an engine before it asks it"
+        return self._engine
+
+    def _prompt(self, url: str, asked: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
+        """Token ids and sampling parameters, or what is wrong with the request."""
+        body = parse_body(url, asked)
+        if isinstance(body, str):
+            return body
+        token_ids = self._prompts.of_body(body)
+        if isinstance(token_ids, RowError):
+            return token_ids.message
+        left = COMPLETION_TOKENS if url == COMPLETIONS else max(1, self._max_model_len - len(token_ids))
+        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
+        limits = SamplingLimits(
+            max_model_len=self._max_model_len, has_drafter=bool(self._settings.num_speculative_tokens)
+        )
+        return conflict(sampling, limits) or (token_ids, sampling)
+
+    def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
+        """The whole answer."""
+        row = {
+            "id": request_id,
+            "model": self._model,
+            "response": whole.text,
+            "finish_reason": whole.finish_reason,
+            "num_prompt_tokens": whole.num_prompt_tokens,
+            "num_cached_tokens": whole.num_cached_tokens,
+            "num_output_tokens": whole.num_output_tokens,
+            "completions": [asdict(completion) for completion in whole.completions] or None,
+        }
+        line = output_line(row, custom_id=request_id, is_chat=url == CHAT, created=int(time.time()), run_id="online")
+        body: dict[str, Any] = line["response"]["body"]
+        return body | {"metrics": self._metrics(whole)}
+
+    async def _stream(
+        self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        """The events of a stream and its end; where the engine dies, an event that says so, as vLLM has it."""
+        try:
+            async for text in self._events(url, request_id, token_ids, sampling):
+                yield text
+        except EngineError:
+            error = {"message": str(_dead()), "type": "InternalServerError", "param": None, "code": 500}
+            yield f"data: {json.dumps({'error': error})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _events(
+        self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        """What each token adds, with the usage of its choice until then; all usage alone."""
+        sent = [""] * sampling.get("n", 1)
+        async for completions, whole in self._live().stream(request_id, token_ids, sampling):
+            for index, completion in enumerate(completions):
+                added, sent[index] = completion.text.removeprefix(sent[index]), completion.text
+                if added or whole:
+                    choice = _choice(url, index, added, completion.finish_reason if whole else None)
+                    yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
+            if whole:
+                yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))
+
+    def _event(self, url: str, request_id: str, choices: list[Any], usage: dict[str, int], **more: Any) -> str:
+        kind = "chat.completion.chunk" if url == CHAT else "text_completion"
+        head = {"id": request_id, "object": kind, "created": int(time.time()), "model": self._model}
+        return f"data: {json.dumps({**head, 'choices': choices, 'usage': usage, **more})}\n\n"
+
+    def _metrics(self, whole: Generation) -> dict[str, Any] | None:
+        """As vLLM tells a request's acceptance: of a draft the first token holds, and no other."""
+        drafts = whole.speculation
+        if drafts is None:
+            return None
+        k = self._settings.num_speculative_tokens
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": drafts.acceptance_length or 1.0,
+                "draft_acceptance_rate": drafts.num_accepted_tokens / max(1, drafts.num_draft_tokens),
+                "acceptance_histogram": [0, drafts.num_drafts, *[0] * (k - 1)],
+                "num_spec_steps": drafts.num_drafts,
+                "num_accepted_draft_tokens": drafts.num_accepted_tokens,
+                "num_draft_tokens": drafts.num_draft_tokens,
+                "num_spec_tokens": k,
+            }
+        }
+
+
+def _choice(url: str, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    content = {"delta": {"role": "assistant", "content": text}} if url == CHAT else {"text": text}
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _usage(token_ids: list[int], completions: list[Completion]) -> dict[str, int]:
+    output = sum(completion.num_output_tokens for completion in completions)
+    return {"prompt_tokens": len(token_ids), "completion_tokens": output, "total_tokens": len(token_ids) + output}
+
+
+def _refusal(message: str) -> Any:
+    """A request that the engine will not take, as Ray's ingress expects it."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+
+    return ErrorResponse.model_validate({"error": {"message": message, "type": "BadRequestError", "code": 400}})
+
+
+def _dead() -> Exception:
+    """What vLLM raises for every request of an engine that died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error: Exception = EngineDeadError()
+    return error

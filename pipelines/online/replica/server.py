@@ -1,0 +1,251 @@
+"""A replica: Ray's `LLMServer` around vLLM, on this node's own paths and cores, with an account.
+
+It is imported on the nodes that run engines, and by whoever builds the application. Requests come with headers of the
+gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
+
+Counters of one engine's process. No key is named: Ray's exporter asks for none.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.serve.llm.deployment import LLMServer
+
+from peagle import hardware
+from peagle.economics.usage import EngineSession, RequestUsage
+from peagle.engine.environment import set_environment
+from peagle.engine.self_check import CheckableLlm, require_passed, self_check
+from peagle.engine.spec import EngineSpec
+from peagle.engine.startup import costly_warnings, start_limit
+from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
+from peagle.engine.vllm import compile_seconds, kill_children
+from peagle.private import keep_private
+from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
+from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
+from pipelines.online.gateway.gate import ACCOUNT_HEADER, AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
+from pipelines.online.gateway.keys import LOCAL_NAME
+from pipelines.online.replica.account import Engine, EngineAccount, RequestAccount
+from pipelines.online.replica.fake import StandIn, StandInEngine
+from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
+from pipelines.online.replica.sequences import tell_sequences
+from pipelines.online.serve.deployment import Sizes, make_llm_config
+
+
+class EngineMetrics:
+    """A listener of an `EngineAccount`."""
+
+    def __init__(self, engine: Engine) -> None:
+        from ray.util.metrics import Counter
+
+        def counter(name: str, description: str, *more: str) -> Any:
+            counted = Counter(f"peagle_{name}", description=description, tag_keys=("model", "drafter", *more))
+            return counted.set_default_tags({"model": engine.model, "drafter": engine.drafter or ""})
+
+        self._usd_per_s = engine.num_devices * engine.usd_per_device_s
+        self._lock = threading.Lock()  # heartbeats come from a thread, and once more from whoever ends the account
+        self._paid_s = dict.fromkeys(("start", "busy", "idle"), 0.0)
+        self._requests = counter("requests_total", "Requests that left the engine, by outcome.", "outcome")
+        self._usd = counter("request_usd_total", "Price of requests' shares of the engine's busy seconds.")
+        self._engine_usd = counter("engine_usd_total", "Price of the engine's seconds, by what it did.", "state")
+        self._tokens = {
+            "num_prompt_tokens": counter("prompt_tokens_total", "Tokens of prompts."),
+            "num_cached_tokens": counter("cached_tokens_total", "Tokens of prompts that the prefix cache had."),
+            "num_output_tokens": counter("output_tokens_total", "Tokens of answers."),
+        }
+        self._speculation = {
+            "num_drafts": counter("drafts_total", "Steps that verified a draft."),
+            "num_draft_tokens": counter("draft_tokens_total", "Tokens drafted."),
+            "num_accepted_tokens": counter("accepted_tokens_total", "Drafted tokens that were accepted."),
+        }
+
+    def request(self, record: RequestUsage) -> None:
+        """A request has ended."""
+        self._requests.inc(1, {"outcome": record.outcome})
+        _add(self._usd, record.usd)
+        for name, counter in self._tokens.items():
+            _add(counter, getattr(record.usage, name))
+        for name, counter in self._speculation.items():
+            _add(counter, getattr(record.usage.speculation, name))
+
+    def heartbeat(self, session: EngineSession) -> None:
+        """Where the engine's seconds went until now."""
+        seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
+        with self._lock:
+            for state, until_now_s in seconds.items():
+                _add(self._engine_usd, (until_now_s - self._paid_s[state]) * self._usd_per_s, state=state)
+            self._paid_s = seconds
+
+
+def _add(counter: Any, value: float, **tags: str) -> None:
+    if value > 0:  # Ray refuses to add nothing
+        counter.inc(value, tags)
+
+
+_LOOK_S = 0.25
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaJob:
+    """What a replica needs. `spec` names its models as any node can resolve them.
+
+    Attributes:
+        app_id: of one start of the endpoint; replicas on one node share its cores by it.
+        state: folder of the ledger and the logs, which every node sees.
+        parsers: as `make_llm_config` takes them.
+        max_grammar_s: processor time in which a request's grammar must compile.
+        stand_in: the fake engine in place of vLLM.
+    """
+
+    app_id: str
+    state: str
+    spec: EngineSpec
+    engine: Engine
+    sizes: Sizes
+    num_engines_on_node: int
+    parsers: Mapping[str, Any]
+    heartbeat_s: float
+    max_grammar_s: float = DEFAULT_CPU_S
+    stand_in: StandIn | None = None
+
+
+class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
+    """One engine of the endpoint."""
+
+    async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
+        """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
+        keep_private()
+        state = Path(job.state)
+        self._slots = job.spec.max_num_seqs
+        self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
+        self._account = EngineAccount(
+            state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=EngineMetrics(job.engine)
+        )
+        log = state / "logs" / f"engine-{self._account.session_id}.log"
+        redirect_output(log)
+        if job.stand_in:
+            kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
+        config = self._local_config(job)
+        with start_limit(kill_children):
+            await super().__init__(config, **kwargs)
+        if not job.stand_in:
+            tell_sequences(self.engine._engine_client.output_processor)
+            self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)
+            try_first(self.engine._engine_client, self._trials)
+        self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
+        await self._check(job)
+        self._account.ready(compile_seconds(log.read_text(errors="replace")))
+        self._watch = asyncio.create_task(self._end_with_engine())
+
+    async def _check(self, job: ReplicaJob) -> None:
+        """Let the engine work only where its answers are its target's.
+
+        Raises:
+            EngineError: they are not, or it died.
+        """
+        engine = self.engine.checkable if job.stand_in else CheckableLlm(self.engine._engine_client)
+        found = await self_check(engine, job.spec, hardware.detect())
+        self._account.self_check = found.to_json()
+        self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
+        self._account.heartbeat()
+        require_passed(found)
+
+    async def _end_with_engine(self) -> None:
+        """End this process once the engine is dead. Serve asks for health only now and then, and three times; until
+        then the replica would refuse at once what the other engines could take, and draw it by being idle."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await super().check_health()
+            except Exception as error:
+                if is_engine_death(error):
+                    self._account.end()
+                    os._exit(1)
+
+    def _local_config(self, job: ReplicaJob) -> Any:
+        here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
+        self._account.engine_index = claim_slot(job.app_id)
+        set_threads(spec)
+        set_environment(
+            spec,
+            here,
+            # One that drains still has its slot; its successor computes on the same cores.
+            engine_index=self._account.engine_index % job.num_engines_on_node,
+            num_engines_on_node=job.num_engines_on_node,
+        )
+        return make_llm_config(
+            job.engine.model,
+            spec,
+            here,
+            job.sizes,
+            num_engines_on_node=job.num_engines_on_node,
+            parsers=job.parsers,
+        )
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Ray's, with an account."""
+        return self._accounted(await super().chat(request, raw_request_info), raw_request_info)
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Ray's, with an account."""
+        answers = await super().completions(request, raw_request_info)
+        return self._accounted(answers, raw_request_info, choices_per_prompt=request.n or 1)
+
+    def _accounted(
+        self, answers: Any, info: Any, *, choices_per_prompt: int | None = None
+    ) -> AsyncGenerator[Any, None]:
+        headers = info.headers if info is not None else {}
+        request_id = headers.get("x-request-id") or uuid.uuid4().hex
+        key = headers.get(KEY_HEADER, LOCAL_NAME)
+        first_asked_at = float(headers[AGAIN_HEADER]) if AGAIN_HEADER in headers else None
+
+        def begin() -> RequestAccount:
+            ASKER.set(key)
+            return self._account.begin(
+                request_id,
+                key,
+                choices_per_prompt,
+                account=headers.get(ACCOUNT_HEADER, ""),
+                num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
+                first_asked_at=first_asked_at,
+            )
+
+        sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
+        answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+        return in_pieces(answer, self._pace)
+
+    async def __del__(self) -> None:
+        """Serve calls it when the replica stops."""
+        if watch := getattr(self, "_watch", None):
+            watch.cancel()
+        if trials := getattr(self, "_trials", None):
+            trials.close()
+        self._account.end()
+        await super().__del__()
+
+
+def refusal(error: Exception) -> Any | None:
+    """What `vllm serve` answers to a request of which vLLM raises this; None where that is a failure of the server."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    answer = create_error_response(error)
+    if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
+        return None
+    _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
+    return ErrorResponse.model_validate(answer.model_dump())
+
+
+def told_refusal(error: Mapping[str, Any]) -> Any:
+    """The same of what vLLM told in an event of a stream."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+
+    return ErrorResponse.model_validate({"error": error})

@@ -1,0 +1,1 @@
+"""Work-arounds for Ray Serve and uvicorn: deployment, proxy, routing, slow clients, back-pressure."""

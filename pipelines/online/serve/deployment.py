@@ -1,0 +1,214 @@
+"""From an engine's spec to Ray's `LLMConfig`: the same engine arguments as in bulk, and where and how many.
+
+Built twice: by whoever starts the endpoint, to place replicas, and by each replica, from its own node's hardware and
+paths.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.engine.arguments import engine_args, max_num_batched_tokens, slots_per_request
+from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from pipelines.cluster.placement import Placement
+
+# A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
+# the cores that an engine shares with that on CPUs, most of one core beside an accelerator.
+_PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCounts:
+    """Requests of one model.
+
+    Attributes:
+        target: on each engine on average; above it another one is started.
+        admitted: on one engine at most; the others wait at the ingress, where any engine can take them.
+        queued: waiting at the ingress at most; the others get 503.
+    """
+
+    target: float
+    admitted: int
+    queued: int
+
+
+def request_counts(
+    spec: EngineSpec,
+    hardware: Hardware,
+    *,
+    max_replicas: int,
+    target: float | None = None,
+    queued: int | None = None,
+) -> RequestCounts:
+    """The counts for an engine; `target` and `queued` are a user's own.
+
+    An engine is given somewhat more than it decodes at once (`requests_in_flight`). As many as all engines
+    decode at once may wait, so that one who waits has about one request's time before it.
+    """
+    slots = decode_slots(spec, hardware)
+    return RequestCounts(
+        target=target or target_ongoing_requests(slots),
+        admitted=requests_in_flight(slots),
+        queued=slots * max_replicas if queued is None else queued,
+    )
+
+
+def pieces_per_s(placement: Placement) -> float:
+    """Pieces of streams that an engine sends in a second at most."""
+    return _PIECES_PER_CORE_S * placement.num_devices if placement.device == "vcpu" else _PIECES_PER_S
+
+
+def requests_in_flight(slots: int) -> int:
+    """Requests to give an engine that decodes so many at once: an eighth more, one at least.
+
+    A finished request is then replaced in the next step, without a round trip to whoever holds the others.
+
+    >>> [requests_in_flight(slots) for slots in (1, 8, 256)]
+    [2, 9, 288]
+    """
+    return slots + max(1, slots // 8)
+
+
+def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
+    """Requests that an engine can decode in one step.
+
+    At most `max_num_seqs`; fewer where the token slots of a step do not reach. A decoding request takes 2K of them with
+    P-EAGLE, 1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`), so K decides how many fit. When
+    peagle sizes the step itself, all do.
+
+    Example: max_num_seqs 256, K = 7 with P-EAGLE and max_num_batched_tokens 2048: 2048 // 14 = 146 of the 256.
+    """
+    tokens = spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware)
+    return max(1, min(spec.max_num_seqs, tokens // slots_per_request(spec.drafter)))
+
+
+def target_ongoing_requests(slots: int) -> float:
+    """The mean number of requests under way at which an engine of so many slots is full.
+
+    Requests come at random, so with a mean of t under way their number varies with a standard deviation of sqrt(t)
+    (Poisson). The mean may be so high that it and one deviation still find a slot:
+
+        t + sqrt(t) = slots,  so  t = slots + 1/2 - sqrt(slots + 1/4)
+
+    Examples: 8 slots give 8.5 - sqrt(8.25) = 5.63; 256 give 256.5 - sqrt(256.25) = 240.5; one gives 0.38.
+    """
+    return slots + 0.5 - math.sqrt(slots + 0.25)
+
+
+HEALTH_PERIOD_S = 5.0
+HEALTH_TIMEOUT_S = 30.0  # a step with long prompts on a CPU may hold up an engine's answer for seconds
+_DRAIN_POLL_S = 1.0
+_PREFIX_ROUTER = "pipelines.online.serve.routing.PrefixRouter"  # by name: only who routes needs Ray Serve's classes
+_PREFIX_BLOCKS = 32_768  # of prompts, that the router remembers of each engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many engines, how many requests, how long to wait.
+
+    Attributes:
+        num_cpus: Ray's logical CPUs of an engine without accelerators.
+    """
+
+    counts: RequestCounts
+    min_replicas: int
+    max_replicas: int
+    upscale_delay_s: float
+    downscale_delay_s: float
+    drain_s: float
+    stream_interval_ms: float
+    stream_pieces_per_s: float
+    num_cpus: float
+
+
+def make_llm_config(
+    name: str,
+    spec: EngineSpec,
+    hardware: Hardware,
+    sizes: Sizes,
+    *,
+    num_engines_on_node: int,
+    parsers: Mapping[str, Any],
+) -> Any:
+    """The `LLMConfig` of a model.
+
+    Args:
+        parsers: vLLM's keyword arguments beside the engine's: tools and thoughts in an answer.
+
+    Raises:
+        ConfigError: the spec contradicts itself, or vLLM has no such parser.
+        PrecisionError: the hardware cannot run it.
+    """
+    from ray.serve.llm import LLMConfig
+
+    arguments = engine_args(spec, hardware, num_engines_on_node=num_engines_on_node)
+    arguments.pop("model")
+    check_parsers(parsers)
+    on_gpu = hardware.platform == "cuda"
+    return LLMConfig(
+        model_loading_config={"model_id": name, "model_source": spec.model},
+        engine_kwargs={
+            **arguments,
+            **parsers,
+            "enable_prompt_tokens_details": True,
+            # vLLM would let an engine's first constrained request choose for all that follow.
+            "structured_outputs_config": {"backend": "xgrammar"},
+            # A request that does not say how it is sampled gets what it gets in a batch, and not what the model's
+            # generation_config.json has; the ends of its answers that stand there hold in both.
+            "generation_config": "vllm",
+        },
+        placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
+        deployment_config=deployment_config(spec, sizes, on_gpu=on_gpu),
+        experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` does it
+    )
+
+
+def check_parsers(parsers: Mapping[str, Any]) -> None:
+    """Whether vLLM has them; it would say so when an engine starts, and only in its log.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not parsers:
+        return
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    managers = {"tool_call_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
+    for key, manager in managers.items():
+        names = manager.list_registered()
+        if key in parsers and parsers[key] not in names:
+            raise ConfigError(f"{key} {parsers[key]!r}: vLLM has no such parser", hint=f"one of {', '.join(names)}")
+
+
+def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:
+    """Options of the Serve deployment."""
+    counts = sizes.counts
+    options: dict[str, Any] = {
+        "max_ongoing_requests": counts.admitted,
+        # -1 is without limit for Serve, and 0 would refuse what an engine could take at once.
+        "max_queued_requests": max(1, counts.queued),
+        "autoscaling_config": {
+            "min_replicas": sizes.min_replicas,
+            "initial_replicas": max(1, sizes.min_replicas),
+            "max_replicas": sizes.max_replicas,
+            "target_ongoing_requests": counts.target,
+            "upscale_delay_s": sizes.upscale_delay_s,
+            "downscale_delay_s": sizes.downscale_delay_s,
+        },
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+        "graceful_shutdown_timeout_s": sizes.drain_s,
+        # Ray adds what the actor takes to the engine's first bundle.
+        "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
+    }
+    if sizes.max_replicas > 1 and spec.enable_prefix_caching:
+        options["request_router_config"] = {
+            "request_router_class": _PREFIX_ROUTER,
+            "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": _PREFIX_BLOCKS},
+        }
+    return options

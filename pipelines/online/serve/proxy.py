@@ -1,0 +1,241 @@
+"""What stands before Serve's proxy: no client sees that the ingress died, but an error of the API. An ASGI middleware.
+
+Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
+or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
+error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
+which no client asks again: that is a 503 too. The proxy also takes orders from anybody's headers, before the gate has
+seen a key, and fails where it cannot read them; so they are left out. What other applications of the cluster say, and
+are told, passes. The proxy would fetch a whole file for a client that does not read it, and press a whole body on an
+ingress that is not as fast, or does not want it; so both go with back-pressure (`flow.py`).
+
+Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows
+ASGI, and of Ray that one text and those headers.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import ssl
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from peagle.errors import ConfigError
+from pipelines.online.errors import ApiError, overloaded
+from pipelines.online.serve import slow_clients
+from pipelines.online.serve.flow import Notes, Reading
+from pipelines.online.wire import path_refusal
+
+IMPORT_PATH = f"{__name__}:middlewares"
+ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
+    # A proxy that fails three looks is replaced: after 6 s rather than 30.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+    # The controller's loop takes 5 % of a core when it turns ten times a second, as it does else.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    # Ray's limit for a first token is 600 s; request_timeout_s is ours, and may be longer. A year is none.
+    "RAY_SERVE_LLM_ROUTER_HTTP_TIMEOUT": "31536000",
+    # Each hand-over between threads costs every piece of a stream; nothing here holds up an event loop.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+_OURS = b"x-peagle-request-id"  # the gate sets it on each answer
+# What the proxy does as a client's header says, and what it only notes.
+_ORDERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"})
+_NOTES = frozenset({b"x-request-id", b"x-session-id"})
+_LEAST_OF_A_FAULT = 500
+_NOT_FOUND = 404
+# The proxy's own words where no application has the path; the status alone may be another application's.
+_NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
+_API = "/v1/"
+_FILES, _CONTENT = "/v1/files/", "/content"
+_POSTED = ("/v1/files", "/v1/chat/completions", "/v1/completions", "/v1/batches", "/cancel")
+_WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
+_DIED = "the endpoint is being restarted; try again"
+_NOT_THERE = "the endpoint is starting or stopping; try again"
+_log = logging.getLogger("ray.serve")
+
+
+def middlewares() -> list[Any]:
+    """What Ray's proxies put before their application. They ask in their process before they start its server, which is
+    the moment to have it wait no longer than it should for headers."""
+    slow_clients.limit()
+    return [Middleware(Front)]
+
+
+class Front:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        scope = _for_proxy(scope)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send, is_for_api=_is_for_api(scope))
+        if _is_for_api(scope) and (refusal := path_refusal(scope)):
+            await answer.refuse(refusal)  # the gate would say so too, but Serve writes the path into its logs before
+            return
+        try:
+            async with _flow(scope, receive, answer.send) as (receive, send_):
+                await self._app(scope, receive, send_)
+        except Exception:  # the HTTP server would answer in plain text
+            _log.exception("Serve's proxy failed on a request")
+        await answer.close()
+
+
+class _Answer:
+    """What the proxy sends, looked at on its way.
+
+    Args:
+        is_for_api: whether the path is the endpoint's, under whatever prefix. Where other applications share the
+            cluster, any other path may not be there, and its answer is theirs unless the gate has signed it.
+    """
+
+    def __init__(self, send: Send, *, is_for_api: bool) -> None:
+        self._send = send
+        self._is_for_api = is_for_api
+        self._held: Message | None = None
+        self._is_started = self._is_stream = self._is_ended = False
+
+    async def send(self, message: Message) -> None:
+        """One message of the proxy."""
+        if self._is_ended:
+            return
+        if message["type"] == "http.response.start":
+            await self._read_head(message)
+            return
+        if message["type"] == "http.response.body":
+            if self._held is not None and message.get("body", b"").endswith(_NO_ROUTE):
+                await self.refuse(overloaded(_NOT_THERE))
+                return
+            await self._begin()
+            self._is_ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def close(self) -> None:
+        """The proxy has done, and may have left something out."""
+        if self._is_ended:
+            return
+        if not self._is_started:
+            await self.refuse(overloaded(_DIED))
+        elif self._is_stream:
+            event = f"data: {json.dumps(overloaded(_DIED).body())}\n\n".encode()
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer with an error in place of the proxy."""
+        self._is_ended = True
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _read_head(self, head: Message) -> None:
+        headers = dict(head.get("headers", []))
+        is_ours = _OURS in headers
+        if head["status"] >= _LEAST_OF_A_FAULT and self._is_for_api and not is_ours:
+            await self.refuse(overloaded(_DIED))
+            return
+        self._held = head
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._is_stream = is_stream and (is_ours or self._is_for_api)
+        if is_ours or head["status"] != _NOT_FOUND or not self._is_for_api:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        """Send the head on, where its body had to be seen first."""
+        if self._held is not None:
+            head, self._held = self._held, None
+            self._is_started = True
+            await self._send(head)
+
+
+def _is_for_api(scope: Scope) -> bool:
+    return _API in scope.get("path", "")
+
+
+@contextlib.asynccontextmanager
+async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
+    """The `receive` and `send` with which Serve is to answer: where much may go either way, with back-pressure."""
+    method, path = scope.get("method"), scope.get("path", "")
+    if method == "GET" and _FILES in path and path.endswith(_CONTENT):
+        with contextlib.closing(Notes(receive, send)) as notes:
+            yield notes.receive, notes.send
+    elif method in _WITHOUT_BODY or (method == "POST" and path.endswith(_POSTED)):
+        reading = Reading(receive, send)
+        yield reading.receive, reading.send
+    else:
+        yield receive, send
+
+
+def _for_proxy(scope: Scope) -> Scope:
+    """The request without the headers that the proxy cannot read, and at the API without those that it would obey."""
+    refused = _ORDERS if _is_for_api(scope) else frozenset()
+    kept = []
+    for name, value in scope.get("headers", []):
+        as_read = name.replace(b"_", b"-")
+        if as_read not in refused and (as_read not in _ORDERS | _NOTES or _is_text(value)):
+            kept.append((name, value))
+    return {**scope, "headers": kept}
+
+
+def _is_text(value: bytes) -> bool:
+    return value.decode(errors="ignore").encode() == value
+
+
+_MISMATCH = "KEY_VALUES_MISMATCH"
+
+
+def require_certificate(certificate: Path, key: Path) -> None:
+    """Refuse files by which nobody could be answered, or which somebody else could answer by.
+
+    Raises:
+        ConfigError: one cannot be read or is not what it should be, the key is not the certificate's, is encrypted, or
+            is readable by everybody.
+    """
+    for name, path in (("tls_cert", certificate), ("tls_key", key)):
+        _require_readable(name, path)
+    mode = key.stat().st_mode
+    if mode & stat.S_IRWXO:
+        raise ConfigError(
+            f"tls_key {key}: everybody on this machine may use it (mode {stat.S_IMODE(mode):04o})",
+            hint=f"chmod 600 {key}",
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(certificate)
+    except ssl.SSLError:
+        raise ConfigError(
+            f"tls_cert {certificate}: it holds no certificate",
+            hint="it must hold the endpoint's certificate in PEM (-----BEGIN CERTIFICATE-----), those between after it",
+        ) from None
+    try:
+        context.load_cert_chain(certificate, key, password=functools.partial(_refuse, key))
+    except ssl.SSLError as error:
+        if error.reason == _MISMATCH:
+            raise ConfigError(f"tls_key {key}: it is not the key of the certificate in {certificate}") from None
+        raise ConfigError(
+            f"tls_key {key}: it holds no private key",
+            hint="it must hold the certificate's key in PEM (-----BEGIN PRIVATE KEY-----)",
+        ) from None
+
+
+def _require_readable(name: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}") from error
+
+
+def _refuse(key: Path) -> NoReturn:
+    raise ConfigError(f"tls_key {key}: it is encrypted", hint=f"openssl pkey -in {key} -out plain.pem")

@@ -1,0 +1,114 @@
+"""What an engine's answers say of their own usage, whole ones and streams of server-sent events.
+
+It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
+them on.
+
+    usage                           tokens of the prompt, cached ones, output; of a stream at its end, and in each event
+                                    when it was asked for: there it is of that event's one choice and its prompt alone
+    metrics.speculative_decoding    drafts of the request; with the last usage
+    peagle                          ours: what the request cost; with the last usage
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope
+
+from peagle.speculation import SpeculationStats
+from pipelines.online.errors import ApiError
+
+OURS = "peagle"
+_DATA = "data: "
+_END = "\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeAnswer:
+    """An answer that is not streamed, as a replica hands it on: nobody behind it parses the body.
+
+    Attributes:
+        body: JSON, as the client gets it.
+        said: what it says of its own usage: `usage`, `metrics` and our summary.
+    """
+
+    body: bytes
+    said: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is known of an answer so far; a later statement replaces an earlier one about the same.
+
+    Attributes:
+        choices_per_prompt: of a completion, whose choices are numbered through all its prompts; None where there is
+            one prompt.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+    choices_per_prompt: int | None = None
+    _of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
+    _of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
+
+    def read(self, answer: Mapping[str, Any]) -> None:
+        """Take what a whole answer says of itself, or the last event of a stream."""
+        if usage := answer.get("usage"):
+            self.num_prompt_tokens = usage.get("prompt_tokens") or 0
+            self.num_output_tokens = usage.get("completion_tokens") or 0
+            details = usage.get("prompt_tokens_details") or {}
+            self.num_cached_tokens = min(details.get("cached_tokens") or 0, self.num_prompt_tokens)
+        drafts = (answer.get("metrics") or {}).get("speculative_decoding")
+        if drafts:
+            self.speculation = SpeculationStats.from_histogram(
+                drafts["acceptance_histogram"], drafts["num_draft_tokens"]
+            )
+
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        """Take what an event of a stream says; a prompt counts from the first event of its answer on."""
+        self.read(event)
+        if event.get("usage") and (choices := event.get("choices")):
+            choice = choices[0].get("index") or 0
+            prompt = choice // self.choices_per_prompt if self.choices_per_prompt else 0
+            self._of_choice[choice] = self.num_output_tokens
+            self._of_prompt[prompt] = self.num_prompt_tokens
+            self.num_output_tokens = sum(self._of_choice.values())
+            self.num_prompt_tokens = sum(self._of_prompt.values())
+
+
+def events(text: str) -> Iterator[dict[str, Any] | str]:
+    """The events of a text: JSON objects as such, anything else (the end of a stream) as it stands."""
+    for event in text.split(_END):
+        if not event:
+            continue
+        try:
+            value = json.loads(event.removeprefix(_DATA))
+        except ValueError:
+            value = None
+        yield value if isinstance(value, dict) else event + _END
+
+
+def to_text(event: Mapping[str, Any] | str) -> str:
+    """The inverse of `events`."""
+    if isinstance(event, str):
+        return event
+    return f"{_DATA}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_END}"
+
+
+def is_usage_alone(event: Mapping[str, Any]) -> bool:
+    """The last event of a stream with usage: it has no choices."""
+    return bool(event.get("usage")) and not event.get("choices")
+
+
+def path_refusal(scope: Scope) -> ApiError | None:
+    """The answer to a path with control characters or line breaks of any alphabet; None for any other.
+
+    Regular expressions, logs and other people's proxies read such a path differently: `$` of Python's matches before a
+    line break at its end.
+    """
+    if scope["path"].isprintable():
+        return None
+    return ApiError(400, "the path has characters that cannot be printed", code="invalid_path")

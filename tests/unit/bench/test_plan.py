@@ -1,0 +1,160 @@
+import importlib.util
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.bench.config import BenchConfig
+from peagle.bench.plan import Plan, all_passes, make_plan, make_setups, visits
+from peagle.bench.run import time_left_s
+from peagle.catalog.targets import resolve_model
+from peagle.engine.arguments import engine_args
+from peagle.engine.spec import DrafterSpec
+from peagle.errors import ConfigError, DrafterError, PriceError
+from peagle.hardware import Hardware
+
+from .conftest import record, setup
+
+A, B, C = setup("none"), setup("eagle3"), setup("peagle")
+
+
+def shown(repeats: int, rounds: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    planned = visits(all_passes([A, B, C], [1, 4], repeats, rounds))
+    return [(visit.setup.method, [(p.repeat, p.concurrency) for p in visit.passes]) for visit in planned]
+
+
+def test_a_round_turns_the_order_round_and_the_engine_at_the_turn_stays_up() -> None:
+    assert shown(repeats=2, rounds=2) == [
+        ("none", [(0, 1), (0, 4)]),
+        ("eagle3", [(0, 1), (0, 4)]),
+        ("peagle", [(0, 1), (0, 4), (1, 1), (1, 4)]),
+        ("eagle3", [(1, 1), (1, 4)]),
+        ("none", [(1, 1), (1, 4)]),
+    ]
+
+
+def test_repeats_are_shared_out_among_fewer_rounds() -> None:
+    assert shown(repeats=3, rounds=2)[0] == ("none", [(0, 1), (0, 4), (2, 1), (2, 4)])
+    assert shown(repeats=3, rounds=1) == [
+        (m, [(r, c) for r in range(3) for c in (1, 4)]) for m in ("none", "eagle3", "peagle")
+    ]
+
+
+def test_there_are_no_more_rounds_than_repeats() -> None:
+    assert shown(repeats=1, rounds=5) == shown(repeats=1, rounds=1)
+
+
+def test_every_pass_is_there_once_and_a_steady_drift_weighs_on_all_alike() -> None:
+    passes = all_passes([A, B, C], [1], repeats=2, rounds=2)
+    assert len(set(passes)) == len(passes) == 6
+    places = sorted((p.setup.method, i) for i, p in enumerate(passes))
+    sums = {method: sum(i for _, i in group) for method, group in groupby(places, key=lambda place: place[0])}
+    assert len(set(sums.values())) == 1
+
+
+def test_what_is_done_is_left_out_and_saves_its_engine() -> None:
+    passes = all_passes([A, B, C], [1, 4], repeats=2, rounds=2)
+    left = [p for p in passes if not (p.setup == B and p.repeat == 0) and (p.setup, p.repeat) != (C, 1)]
+    assert [visit.setup.method for visit in visits(left)] == ["none", "peagle", "eagle3", "none"]
+
+
+def test_time_left_counts_starts_and_takes_passes_of_the_same_concurrency() -> None:
+    left = all_passes([A, B], [1, 4], repeats=1, rounds=1)
+    done = [record(concurrency=1, wall_s=10.0), record(concurrency=1, wall_s=12.0), record(concurrency=4, wall_s=4.0)]
+    assert time_left_s(done, left, is_up=False) == 2 * 20 + 2 * (11 + 4)
+    assert time_left_s(done, left, is_up=True) == 20 + 2 * (11 + 4)
+    assert time_left_s(done[:2], left, is_up=False) == 2 * 20 + 4 * 11  # concurrency 4 is not known yet
+    assert time_left_s([], left, is_up=False) is None
+    assert time_left_s(done, [], is_up=True) == 0
+
+
+CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
+GPU = Hardware(
+    platform="cuda", accelerator="H100", num_accelerators=2, compute_capability=(9, 0), memory_gib=80,
+    free_memory_gib=80, num_cpus=16,
+)  # fmt: skip
+
+
+def plan(target: Path, hardware: Hardware = CPU, **keys: Any) -> Plan:
+    config = BenchConfig(**{"model": str(target), "methods": "none", **keys})
+    return make_plan(config, hardware, resolve_model(str(target)))
+
+
+def test_a_method_is_an_engine_for_each_k_and_none_is_one(target: Path, head: Any) -> None:
+    drafters = [f"peagle={head()}", f"eagle3={head('eagle3')}"]
+    found = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
+    assert [setup.label for setup in found] == [
+        "no speculation", "P-EAGLE K=2", "P-EAGLE K=4", "EAGLE-3 K=2", "EAGLE-3 K=4", "n-gram K=2", "n-gram K=4",
+    ]  # fmt: skip
+    assert found[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
+    assert found[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
+    assert (found[1].fingerprint, found[1].head) == (found[2].fingerprint, "peagle")
+
+
+def test_a_method_without_a_head_says_how_to_name_one(target: Path) -> None:
+    with pytest.raises(DrafterError, match=r"no eagle3 head is known(.|\n)*--drafter eagle3=HEAD"):
+        plan(target, methods="none,eagle3")
+
+
+def test_a_head_of_another_method_is_refused(target: Path, head: Any) -> None:
+    with pytest.raises(DrafterError, match="it is a head of peagle"):
+        plan(target, methods="eagle3", drafter=f"eagle3={head()}")
+
+
+def test_suffixes_need_their_package(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install arctic-inference"):
+        plan(target, methods="suffix")
+
+
+def test_acceptance_by_lot_reaches_every_drafter(target: Path, head: Any) -> None:
+    keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
+    found = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    assert [setup.drafter.synthetic_rates for setup in found if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
+    with pytest.raises(ConfigError, match="says nothing for n-gram K=2"):
+        plan(target, GPU, **keys, synthetic_acceptance="peagle=2.5")
+    with pytest.raises(ConfigError, match="cannot accept drafts by lot on a CPU"):
+        plan(target, CPU, **keys, synthetic_acceptance="2.5")
+
+
+def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prompt(target: Path) -> None:
+    spec = plan(target, concurrency="1,16", load_format="dummy").spec
+    assert (spec.max_num_seqs, spec.enable_prefix_caching, spec.load_format) == (16, False, "dummy")
+    assert plan(target, concurrency="1", max_num_seqs=8).spec.max_num_seqs == 8
+
+
+def test_token_slots_can_be_named_and_leave_room_for_prompts(target: Path, head: Any) -> None:
+    keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
+    found = plan(target, **keys, max_num_batched_tokens=512)
+    specs = [found.engine_spec(setup) for setup in found.setups]
+    assert [engine_args(spec, CPU)["max_num_batched_tokens"] for spec in specs] == [512, 512]
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
+        plan(target, **keys, max_num_batched_tokens=32)
+
+
+def test_cuda_graphs_can_reach_larger_steps(target: Path) -> None:
+    found = plan(target, GPU, concurrency="128", max_cudagraph_capture_size=3072)
+    assert engine_args(found.spec, GPU)["max_cudagraph_capture_size"] == 3072
+    assert "max_cudagraph_capture_size" not in engine_args(plan(target, GPU).spec, GPU)
+
+
+def test_price_is_of_the_devices_that_one_engine_holds(target: Path) -> None:
+    assert plan(target, usd_per_hour=3.6).usd_per_s == pytest.approx(0.001)  # both CPUs
+    assert plan(target, GPU, usd_per_hour=7.2).usd_per_s == pytest.approx(0.001)  # one of two GPUs
+    assert plan(target, GPU, usd_per_hour=7.2, tensor_parallel_size=2).usd_per_s == pytest.approx(0.002)
+
+
+def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(target: Path) -> None:
+    unpriced = plan(target, GPU)
+    assert unpriced.usd_per_s is None
+    assert "tokens per dollar are left out" in unpriced.notes[-1]
+    with pytest.raises(PriceError, match="no price is known for the instance type"):
+        plan(target, instance_type="c7a.larg")
+    with pytest.raises(PriceError, match="is per vcpu, and engines here are paid for by the accelerator"):
+        plan(target, GPU, instance_type="c7a.large")
+
+
+def test_none_alone_needs_no_head(target: Path) -> None:
+    setups, notes = make_setups(BenchConfig(methods="none"), resolve_model(str(target)), CPU)
+    assert ([setup.drafter for setup in setups], notes) == ([None], [])

@@ -1,0 +1,89 @@
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from peagle.bench.record import PassRecord, RequestTimes, percentile, spread, step_s, summarise
+
+from .conftest import drafts, record
+
+
+def times(num_output_tokens: int, elapsed_s: float, decode_s: float | None) -> RequestTimes:
+    return RequestTimes(num_output_tokens=num_output_tokens, elapsed_s=elapsed_s, decode_s=decode_s)
+
+
+@pytest.mark.parametrize("percent", [0, 50, 95, 99, 100])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_percentiles_are_those_of_numpy(percent: float, count: int) -> None:
+    values = np.random.default_rng(count).exponential(size=count).tolist()
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_spread_is_the_range_over_the_median() -> None:
+    assert spread([12.0, 9.0, 10.0]) == pytest.approx(0.3)
+
+
+def test_a_request_as_its_user_saw_it_by_hand() -> None:
+    one = times(11, elapsed_s=2.5, decode_s=2.0)
+    assert (one.ttft_s, one.tpot_s, one.tokens_per_s) == (0.5, 0.2, 4.4)
+    assert times(1, 0.5, 0.0).tpot_s is None
+    assert (times(5, 1.0, None).ttft_s, times(5, 1.0, None).tpot_s) == (None, None)
+
+
+def test_speeds_are_medians_of_passes_and_latencies_of_all_requests() -> None:
+    passes = [
+        record(
+            repeat=i, wall_s=wall_s, requests=[times(11, 1.0 + i, 1.0), times(21, 2.0, 1.0)], speculation=drafts(8, 4)
+        )
+        for i, wall_s in enumerate((1.0, 2.0, 4.0))
+    ]
+    cell = summarise(passes, usd_per_s=0.001)
+    assert cell["output_tokens_per_s"] == 16  # 32, 16 and 8
+    assert cell["spread"] == (32 - 8) / 16
+    assert cell["repeats"] == 3
+    assert cell["ttft_s"]["p50"] == statistics.median([0.0, 1.0, 2.0, 1.0, 1.0, 1.0])
+    assert cell["tpot_s"] == {"p50": pytest.approx(0.075), "p95": pytest.approx(0.1), "p99": pytest.approx(0.1)}
+    assert cell["user_tokens_per_s"] == statistics.median([11, 5.5, 11 / 3, 10.5, 10.5, 10.5])
+    assert cell["tokens_per_usd"] == 16_000
+    assert (cell["num_drafts"], cell["acceptance_length"], cell["acceptance_rates"]) == (24, 1.5, [0.5])
+    assert cell["num_responses"] == 6
+
+
+def test_a_single_pass_has_no_spread_and_an_unknown_price_no_tokens_per_dollar() -> None:
+    cell = summarise([record()], usd_per_s=None)
+    assert cell["spread"] is None
+    assert cell["tokens_per_usd"] is None
+
+
+def test_steps_by_hand() -> None:
+    assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
+    assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
+    # 4 accepted drafts of 20 tokens: 16 steps, of which 5 had a draft.
+    assert step_s([record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
+    assert step_s([record(requests=[times(5, 1.0, None)])]) is None
+    assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
+
+
+def test_the_most_memory_of_any_pass_counts_and_none_where_none_is_known() -> None:
+    assert summarise([record(peak_memory_gib=1.0), record(peak_memory_gib=None)], usd_per_s=1)["peak_memory_gib"] == 1.0
+    assert summarise([record(peak_memory_gib=None)], usd_per_s=1)["peak_memory_gib"] is None
+
+
+def test_a_pass_survives_json() -> None:
+    one = record()
+    again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
+    assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
+    assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
+
+
+def test_a_record_from_before_there_was_a_model_runner_in_it_is_read() -> None:
+    kept = record(model_runner="V1").to_dict()
+    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner == "V1"
+    del kept["model_runner"]
+    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner is None
+
+
+def test_a_pass_without_a_response_is_no_division_by_zero() -> None:
+    cell = summarise([record(requests=[], num_refused=3)] * 2, usd_per_s=1)
+    assert (cell["output_tokens_per_s"], cell["spread"], cell["ttft_s"], cell["num_refused"]) == (0, None, None, 6)

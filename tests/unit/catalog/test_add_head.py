@@ -1,0 +1,205 @@
+"""Heads in both layouts, added to the catalog and then chosen by `--drafter auto`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from peagle.catalog import add_head as module
+from peagle.catalog.add_head import add_head, front_matter
+from peagle.catalog.cards import load_catalog
+from peagle.catalog.drafters import resolve_drafter
+from peagle.catalog.targets import local_path, resolve_model
+from peagle.errors import CatalogError, ConfigError, DrafterError
+
+HIDDEN, VOCABULARY = 8, 64
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "My Llama"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 6,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def published_head(folder: Path, *, base_model: str | None = None, seed: int = 0, **changes: Any) -> Path:
+    """As P-EAGLE heads lie on the hub: plain Llama keys, a mask token, the whole vocabulary, own embeddings."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 4,
+        "ptd_token_id": VOCABULARY - 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    if base_model:
+        (folder / "README.md").write_text(f"---\nbase_model: [{base_model}]\nlicense: mit\n---\n# Head\n")
+    tensors = {f"layers.{layer}.self_attn.q_proj.weight": torch.zeros(HIDDEN, HIDDEN) for layer in range(4)}
+    tensors |= {"fc.weight": torch.full((HIDDEN, 3 * HIDDEN), float(seed)), "mask_hidden": torch.zeros(1, 3 * HIDDEN)}
+    tensors |= {"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN), "lm_head.weight": torch.zeros(64, HIDDEN)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_published_head_for_a_target_outside_the_catalog(tmp_path: Path, target: Path, peagle_home: Path) -> None:
+    head = published_head(tmp_path / "head", base_model=str(target))
+    added = add_head(head)
+    assert added.path == peagle_home / "models" / "my-llama.yaml"
+    assert (added.facts.method, added.facts.num_layers, added.facts.draft_vocab_size) == ("peagle", 4, VOCABULARY)
+    assert added.card.heads["peagle"].licence == "mit"
+    for name in ("my-llama", str(target)):
+        model = resolve_model(name)
+        assert (model.name, model.path) == ("my-llama", str(target))
+        for platform in ("cpu", "cuda"):
+            drafter = resolve_drafter("auto", model, 256, platform=platform)  # type: ignore[arg-type]
+            assert drafter.spec is not None
+            assert (drafter.spec.method, drafter.spec.num_speculative_tokens) == ("peagle", 5)
+            assert drafter.spec.model == str(added.folder)
+            assert "not measured" in drafter.note
+    assert sorted(file.name for file in added.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_the_copy_outlives_its_source_and_other_homes_find_theirs(
+    tmp_path: Path, target: Path, peagle_home: Path
+) -> None:
+    head = published_head(tmp_path / "head")
+    added = add_head(head, target=str(target))
+    for file in head.iterdir():
+        file.unlink()
+    assert resolve_drafter("peagle", resolve_model("my-llama"), 1).fingerprint is not None
+    assert local_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
+
+
+def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home: Path, shipped_head: Path) -> None:
+    before = load_catalog().get("smollm2-135m")
+    added = add_head(shipped_head)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
+    after = load_catalog().get("smollm2-135m")
+    assert after == added.card
+    assert added.replaced == "smollm2-135m-peagle"
+    assert after.model_dump(exclude={"heads", "speculation"}) == before.model_dump(exclude={"heads", "speculation"})
+    cpu = [row for row in after.speculation if row.platform == "cpu"]
+    measured = [row for row in before.speculation if row.platform == "cpu"]
+    assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
+    assert {row.method for row in cpu if row.max_concurrency} == {"peagle"}
+    assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
+    assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
+
+
+def test_the_user_sets_k_and_how_far_it_goes(peagle_home: Path, shipped_head: Path) -> None:
+    card = add_head(shipped_head, num_speculative_tokens=7, max_concurrency=16).card
+    for platform in ("cpu", "cuda"):
+        for concurrency, expected in ((16, ("peagle", 7)), (17, ("none", 0))):
+            row = card.speculation_for(concurrency, platform)  # type: ignore[arg-type]
+            assert row is not None
+            assert (row.method, row.num_speculative_tokens) == expected
+
+
+def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path: Path, target: Path) -> None:
+    add_head(published_head(tmp_path / "peagle"), target=str(target))
+    added = add_head(published_head(tmp_path / "eagle3", ptd_token_id=None), target="my-llama")
+    assert set(added.card.heads) == {"peagle", "eagle3"}
+    assert added.replaced is None
+    model = resolve_model("my-llama")
+    auto, former = resolve_drafter("auto", model, 4, platform="cpu"), resolve_drafter("peagle", model, 4)
+    assert auto.spec is not None
+    assert former.spec is not None
+    assert (auto.spec.method, auto.spec.num_speculative_tokens) == ("eagle3", 3)
+    assert former.spec.method == "peagle"
+
+
+def test_heads_added_before_stay_on_the_disk(tmp_path: Path, target: Path) -> None:
+    first = add_head(published_head(tmp_path / "a", seed=1), target=str(target))
+    second = add_head(published_head(tmp_path / "b", seed=2), target=str(target))
+    assert second.replaced == str(first.folder)
+    assert first.folder.is_dir()
+    assert second.folder != first.folder
+
+
+def test_a_card_of_another_name_leaves_the_targets_own_alone(
+    peagle_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path, shipped_head: Path
+) -> None:
+    from peagle.catalog import targets
+
+    shipped = load_catalog().get("smollm2-135m")
+    add_head(shipped_head, name="mine")
+    assert load_catalog().get("smollm2-135m") == shipped
+    converted: list[str] = []
+    monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: converted.append(name) or target)
+    assert resolve_model("mine").name == "mine"
+    assert converted == ["smollm2-135m"]  # one package, two cards
+
+
+@pytest.mark.parametrize("name", ["add", "My Model", "../outside", "-x"])
+def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str, shipped_head: Path) -> None:
+    with pytest.raises(CatalogError, match="cannot be called"):
+        add_head(shipped_head, name=name)
+    assert not peagle_home.exists()
+
+
+def test_a_folder_called_like_a_command_needs_a_name(tmp_path: Path, target: Path) -> None:
+    odd = target.rename(tmp_path / "add")
+    head = published_head(tmp_path / "head")
+    with pytest.raises(CatalogError, match="cannot be called 'add'"):
+        add_head(head, target=str(odd))
+    assert add_head(head, target=str(odd), name="other").card.name == "other"
+
+
+def test_the_name_of_another_model_is_not_taken(peagle_home: Path, shipped_head: Path) -> None:
+    with pytest.raises(CatalogError, match="has a gpt-oss-20b already, which is another model"):
+        add_head(shipped_head, name="gpt-oss-20b")
+
+
+def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
+    tmp_path: Path, target: Path, peagle_home: Path, shipped_head: Path
+) -> None:
+    with pytest.raises(DrafterError, match="hidden size is 576, the target's is 2,880"):
+        add_head(shipped_head, target="gpt-oss-20b")
+    with pytest.raises(DrafterError, match="says 2 layers, the weights hold"):
+        add_head(published_head(tmp_path / "a", num_hidden_layers=2), target=str(target))
+    with pytest.raises(DrafterError, match="names neither P-EAGLE nor EAGLE-3"):
+        add_head(target, target=str(target))
+    with pytest.raises(ConfigError, match="K must be at least 1"):
+        add_head(shipped_head, num_speculative_tokens=0)
+    with pytest.raises(ConfigError, match="max_concurrency must be at least 1"):
+        add_head(shipped_head, max_concurrency=0)
+    assert not peagle_home.exists()
+
+
+def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="does not say which model") as silent:
+        add_head(published_head(tmp_path / "silent"))
+    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
+        add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
+    assert "--target" in silent.value.hint
+    assert "--target" in gone.value.hint
+
+
+def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, shipped_head: Path
+) -> None:
+    added = add_head(published_head(tmp_path / "head"), target=str(target))
+    unknown = added.card.architecture.model_copy(update={"hidden_size": None})
+    vague = added.card.model_copy(update={"architecture": unknown})
+    monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
+    with pytest.raises(DrafterError, match="hidden size is 576, the target's is 8"):
+        add_head(shipped_head, target="my-llama")
+
+
+@pytest.mark.parametrize("text", ["# no front matter", "---\n: : :\n---\n", "---\nonly text\n---\n", None])
+def test_a_card_without_front_matter_says_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "README.md").write_text(text)
+    assert front_matter(tmp_path) == {}

@@ -1,0 +1,203 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moving_hub import FIRST, SECOND, MovingHub
+from safetensors.torch import save_file
+
+from peagle.catalog import drafters
+from peagle.catalog.cards import ModelCard, load_catalog
+from peagle.catalog.drafters import resolve_drafter
+from peagle.catalog.targets import ResolvedModel
+from peagle.errors import ConfigError, DrafterError
+
+CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+
+
+def make_head(folder: Path, **changes: Any) -> Path:
+    head = {
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": {"hidden_size": 576, "vocab_size": 49152},
+        "eagle_aux_hidden_state_layer_ids": [2, 15, 29],
+        "mask_token_id": 0,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(head | changes))
+    return folder
+
+
+def make_card(**changes: Any) -> ModelCard:
+    """The embedded model's card with rows that do not depend on today's measurements."""
+    rows = [
+        {"platform": "cpu", "max_concurrency": 3, "method": "peagle", "num_speculative_tokens": 3},
+        {"platform": "cpu", "max_concurrency": 64, "method": "none", "num_speculative_tokens": 0},
+    ]
+    heads = {
+        "peagle": {"kind": "shipped", "id": "m-peagle", "max_speculative_tokens": 8, "source": "s"},
+        "eagle3": {"kind": "huggingface", "published": False, "note": "it is secret", "source": "s"},
+    }
+    values = load_catalog().get("smollm2-135m").model_dump()
+    rows = [row | {"source": "measured here"} for row in rows]
+    return ModelCard.model_validate(values | {"heads": heads, "speculation": rows} | changes)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation with the head of the card."""
+    monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "heads")
+    return make_head(tmp_path / "heads" / "m-peagle")
+
+
+@pytest.fixture
+def model() -> ResolvedModel:
+    return ResolvedModel(name="m", path="/m", card=make_card(), fingerprint="f", config=CONFIG)
+
+
+def test_none_is_none(model: ResolvedModel) -> None:
+    drafter = resolve_drafter("none", model, 1)
+    assert (drafter.spec, drafter.name, drafter.fingerprint) == (None, None, None)
+
+
+def test_auto_takes_the_measured_head_and_k(model: ResolvedModel, shipped: Path) -> None:
+    drafter = resolve_drafter("auto", model, 2, platform="cpu")
+    assert drafter.spec is not None
+    assert (drafter.spec.method, drafter.spec.model) == ("peagle", str(shipped))
+    assert drafter.spec.num_speculative_tokens == 3
+    assert drafter.name == "m-peagle"
+    assert "measured here" in drafter.note
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "platform", "reason"),
+    [
+        (4, "cpu", "costs more than it saves (measured here)"),
+        (65, "cpu", "nothing was measured for 65 requests at once on cpu"),
+        (1, "cuda", "nothing was measured for 1 requests at once on cuda"),
+    ],
+)
+def test_auto_drafts_nothing_where_it_does_not_pay_or_nobody_knows(
+    model: ResolvedModel, shipped: Path, concurrency: int, platform: Any, reason: str
+) -> None:
+    drafter = resolve_drafter("auto", model, concurrency, platform=platform)
+    assert drafter.spec is None
+    assert reason in drafter.note
+
+
+def test_auto_without_a_card_says_so(shipped: Path) -> None:
+    model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
+    assert "mine is not in the catalog" in resolve_drafter("auto", model, 1).note
+
+
+def test_auto_goes_on_without_a_head_that_is_not_installed(
+    model: ResolvedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "nothing")
+    drafter = resolve_drafter("auto", model, 1)
+    assert drafter.spec is None
+    assert "missing from this installation" in drafter.note
+
+
+def test_a_stated_k_wins(model: ResolvedModel, shipped: Path) -> None:
+    drafter = resolve_drafter("auto", model, 1, num_speculative_tokens=7)
+    assert drafter.spec is not None
+    assert drafter.spec.num_speculative_tokens == 7
+    assert "beyond" not in drafter.note
+
+
+def test_a_k_beyond_the_training_is_warned_of(model: ResolvedModel, shipped: Path) -> None:
+    assert "K=9 is beyond the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
+
+
+def test_a_k_of_zero_is_refused(model: ResolvedModel, shipped: Path) -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens"):
+        resolve_drafter("auto", model, 1, num_speculative_tokens=0)
+
+
+def test_a_head_of_the_card_can_be_named_where_auto_would_not(model: ResolvedModel, shipped: Path) -> None:
+    drafter = resolve_drafter("peagle", model, 64, platform="cpu")
+    assert drafter.spec is not None
+    assert drafter.spec.model == str(shipped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "k"),
+    [
+        ({}, 5),
+        ({"speculators_model_type": "eagle3", "mask_token_id": None}, 3),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]}}, 6),
+    ],
+    ids=["default-peagle", "default-eagle3", "saved"],
+)
+def test_a_folder_that_was_not_measured_has_its_own_k(tmp_path: Path, changes: dict[str, Any], k: int) -> None:
+    model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
+    head = make_head(tmp_path / "my-head", **changes)
+    drafter = resolve_drafter(str(head), model, 1)
+    assert drafter.spec is not None
+    assert (drafter.name, drafter.spec.num_speculative_tokens) == ("my-head", k)
+
+
+def test_retraining_a_head_changes_its_fingerprint(model: ResolvedModel, tmp_path: Path) -> None:
+    head = make_head(tmp_path / "my-head")
+    save_file({"norm.weight": torch.zeros(1)}, head / "model.safetensors")
+    before = resolve_drafter(str(head), model, 1).fingerprint
+    save_file({"norm.weight": torch.ones(1)}, head / "model.safetensors")
+    assert resolve_drafter(str(head), model, 1).fingerprint != before
+
+
+def test_a_hub_id_is_read_from_the_hub(model: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
+    monkeypatch.setattr(drafters, "hub_config", lambda model_id, revision: head)
+    monkeypatch.setattr(drafters, "hub_commit", lambda model_id, revision: "abc")
+    drafter = resolve_drafter("org/head", model, 1)
+    assert drafter.spec is not None
+    assert (drafter.spec.model, drafter.fingerprint) == ("org/head", "org/head@abc")
+
+
+def test_an_engine_loads_the_commit_that_its_heads_main_branch_was_at(
+    model: ResolvedModel, moving_hub: MovingHub, tmp_path: Path
+) -> None:
+    head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
+    moving_hub.push("org/head", FIRST, head)
+    before = resolve_drafter("org/head", model, 1)
+    assert before.spec is not None
+    assert (before.spec.revision, before.fingerprint) == (FIRST, f"org/head@{FIRST}")
+    moving_hub.push("org/head", SECOND, head)
+    after = resolve_drafter("org/head", model, 1)
+    assert after.spec is not None
+    assert after.spec.revision == SECOND
+    assert resolve_drafter("org/head", model, 1, commits={"org/head": FIRST}) == before
+    local = resolve_drafter(str(make_head(tmp_path / "mine")), model, 1)
+    assert local.spec is not None
+    assert local.spec.revision is None
+
+
+def test_a_head_that_is_not_published_says_why(model: ResolvedModel) -> None:
+    with pytest.raises(DrafterError, match="it is secret"):
+        resolve_drafter("eagle3", model, 1)
+
+
+def test_a_head_that_the_card_does_not_have_is_named() -> None:
+    card = make_card(heads={}, speculation=[])
+    model = ResolvedModel(name="m", path="/m", card=card, fingerprint="f", config=CONFIG)
+    with pytest.raises(DrafterError, match="no peagle head is known for m"):
+        resolve_drafter("peagle", model, 1)
+
+
+@pytest.mark.parametrize("name", ["atuo", "./missing", "/a/b/c"])
+def test_no_such_drafter(model: ResolvedModel, name: str) -> None:
+    with pytest.raises(DrafterError, match="no such drafter") as caught:
+        resolve_drafter(name, model, 1)
+    assert "auto, none, peagle" in caught.value.hint
+
+
+def test_a_head_of_another_model_is_refused_before_anything_loads(model: ResolvedModel, tmp_path: Path) -> None:
+    head = make_head(tmp_path / "other", transformer_layer_config={"hidden_size": 2880, "vocab_size": 49152})
+    with pytest.raises(DrafterError, match=r"2,880.*576"):
+        resolve_drafter(str(head), model, 1)
+
+
+def test_a_folder_that_is_no_head_is_refused(model: ResolvedModel, tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match=r"config\.json cannot be read"):
+        resolve_drafter(str(tmp_path), model, 1)

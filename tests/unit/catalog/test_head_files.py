@@ -1,0 +1,190 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from peagle.catalog.head_files import HeadFacts, check_fit, check_weights, read_head, read_shapes
+from peagle.errors import DrafterError
+
+TARGET = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+
+
+def library_head(**changes: Any) -> dict[str, Any]:
+    """As the speculators library saves a P-EAGLE head."""
+    head: dict[str, Any] = {
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 1},
+        "draft_vocab_size": 8192,
+        "eagle_aux_hidden_state_layer_ids": [2, 15, 29],
+        "mask_token_id": 0,
+        "target_hidden_size": None,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+    }
+    return head | changes
+
+
+def hub_head(**changes: Any) -> dict[str, Any]:
+    """As P-EAGLE heads are published on the hub: a plain Llama configuration."""
+    head: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 576,
+        "vocab_size": 49152,
+        "num_hidden_layers": 4,
+        "draft_vocab_size": 32000,
+        "ptd_token_id": 49151,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 28]},
+    }
+    return head | changes
+
+
+def test_the_library_s_layout_is_read() -> None:
+    head = check_fit(library_head(), TARGET)
+    assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (2, 15, 29), 5)
+    assert (head.num_layers, head.draft_vocab_size, head.default_k) == (1, 8192, 5)
+
+
+def test_the_hub_s_layout_is_read() -> None:
+    head = check_fit(hub_head(), TARGET)
+    assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (1, 14, 28), None)
+    assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
+
+
+def test_a_published_head_drafts_the_whole_vocabulary_where_it_names_none() -> None:
+    head = check_fit(hub_head(draft_vocab_size=None, eagle_config=None), TARGET)
+    assert (head.draft_vocab_size, head.aux_layer_ids) == (49152, ())
+
+
+def test_without_a_saved_k_the_usual_one_of_the_method_holds() -> None:
+    assert read_head(hub_head()).default_k == 5
+    assert read_head(hub_head(ptd_token_id=None)).default_k == 3
+
+
+def test_a_head_without_a_mask_token_is_eagle3() -> None:
+    assert read_head(hub_head(ptd_token_id=None)).method == "eagle3"
+    assert read_head(library_head(speculators_model_type="eagle3", mask_token_id=None)).method == "eagle3"
+
+
+def test_a_head_may_be_narrower_than_its_target() -> None:
+    narrow = library_head(transformer_layer_config={"hidden_size": 256, "vocab_size": 49152}, target_hidden_size=576)
+    assert check_fit(narrow, TARGET).target_hidden_size == 576
+
+
+def test_a_multimodal_target_is_judged_by_its_text_part() -> None:
+    assert check_fit(library_head(), {"text_config": TARGET}).method == "peagle"
+
+
+def test_the_state_after_the_last_layer_may_be_read() -> None:
+    assert check_fit(library_head(eagle_aux_hidden_state_layer_ids=[0, 30]), TARGET).aux_layer_ids == (0, 30)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ({"hidden_size": 2048}, "hidden size is 576, the target's is 2,048"),
+        ({"vocab_size": 32000}, "vocabulary is 49,152, the target's is 32,000"),
+        ({"num_hidden_layers": 16}, r"layers \[29\], the target has 16 layers"),
+    ],
+)
+@pytest.mark.parametrize("make_head", [library_head, hub_head])
+def test_a_head_of_another_model_is_refused(make_head: Any, target: dict[str, int], reason: str) -> None:
+    reason = reason.replace("29", str(28 if make_head is hub_head else 29))
+    with pytest.raises(DrafterError, match=reason) as caught:
+        check_fit(make_head(), TARGET | target)
+    assert "peagle models" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (library_head(mask_token_id=None), "no mask token"),
+        (library_head(mask_token_id=50000), "mask token 50000 lies outside"),
+        (library_head(fc_norm=True, norm_output=True), "fc_norm and norm_output"),
+        (library_head(speculators_model_type="dflash"), "dflash"),
+        (library_head(transformer_layer_config={"hidden_size": 576}), "no vocab_size"),
+        ({"architectures": ["LlamaForCausalLM"], **TARGET}, "no drafter head"),
+    ],
+)
+def test_what_cannot_draft_here_is_refused_with_the_reason(head: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DrafterError, match=reason):
+        check_fit(head, TARGET)
+
+
+def test_normalised_eagle3_heads_are_fine() -> None:
+    head = library_head(speculators_model_type="eagle3", mask_token_id=None, norm_output=True)
+    assert check_fit(head, TARGET).method == "eagle3"
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "layers.0.self_attn.q_proj.weight": (8, 16),
+    "layers.1.mlp.up_proj.weight": (16, 8),
+    "fc.weight": (8, 24),
+    "mask_hidden": (1, 1, 24),
+    "lm_head.weight": (32, 8),
+    "d2t": (32,),
+    "norm.weight": (8,),
+}
+
+
+def facts(**changes: Any) -> HeadFacts:
+    values: dict[str, Any] = {
+        "method": "peagle",
+        "target_hidden_size": 8,
+        "vocab_size": 64,
+        "draft_vocab_size": 32,
+        "num_layers": 2,
+        "aux_layer_ids": (1, 2, 3),
+        "mask_token_id": 0,
+        "num_speculative_tokens": None,
+        "unmapped": (),
+    }
+    return HeadFacts(**(values | changes))
+
+
+def without(*names: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in SHAPES.items() if name not in names}
+
+
+def test_shapes_are_read_over_all_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(4, dtype=torch.float8_e4m3fn)}, tmp_path / "model-2.safetensors")
+    assert read_shapes(tmp_path) == {"a": (2, 3), "b": (4,)}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"PK\x03\x04 a zip archive of pickles"]
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DrafterError, match=r"holds no \*\.safetensors"):
+        read_shapes(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(DrafterError, match="not a readable safetensors file"):
+        read_shapes(tmp_path)
+
+
+def test_whole_heads_pass() -> None:
+    check_weights(SHAPES, facts())
+    check_weights(without("mask_hidden"), facts(method="eagle3", mask_token_id=None))
+    check_weights(without("lm_head.weight", "d2t"), facts(draft_vocab_size=64))  # shares the target's lm_head
+    midlayer = without("layers.1.mlp.up_proj.weight") | {"midlayer.mlp.up_proj.weight": (16, 8)}
+    check_weights(midlayer, facts(num_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changes", "reason"),
+    [
+        (SHAPES, {"num_layers": 4}, r"says 4 layers, the weights hold \[0, 1\]"),
+        (without("mask_hidden"), {}, "no mask_hidden"),
+        (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, fc reads 24"),
+        (without("fc.weight"), {}, "fc reads nothing"),
+        (SHAPES, {"draft_vocab_size": 48}, "32 rows for a draft vocabulary of 48"),
+        (without("d2t"), {}, "needs lm_head.weight and d2t"),
+        (without("lm_head.weight"), {}, "needs lm_head.weight and d2t"),
+    ],
+)
+def test_weights_that_break_the_promise_are_refused(
+    shapes: dict[str, tuple[int, ...]], changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(DrafterError, match=reason):
+        check_weights(shapes, facts(**changes))

@@ -1,0 +1,163 @@
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from peagle.economics.report.html import render_html
+from peagle.errors import PeagleError
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Balanced(HTMLParser):
+    """Collects the visible text, and proves that every element is closed where it was opened."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data.strip())
+
+
+def drawings(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
+    text = Balanced(render_html(with_drafter)).text
+    for shown in (
+        "smollm2-135m with peagle K=3",
+        "830,769",
+        "$1.20",
+        "60.0",
+        "1.60",
+        "2 min 10 s",
+        "temperature 0, max_tokens 128",
+        "vllm 0.29.0",
+        "$0.2 per hour for 2 vCPUs (custom, fixed)",
+        "stated by the user, undated",
+    ):
+        assert shown in text, shown
+
+
+def test_the_page_needs_no_other_host_and_no_script(with_drafter, without_drafter):
+    page = render_html([with_drafter, without_drafter])
+    assert "<script" not in page
+    assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"(src|href|@import|url\()", page)
+
+
+def test_the_page_has_light_dark_and_phone(with_drafter):
+    page = render_html(with_drafter)
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert 'name="viewport" content="width=device-width' in page
+    declared = set(re.findall(r"(--[\w-]+):", page))
+    assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= declared
+
+
+def test_everything_a_user_named_is_escaped(make_report):
+    evil = "<script>alert('x')</script>&"
+    report = make_report(
+        model=evil,
+        drafter=evil,
+        label=evil,
+        path=evil,
+        precision=evil,
+        num_drafts=10,
+        accepted=(5, 2),
+        sampling={evil: evil},
+        hardware={"cpu_name": evil},
+        versions={evil: "1"},
+    )
+    for page in (render_html(report), render_html([report, report])):
+        Balanced(page)
+        assert "<script" not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_the_acceptance_plot_is_in_proportion(with_drafter):
+    acceptance, _ = drawings(render_html(with_drafter))
+    bars = acceptance.findall(f"{SVG}path")
+    assert [bar.find(f"{SVG}title").text.rsplit(" ", 1)[1] for bar in bars] == ["48.0%", "10.0%", "2.0%"]
+    base = float(re.match(r"M[\d.]+,([\d.]+)", bars[0].get("d"))[1])
+    heights = []
+    for bar in bars:
+        top, radius = re.search(r"V([\d.]+) q0,-([\d.]+)", bar.get("d")).groups()
+        heights.append(base - float(top) + float(radius))
+    assert heights[1] / heights[0] == pytest.approx(0.10 / 0.48, abs=0.005)
+    assert heights[2] / heights[0] == pytest.approx(0.02 / 0.48, abs=0.005)
+
+
+def test_the_money_plot_is_in_proportion(make_report):
+    (_, money) = drawings(render_html(make_report(busy_s=50.0, lost_s=10.0, idle_s=10.0, num_drafts=10, accepted=(5,))))
+    widths = {rect.get("class"): float(rect.get("width")) + 2 for rect in money.findall(f"{SVG}rect")}
+    assert {name: width / sum(widths.values()) for name, width in widths.items()} == pytest.approx(
+        {"share-load": 0.2, "share-compile": 0.1, "share-busy": 0.5, "share-idle": 0.1, "share-lost": 0.1}
+    )
+
+
+def test_without_drafts_the_plot_says_so(without_drafter):
+    page = render_html(without_drafter)
+    assert "Nothing was drafted." in page
+    assert len(drawings(page)) == 1
+
+
+def test_runs_side_by_side(with_drafter, without_drafter):
+    page = render_html([without_drafter, with_drafter])
+    text = Balanced(page).text
+    assert "2 runs of smollm2-135m" in text
+    assert "\N{MULTIPLICATION SIGN} 1.50" in text
+    _, money = drawings(page)
+    assert [label.text for label in money.findall(f"{SVG}text") if label.get("class") == "label"] == [
+        "no drafter",
+        "peagle K=3",
+    ]
+
+
+def test_more_runs_than_colours_are_named_as_not_drawn(with_drafter):
+    page = render_html([with_drafter] * 8)
+    assert "2 more runs are not drawn" in page
+    acceptance, money = drawings(page)
+    assert len(acceptance.findall(f"{SVG}path")) == 6 * 3
+    assert len(money.findall(f"{SVG}rect")) == 8 * 3
+
+
+def test_a_run_that_has_only_begun_can_be_shown(make_report):
+    page = render_html(make_report(tokens=0, complete=False, num_input_rows=100))
+    assert "not finished" in page
+    Balanced(page)
+
+
+def test_notes_are_on_the_page(make_report):
+    assert "lost work" in " ".join(Balanced(render_html(make_report(lost_s=50.0))).text)
+
+
+def test_there_has_to_be_a_report():
+    with pytest.raises(PeagleError, match="no report"):
+        render_html([])
+    with pytest.raises(PeagleError, match="schema 1"):
+        render_html({"schema": 3})
+
+
+def test_economics_loads_nothing_heavy():
+    heavy = "{'pyarrow', 'matplotlib', 'jinja2', 'torch', 'vllm', 'ray', 'transformers', 'numpy'}"
+    code = f"import sys, peagle.economics.report; print({heavy} & set(sys.modules) or 'none')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "none"

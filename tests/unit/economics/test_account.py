@@ -1,0 +1,199 @@
+import dataclasses
+import json
+import random
+
+import pytest
+
+from peagle.economics.account import Account, Shares, account
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import PeagleError, PriceError
+from peagle.speculation import SpeculationStats
+
+# 0.10 USD per vCPU-hour, to make the examples easy to follow.
+PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
+NO_DRAFTS = SpeculationStats.empty()
+
+
+def unit(session_id: str = "a", *, busy_s: float, tokens: int, **changes: object) -> UnitUsage:
+    base = UnitUsage(
+        session_id=session_id,
+        num_rows=10,
+        num_failed_rows=0,
+        num_prompt_tokens=1000,
+        num_cached_tokens=100,
+        num_output_tokens=tokens,
+        busy_s=busy_s,
+        speculation=NO_DRAFTS,
+        started_at=1030.0,
+        finished_at=1090.0,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def session(session_id: str = "a", *, states: tuple[float, ...], tokens: int, **changes: object) -> EngineSession:
+    load_s, compile_s, busy_s, idle_s = states
+    started_at = float(changes.pop("started_at", 1000.0))
+    base = EngineSession(
+        session_id=session_id,
+        engine_index=0,
+        hostname="node",
+        num_devices=2,
+        device="vcpu",
+        started_at=started_at,
+        last_seen_at=started_at + sum(states),
+        load_s=load_s,
+        compile_s=compile_s,
+        busy_s=busy_s,
+        idle_s=idle_s,
+        num_output_tokens=tokens,
+        ended=True,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def test_the_worked_example_of_the_docstring():
+    result = account([unit(busy_s=50.0, tokens=1500)], [session(states=(20.0, 10.0, 60.0, 10.0), tokens=1800)], PRICE)
+    assert result.device_s == Shares(load=40, compile=20, busy=100, idle=20, lost=20)
+    assert result.total_usd == pytest.approx(200 / 3600 * 0.10)
+    assert result.usd.lost == pytest.approx(result.total_usd / 10)
+    assert result.tokens_per_usd == pytest.approx(270_000)
+    assert result.usd_per_million_tokens == pytest.approx(1e6 / 270_000)
+    assert result.tokens_per_busy_usd == pytest.approx(540_000)
+    assert result.num_lost_tokens == 300
+    assert result.output_tokens_per_s == pytest.approx(1500 / 50)
+    assert result.wall_s == pytest.approx(100)
+    assert result.output_tokens_per_wall_s == pytest.approx(15)
+
+
+def test_eight_accelerators_at_the_price_of_a_real_instance():
+    # One engine on all 8 of a p5.48xlarge for one hour: exactly the instance's hourly price.
+    price = Price(
+        instance_type="p5.48xlarge",
+        provider="aws",
+        region="us-east-1",
+        market="on_demand",
+        usd_per_hour=55.04,
+        device="accelerator",
+        num_devices=8,
+        accelerator="H100",
+        source="test",
+        as_of="2026",
+    )
+    life = session(states=(300.0, 300.0, 3000.0, 0.0), tokens=90_000_000, num_devices=8, device="accelerator")
+    result = account([unit(busy_s=3000.0, tokens=90_000_000)], [life], price)
+    assert result.total_usd == pytest.approx(55.04)
+    assert result.tokens_per_usd == pytest.approx(90_000_000 / 55.04)
+
+
+def test_a_unit_done_twice_is_lost_once():
+    # Both engines did the same unit; one commit won, so only its usage exists.
+    winner = session("a", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
+    loser = session("b", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
+    result = account([unit("a", busy_s=50.0, tokens=1500)], [winner, loser], PRICE)
+    assert result.num_output_tokens == 1500
+    assert result.num_lost_tokens == 1500
+    assert result.device_s.busy == result.device_s.lost == 100
+    assert result.num_rows == 10
+
+
+def test_a_killed_session_leaves_its_open_work_as_lost():
+    killed = session("a", states=(20.0, 0.0, 40.0, 0.0), tokens=1000, ended=False)
+    resumed = session("b", states=(20.0, 0.0, 30.0, 0.0), tokens=900, started_at=5000.0)
+    units = [unit("a", busy_s=25.0, tokens=700), unit("b", busy_s=30.0, tokens=900)]
+    result = account(units, [killed, resumed], PRICE)
+    assert result.device_s.lost == pytest.approx(2 * 15)
+    assert result.num_lost_tokens == 300
+    assert (result.num_sessions, result.num_unended_sessions) == (2, 1)
+
+
+def test_a_commit_after_the_last_heartbeat_is_not_lost_and_is_paid():
+    # Killed between the commit at 1090 and the heartbeat that would have told of its last 20 busy seconds.
+    stale = session(states=(20.0, 0.0, 30.0, 0.0), tokens=600, ended=False)
+    result = account([unit(busy_s=50.0, tokens=1500)], [stale], PRICE)
+    assert result.device_s == Shares(load=40, busy=100)
+    assert result.num_lost_tokens == 0
+    assert result.wall_s == pytest.approx(90)
+
+
+def test_the_wall_counts_overlapping_engines_once_and_pauses_never():
+    engines = [
+        session("a", states=(0.0, 0.0, 100.0, 0.0), tokens=0),
+        session("b", states=(0.0, 0.0, 20.0, 0.0), tokens=0, started_at=1010.0),
+        session("c", states=(0.0, 0.0, 100.0, 0.0), tokens=0, started_at=1050.0),
+        session("d", states=(0.0, 0.0, 10.0, 0.0), tokens=0, started_at=9000.0),
+    ]
+    random.Random(0).shuffle(engines)
+    assert account([], engines, PRICE).wall_s == pytest.approx(160)
+
+
+def test_shares_always_sum_to_the_lives_of_the_sessions():
+    lot = random.Random(7)
+    for _ in range(50):
+        sessions, units = [], []
+        for name in "abcd"[: lot.randint(1, 4)]:
+            states = tuple(lot.uniform(0, 500) for _ in range(4))
+            life = session(name, states=states, tokens=10_000, num_devices=lot.randint(1, 8))
+            parts = [lot.uniform(0, states[2] / 5) for _ in range(lot.randint(0, 5))]
+            units += [unit(name, busy_s=part, tokens=lot.randint(0, 1000), finished_at=1030.0) for part in parts]
+            sessions.append(life)
+        result = account(units, sessions, PRICE)
+        lived = sum(one.num_devices * (one.last_seen_at - one.started_at) for one in sessions)
+        assert result.device_s.total == pytest.approx(lived)
+        assert result.total_usd == pytest.approx(lived * PRICE.usd_per_device_s)
+        assert min(dataclasses.astuple(result.device_s)) >= 0
+        assert result.num_output_tokens + result.num_lost_tokens == 10_000 * len(sessions)
+
+
+def test_units_add_up():
+    drafts = SpeculationStats(num_drafts=10, num_draft_tokens=20, accepted_per_position=(6, 2))
+    units = [
+        unit(busy_s=10.0, tokens=100, speculation=drafts, num_failed_rows=2),
+        unit(busy_s=20.0, tokens=300, speculation=drafts),
+    ]
+    result = account(units, [session(states=(0.0, 0.0, 30.0, 0.0), tokens=400)], PRICE)
+    assert (result.num_units, result.num_rows, result.num_failed_rows) == (2, 20, 2)
+    assert (result.num_prompt_tokens, result.num_cached_tokens) == (2000, 200)
+    assert result.speculation == drafts + drafts
+    assert result.output_tokens_per_s == pytest.approx(400 / 30)
+
+
+def test_nothing_done_claims_nothing():
+    result = account([], [], PRICE)
+    assert result.total_usd == 0
+    assert result.tokens_per_usd is None
+    assert result.usd_per_million_tokens is None
+    assert result.output_tokens_per_s is None
+    assert result.tokens_per_busy_usd is None
+    assert result.output_tokens_per_wall_s is None
+    only_loaded = account([], [session(states=(20.0, 0.0, 0.0, 0.0), tokens=0)], PRICE)
+    assert only_loaded.total_usd > 0
+    assert only_loaded.tokens_per_usd is None
+
+
+def test_a_unit_whose_session_is_gone_cannot_be_priced():
+    with pytest.raises(PeagleError, match="not in the ledger: zz"):
+        account([unit("zz", busy_s=1.0, tokens=1)], [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)], PRICE)
+
+
+def test_a_session_is_paid_once():
+    twice = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
+    with pytest.raises(PeagleError, match="twice"):
+        account([], twice, PRICE)
+
+
+def test_a_price_per_vcpu_does_not_price_accelerators():
+    life = session(states=(0.0, 0.0, 1.0, 0.0), tokens=1, device="accelerator")
+    with pytest.raises(PriceError, match=r"(?s)per vcpu.*2 x accelerator.*--instance-type"):
+        account([], [life], PRICE)
+
+
+def test_the_account_is_json_with_the_derived_figures():
+    result = account([unit(busy_s=50.0, tokens=1500)], [session(states=(20.0, 10.0, 60.0, 10.0), tokens=1800)], PRICE)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["usd"]["total"] == pytest.approx(result.total_usd)
+    assert sum(data["device_s"][name] for name in ("load", "compile", "busy", "idle", "lost")) == pytest.approx(200)
+    assert data["tokens_per_usd"] == pytest.approx(270_000)
+    assert data["speculation"]["acceptance_length"] is None
+    assert data["price"]["usd_per_hour"] == 0.20
+    assert {field.name for field in dataclasses.fields(Account)} <= set(data)

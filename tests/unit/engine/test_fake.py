@@ -1,0 +1,124 @@
+import asyncio
+import os
+import signal
+
+import pytest
+
+from peagle.engine.fake import FakeEngine
+from peagle.errors import EngineError
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+def generate(sampling, **engine):
+    return asyncio.run(FakeEngine(**engine).generate("r", [1, 2, 3], sampling))
+
+
+def test_a_single_response_has_no_list_of_completions():
+    generation = generate(GREEDY)
+    assert generation.completions == ()
+    assert generation.num_output_tokens == len(generation.text.split())
+
+
+def test_several_responses_differ_and_their_tokens_add_up():
+    generation = generate({**GREEDY, "n": 3}, num_speculative_tokens=4)
+    assert len({completion.text for completion in generation.completions}) == 3
+    assert generation.text == generation.completions[0].text == generate(GREEDY).text
+    assert generation.num_output_tokens == sum(c.num_output_tokens for c in generation.completions)
+
+
+def test_logprobs_are_a_token_each_and_join_to_the_text():
+    generation = generate({**GREEDY, "logprobs": 2})
+    (completion,) = generation.completions
+    assert "".join(token.token for token in completion.logprobs) == generation.text
+    assert len(completion.logprobs) == generation.num_output_tokens
+    assert [len(token.top) for token in completion.logprobs] == [2] * generation.num_output_tokens
+    assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
+
+
+def test_requests_beyond_its_slots_wait_and_their_latency_says_so():
+    token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
+
+    async def scene():
+        engine = FakeEngine(token_s=token_s, max_num_seqs=2)
+        return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
+
+    latencies = sorted(answer.latency_s for answer in asyncio.run(scene()))
+    assert latencies[2] >= 2 * GREEDY["max_tokens"] * token_s
+    assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s
+
+
+def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
+    async def scene():
+        engine = FakeEngine(num_speculative_tokens=2)
+        sampling = {**GREEDY, "n": 2, "logprobs": 0}
+        parts = [part async for part in engine.stream("r", [1, 2, 3], sampling)]
+        return parts, await engine.generate("r", [1, 2, 3], sampling)
+
+    parts, whole = asyncio.run(scene())
+    assert [g for _, g in parts[:-1]] == [None] * (len(parts) - 1)
+    last = parts[-1][1]
+    assert (last.text, last.completions, last.speculation) == (whole.text, whole.completions, whole.speculation)
+    for index, completion in enumerate(whole.completions):
+        grown = [completions[index] for completions, _ in parts]
+        assert [c.num_output_tokens for c in grown] == [
+            min(n, completion.num_output_tokens) for n in range(1, len(parts) + 1)
+        ]
+        assert all(completion.text.startswith(c.text) and len(c.logprobs) == c.num_output_tokens for c in grown)
+
+
+def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
+    async def scene():
+        engine = FakeEngine(die_on="rat poison", token_s=0.05)
+        alive = asyncio.create_task(engine.generate("a", list(b"cheese"), GREEDY))
+        await asyncio.sleep(0.01)
+        outcomes = [
+            await asyncio.gather(engine.generate(name, list(prompt), GREEDY), return_exceptions=True)
+            for name, prompt in (("b", b"some rat poison"), ("c", b"cheese"))
+        ]
+        return [*outcomes, await asyncio.gather(alive, return_exceptions=True)]
+
+    for (outcome,) in asyncio.run(scene()):
+        assert isinstance(outcome, EngineError)
+
+
+def test_an_engine_with_a_process_of_its_own_dies_with_it():
+    engine = FakeEngine(has_core=True)
+    try:
+        assert asyncio.run(engine.generate("a", [1, 2, 3], GREEDY)).text == generate(GREEDY).text
+        os.kill(engine.core_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine.core_pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(EngineError):
+            asyncio.run(engine.generate("b", [1, 2, 3], GREEDY))
+    finally:
+        engine.shutdown()
+
+
+def test_shutting_an_engine_down_ends_its_process():
+    engine = FakeEngine(has_core=True)
+    engine.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.core_pid, 0)
+
+
+def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
+    async def scene():
+        engine = FakeEngine(hang_on="pit")
+        await engine.generate("a", list(b"cheese"), GREEDY)
+        before = [engine.signs_of_life(), engine.signs_of_life()]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate("b", list(b"a pit"), GREEDY), 0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate("c", list(b"cheese"), GREEDY), 0.05)
+        return before, [engine.signs_of_life(), engine.signs_of_life()]
+
+    before, after = asyncio.run(scene())
+    assert before[0] < before[1]
+    assert after[0] == after[1]
+
+
+def test_an_engine_that_is_killed_takes_its_own_process_with_it():
+    engine = FakeEngine(has_core=True)
+    engine.kill()
+    engine.shutdown()
+    assert engine._core.returncode == -signal.SIGKILL

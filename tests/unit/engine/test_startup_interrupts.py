@@ -1,0 +1,90 @@
+"""An interrupt while an engine starts. That vLLM swallows one is shown with vLLM's own context."""
+
+import signal
+import threading
+from contextlib import closing
+
+import pytest
+
+from peagle.engine.startup import interruptible
+from peagle.signals import interrupted_by_signal
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """What Python does with an interrupt, whatever a test before has left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
+    """Open the socket that the core says on that it is up, and be interrupted."""
+    import zmq
+    from vllm.utils.network_utils import zmq_socket_ctx
+
+    with zmq_socket_ctx(address, zmq.ROUTER, bind=True) as socket, closing(socket):
+        signal.raise_signal(number)
+    return "waits on"
+
+
+def test_vllm_alone_swallows_an_interrupt_of_its_start(tmp_path):
+    assert start_as_vllm_does(f"ipc://{tmp_path}/core") == "waits on"
+
+
+def test_an_interrupt_ends_a_start_all_the_same(tmp_path, handler):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        start_as_vllm_does(f"ipc://{tmp_path}/core")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_of_somebody_else_that_interrupts_ends_a_start_too(tmp_path):
+    seen = []
+
+    def theirs(*_):
+        seen.append("theirs")
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, theirs)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        start_as_vllm_does(f"ipc://{tmp_path}/core")
+    assert seen == ["theirs"]
+    assert signal.getsignal(signal.SIGINT) is theirs
+
+
+def test_a_handler_of_somebody_else_that_goes_on_does_so():
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
+    with interruptible():
+        signal.raise_signal(signal.SIGINT)
+    assert seen == ["theirs"]
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interruptible():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_an_engine_may_start_in_any_thread():
+    done = []
+
+    def start():
+        with interruptible():
+            done.append(True)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert done == [True]
+
+
+def test_a_sigterm_that_interrupts_ends_a_start_too(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupted_by_signal():
+        ours = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            start_as_vllm_does(f"ipc://{tmp_path}/core", signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is ours
+    assert signal.getsignal(signal.SIGTERM) is before

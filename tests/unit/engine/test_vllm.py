@@ -1,0 +1,318 @@
+"""What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peagle.engine import vllm as start
+from peagle.engine.interface import RequestRefused
+from peagle.engine.multinode import NodeRank
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, has_request_metrics, with_root_cause
+from peagle.errors import ConfigError, EngineError
+from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
+
+
+def counter(name: str, value: int) -> Any:
+    return SimpleNamespace(name=f"vllm:spec_decode_{name}", value=value)
+
+
+def by_position(*values: int) -> Any:
+    return SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=list(values))
+
+
+def test_counters_of_all_ranks_add_up() -> None:
+    rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
+    others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
+    found = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
+    assert found == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
+
+
+def test_an_engine_that_counts_no_drafts_says_so() -> None:
+    assert _totals([SimpleNamespace(name="vllm:num_requests_running", value=1.0)]) is None
+
+
+def test_the_counters_names_are_those_of_the_installed_vllm() -> None:
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
+
+    config = SimpleNamespace(num_speculative_tokens=2)
+    collectors = set(REGISTRY._collector_to_names)
+    counters = SpecDecodingProm(config, ["engine"], {0: ["0"]})
+    stats = SpecDecodingStats.new(2)
+    stats.observe_draft(num_draft_tokens=2, num_accepted_tokens=1)
+    counters.observe(stats)
+    try:
+        assert _totals(get_metrics_snapshot()) == SpeculationStats(
+            num_drafts=1, num_draft_tokens=2, accepted_per_position=(1, 0)
+        )
+    finally:
+        for collector in set(REGISTRY._collector_to_names) - collectors:
+            REGISTRY.unregister(collector)
+
+
+def test_the_pinned_vllm_states_acceptance_by_request() -> None:
+    assert has_request_metrics()
+
+
+def test_a_failure_is_told_by_its_cause_where_the_log_names_one() -> None:
+    error = EngineError("vLLM did not start: see above")
+    log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
+    assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
+    assert with_root_cause(error, "nothing") is error
+
+
+def output_of(*completions):
+    return SimpleNamespace(outputs=completions, prompt_token_ids=[1, 2], num_cached_tokens=0, metrics=None)
+
+
+def completion(token_ids, logprobs=None, histogram=None):
+    drafts = None if histogram is None else SimpleNamespace(histogram=histogram, num_draft_tokens=6)
+    return SimpleNamespace(
+        text=f"{token_ids}", finish_reason="stop", token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=drafts
+    )
+
+
+def logprob(value, rank, text):
+    return SimpleNamespace(logprob=value, rank=rank, decoded_token=text)
+
+
+def test_several_completions_are_all_there_and_their_counts_add_up():
+    generation = _generation(output_of(completion([1, 2], histogram=[1, 1]), completion([3], histogram=[0, 2])))
+    assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
+    assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
+    assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
+
+
+def test_the_sampled_token_is_among_the_likeliest_only_where_it_is_one_of_them():
+    inside = {7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    outside = {9: logprob(-5.0, 40, "z"), 7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    (only,) = _generation(output_of(completion([7, 9], [inside, outside])), 2).completions
+    assert [(token.token, token.logprob) for token in only.logprobs] == [("a", -0.1), ("z", -5.0)]
+    assert [token.top for token in only.logprobs] == [(("a", -0.1), ("b", -2.0))] * 2
+    (none,) = _generation(output_of(completion([9], [{9: logprob(-5.0, 40, "z")}])), 0).completions
+    assert none.logprobs[0].top == ()
+
+
+def test_every_sampling_key_is_one_of_vllms():
+    from peagle.requests.sampling import SamplingKeys
+
+    keys = SamplingKeys(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
+    params = _sampling_params(keys.model_dump())
+    assert params.structured_outputs.json == '{"type": "object"}'
+    assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
+    assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
+
+
+def test_every_parameter_of_a_request_reaches_vllm():
+    own = {
+        "temperature": 1.0, "max_tokens": 5, "min_tokens": 1, "stop_token_ids": [3], "bad_words": ["x"], "top_k": 0,
+        "logit_bias": {"7": 200.0}, "allowed_token_ids": [7], "skip_special_tokens": False, "json_schema": None,
+        "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "stop": ["y"],
+        "structured_outputs": {"regex": "a+"}, "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+    }  # fmt: skip
+    params = _sampling_params(own)
+    assert params.logit_bias == {7: 100.0}
+    assert params.structured_outputs.regex == "a+"
+    assert (params.repetition_detection.max_pattern_size, params.repetition_detection.min_count) == (2, 3)
+    plain = own.keys() - {"logit_bias", "structured_outputs", "repetition_detection", "json_schema"}
+    assert {name: getattr(params, name) for name in plain} == {name: own[name] for name in plain}
+
+
+def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
+    from vllm.exceptions import VLLMValidationError
+
+    class Refusing:
+        async def generate(self, *_):
+            raise VLLMValidationError("Grammar error: no such pointer")
+            yield
+
+    engine = object.__new__(VllmEngine)
+    engine._llm = Refusing()
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    with pytest.raises(RequestRefused, match="no such pointer"):
+        asyncio.run(engine.generate("r", [1], sampling))
+    with pytest.raises(RequestRefused, match="temperature"):
+        asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
+
+
+def test_what_an_older_vllm_refuses_is_a_value_error(monkeypatch):
+    class Refusing:
+        async def generate(self, *_):
+            raise ValueError("the prompt is too long")
+            yield
+
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
+    engine = object.__new__(VllmEngine)
+    engine._llm = Refusing()
+    with pytest.raises(RequestRefused, match="too long"):
+        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
+
+
+def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_one():
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    class Failing:
+        def __init__(self, error):
+            self.error = error
+
+        async def generate(self, *_):
+            raise self.error from IndexError("no such block")
+            yield
+
+    engine = object.__new__(VllmEngine)
+    engine._llm = Failing(EngineGenerateError())
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    with pytest.raises(RequestRefused, match="no such block"):
+        asyncio.run(engine.generate("r", [1], sampling))
+    engine._llm = Failing(EngineDeadError())
+    with pytest.raises(EngineError, match="engine process died"):
+        asyncio.run(engine.generate("r", [1], sampling))
+
+
+def test_every_step_that_vllm_tells_of_is_a_sign_of_life():
+    from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerManager
+
+    from peagle.engine.vllm import _StepCounter
+
+    engine = object.__new__(VllmEngine)
+    engine._steps = _StepCounter()
+    manager = object.__new__(StatLoggerManager)
+    manager.stat_loggers = [PerEngineStatLoggerAdapter(None, [0], engine._steps)]
+    for number in range(3):
+        assert engine.signs_of_life() == number
+        manager.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
+    manager.log()
+    manager.log_engine_initialized()
+    manager.record_sleep_state(0, 0)
+
+
+def test_a_kill_leaves_no_process_of_the_engine_behind():
+    """In a process of its own: all that descends from it is killed. Whether init buries orphans is its own business."""
+    code = """if True:
+        import psutil, subprocess, sys, time
+        from peagle.engine.vllm import VllmEngine
+        def runs(process):
+            try:
+                return process.status() != psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return False
+        sleeper = "import subprocess as s; s.Popen(['sleep', '60']); print('up', flush=True); s.run(['sleep', '60'])"
+        core = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE)
+        core.stdout.readline()
+        there = psutil.Process().children(recursive=True)
+        object.__new__(VllmEngine).kill()
+        while any(map(runs, there)):
+            time.sleep(0.05)
+        print(len(there))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) > 1
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_what_vllm_ended_by_itself_is_no_answer(reason):
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+
+    class Ending:
+        async def generate(self, *_):
+            ended = completion([1, 2])
+            ended.finish_reason = reason
+            yield output_of(completion([1, 2, 3]), ended)
+
+    assert reason in FINISH_REASON_STRINGS
+    engine = object.__new__(VllmEngine)
+    engine._llm = Ending()
+    with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
+        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
+
+
+@pytest.mark.parametrize(
+    ("config", "runner"), [({"use_v2_model_runner": True}, "V2"), ({"use_v2_model_runner": False}, "V1"), ({}, None)]
+)
+def test_the_runner_is_the_one_that_vllm_decided_on(config: dict[str, Any], runner: str | None) -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(**config))
+    assert engine.model_runner == runner
+
+
+def test_the_installed_vllm_says_which_runner_it_decides_on() -> None:
+    from vllm.config import VllmConfig
+
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
+
+
+HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
+SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num_speculative_tokens=3))
+
+
+@pytest.mark.parametrize("has_request_metrics", [True, False])
+def test_vllm_starts_in_its_environment_and_is_asked_only_for_what_it_has(
+    has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+
+    def vllm(arguments: dict[str, Any]) -> str:
+        started.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        return "engine"
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "VllmEngine", vllm)
+    monkeypatch.setattr(start, "has_request_metrics", lambda: has_request_metrics)
+    assert start.start_engine(SPEC, HERE, engine_index=1, num_engines_on_node=2) == "engine"
+    assert started["bound_to"] == "1"
+    assert ("per_request_spec_decode_metrics" in started) == has_request_metrics
+    assert started["speculative_config"]["num_speculative_tokens"] == 3
+
+
+def test_a_vllm_that_cannot_accept_by_lot_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = DrafterSpec(method="peagle", model="d", num_speculative_tokens=1, synthetic_rates=(0.5,))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
+    with pytest.raises(ConfigError, match="cannot accept drafts by lot"):
+        start.start_engine(EngineSpec(model="m", drafter=head), HERE)
+
+
+def test_a_node_of_several_starts_its_own_ranks_on_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    for name, begin in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
+        started: dict[str, Any] = {}
+        monkeypatch.setattr(start, name, started.update)
+        spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
+        place = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
+        begin(spec, HERE, engine_index=0, num_engines_on_node=1, node_rank=place)
+        assert started["tensor_parallel_size"] == 2
+        assert (started["nnodes"], started["node_rank"], started["distributed_executor_backend"]) == (2, 1, "mp")
+        assert (started["master_addr"], started["master_port"]) == ("10.0.0.1", 4000)
+        assert os.environ["VLLM_HOST_IP"] == "10.0.0.2"
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_service_called_vllm_does_not_keep_an_engine_from_starting(
+    linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes tells each pod of its namespace where it listens, by a name that vLLM reads a port from."""
+    from vllm.envs import get_vllm_port
+
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if linked else "29500"})
+    monkeypatch.setattr(start, "VllmEngine", lambda arguments: get_vllm_port())
+    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
+    assert start.start_engine(SPEC, HERE) == (None if linked else 29500)
+
+
+def test_a_temporary_folder_in_which_vllm_has_no_place_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
+    with pytest.raises(ConfigError, match="vLLM can use at most 70"):
+        start.start_engine(SPEC, HERE)

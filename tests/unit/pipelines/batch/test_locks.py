@@ -1,0 +1,86 @@
+import asyncio
+
+from pipelines.batch.locks import Places, Turns
+
+
+def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
+    async def scene():
+        turns, seen = Turns(), []
+
+        async def together(name, seconds):
+            async with turns.together():
+                seen.append(f"{name} in")
+                await asyncio.sleep(seconds)
+                seen.append(f"{name} out")
+
+        async def alone(name):
+            async with turns.alone():
+                seen.append(f"{name} in")
+                await asyncio.sleep(0.02)
+                seen.append(f"{name} out")
+
+        first = asyncio.create_task(together("a", 0.05))
+        await asyncio.sleep(0.01)
+        others = [asyncio.create_task(alone(name)) for name in ("x", "y")]
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(together("b", 0))
+        await asyncio.gather(first, *others, late)
+        return seen
+
+    assert asyncio.run(scene()) == ["a in", "a out", "x in", "x out", "y in", "y out", "b in", "b out"]
+
+
+def test_one_that_gives_up_waiting_lets_the_others_in():
+    async def scene():
+        turns = Turns()
+
+        async def alone():
+            async with turns.alone():
+                raise AssertionError("it was not alone")
+
+        async with turns.together():
+            waiting = asyncio.create_task(alone())
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            async with turns.together():
+                return True
+
+    assert asyncio.run(asyncio.wait_for(scene(), 5))
+
+
+def test_places_go_to_who_came_first_however_many_he_wants():
+    async def scene():
+        places, seen = Places(3), []
+
+        async def take(name, number, seconds=0.02):
+            async with places.take(number):
+                seen.append(f"{name} in")
+                await asyncio.sleep(seconds)
+                seen.append(f"{name} out")
+
+        wanted = [("a", 2, 0.05), ("b", 3), ("c", 1), ("d", 9)]
+        await asyncio.gather(*(take(*each) for each in wanted))
+        return seen
+
+    in_order = [f"{name} {way}" for name in "abcd" for way in ("in", "out")]
+    assert asyncio.run(asyncio.wait_for(scene(), 5)) == in_order
+
+
+def test_who_gives_up_waiting_for_places_leaves_them_to_the_next():
+    async def scene():
+        places = Places(2)
+
+        async def take(number):
+            async with places.take(number):
+                return number
+
+        async with places.take(1):
+            waiting = asyncio.create_task(take(2))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert await take(1) == 1
+        return await take(2)
+
+    assert asyncio.run(asyncio.wait_for(scene(), 5)) == 2

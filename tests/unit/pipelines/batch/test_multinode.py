@@ -1,0 +1,158 @@
+"""The leader's view of nodes that follow, without Ray: followers here are answers that a test gives."""
+
+import importlib
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from peagle.engine.multinode import NodeRank
+from peagle.engine.spec import EngineSpec
+from peagle.errors import EngineError
+from pipelines.batch import multinode
+from pipelines.batch.multinode import Follower, FollowerJob, OtherNodes
+
+WAIT_S = 20
+PART = {"CPU": 1.0}
+
+
+def job(run_dir="run"):
+    return FollowerJob(
+        run_dir=str(run_dir),
+        places="places",
+        spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
+        num_engines_on_node=1,
+        session_id="session",
+    )
+
+
+class Cluster:
+    """Two actors that follow; `end` says how the second one ends. `killed` counts what the leader ends of its own."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.killed = [], threading.Semaphore(0)
+        self._error, self._has_ended = None, threading.Event()
+        actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
+        monkeypatch.setattr(multinode, "_actors", lambda part, count: actors[:count])
+        monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.1")
+        monkeypatch.setattr(multinode, "_POLL_S", 0.01)
+        monkeypatch.setattr("ray.wait", self._wait)
+        monkeypatch.setattr("ray.get", self._get)
+        monkeypatch.setattr("peagle.engine.vllm.kill_children", self.killed.release)
+
+    def _start(self, job, number):
+        def remote(leader):
+            self.asked.append((number, leader))
+            return number
+
+        return SimpleNamespace(follow=SimpleNamespace(remote=remote))
+
+    def end(self, error=None):
+        self._error = error
+        self._has_ended.set()
+
+    def _wait(self, follows, num_returns):
+        self._has_ended.wait(WAIT_S)
+        return follows[1:], follows[:1]
+
+    def _get(self, ended):
+        assert ended == [2]
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+def test_every_other_node_is_told_where_its_leader_is(cluster):
+    others = OtherNodes(job(), PART)
+    assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
+    assert cluster.asked == [(1, others.rank.leader), (2, others.rank.leader)]
+    assert others.rank.leader[0] == "10.0.0.1"
+    assert 1024 <= others.rank.leader[1] < 65536
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "is_lost"),
+    [
+        (None, "the engine's ranks on node 2 ended", False),
+        (ActorDiedError(), "the engine's ranks on node 2 ended: The actor died unexpectedly before", True),
+        (EngineError("vLLM did not start: no memory"), "vLLM did not start: no memory", False),
+    ],
+)
+def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message, is_lost):
+    told = queue.Queue()
+    others = OtherNodes(job(), PART)
+    others.started(told.put)
+    assert others.failure is None
+    cluster.end(error)
+    assert told.get(timeout=WAIT_S).startswith(message)
+    assert others.is_lost == is_lost
+
+
+def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
+    others = OtherNodes(job(), PART)
+    cluster.end(EngineError("vLLM did not start: no memory"))
+    for _ in range(3):  # vLLM may only be about to start its processes
+        assert cluster.killed.acquire(timeout=WAIT_S)
+    assert others.failure.message == "vLLM did not start: no memory"
+
+
+def test_an_engine_that_ends_of_its_own_accord_does_not_die_of_it(cluster):
+    told = []
+    others = OtherNodes(job(), PART)
+    others.started(told.append)
+    others.release()
+    watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)
+    cluster.end()
+    watch.join(WAIT_S)
+    assert (watch.is_alive(), told) == (False, [])
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_places_are_on_other_nodes_and_those_of_a_process_that_died_are_given_back(monkeypatch, is_replaced):
+    done = []
+    here = SimpleNamespace(
+        get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
+    )
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    module = importlib.import_module("ray.util.placement_group")  # its name is also that of a function
+    monkeypatch.setattr(module, "get_placement_group", lambda name: f"that of {name}")
+    monkeypatch.setattr(module, "remove_placement_group", done.append)
+    monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))
+    bundles, keys = multinode._group(PART, 2)
+    assert done == (["that of peagle-a1"] if is_replaced else [])
+    assert bundles == [PART, PART]
+    assert (keys["strategy"], keys["name"]) == ("STRICT_SPREAD", "peagle-a1")
+    assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
+
+
+def test_a_node_follows_in_a_place_of_its_own_and_says_what_its_log_says(monkeypatch, tmp_path):
+    started, logs = {}, []
+
+    def follow(spec, **keys):
+        started.update(keys)
+        logs[0].write_text("(Worker_TP1 pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no memory\n")
+        raise EngineError("vLLM did not start: its worker ended")
+
+    def redirect(log):
+        log.parent.mkdir(parents=True)
+        logs.append(log)
+
+    monkeypatch.setattr(multinode, "redirect_output", redirect)
+    monkeypatch.setattr(multinode, "claim_slot", lambda places: 3)
+    monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(multinode, "follow_vllm", follow)
+    follower = Follower(job(tmp_path), 2)
+    with pytest.raises(EngineError, match="vLLM did not start: ValueError: no memory"):
+        follower.follow(("10.0.0.1", 4000))
+    assert logs == [tmp_path / "logs" / "engine-session-node-2.log"]
+    assert started == {
+        "engine_index": 3,
+        "num_engines_on_node": 1,
+        "node_rank": NodeRank(number=2, host="10.0.0.2", leader=("10.0.0.1", 4000)),
+    }

@@ -1,0 +1,96 @@
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from peagle.corpus.rows import Span
+from peagle.economics.usage import EngineSession
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.runs.scaling import Heartbeats
+from pipelines.batch import session
+from pipelines.batch.session import Admission, work_by_unit
+
+SESSION = EngineSession(
+    session_id="now", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=160.0,
+    load_s=60.0, compile_s=0.0, busy_s=100.0, idle_s=0.0, num_output_tokens=1, ended=False,
+)  # fmt: skip
+BEFORE = replace(SESSION, session_id="before")
+
+
+class Run:
+    """A run directory whose sessions differ from look to look."""
+
+    def __init__(self, *looks, num_done=10, stopping=False):
+        self.looks, self.num_done, self.stopping = list(looks), num_done, stopping
+
+    def sessions(self):
+        return self.looks.pop(0)
+
+    def committed(self):
+        return set(range(self.num_done))
+
+    @property
+    def stop(self):
+        return SimpleNamespace(grace_s=lambda: 20.0 if self.stopping else None)
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    found = []
+    monkeypatch.setattr(session.time, "sleep", found.append)
+    monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(found)))
+    return found
+
+
+def wait(run, *, num_engines=1, num_units=12, work=None):
+    Admission(
+        num_engines=num_engines, work=work or (1,) * num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
+    ).wait(run)
+
+
+def test_below_the_smallest_number_an_engine_loads_whatever_is_left(slept):
+    wait(Run([BEFORE]))
+    wait(Run([BEFORE, SESSION]), num_engines=2)
+    wait(Run([BEFORE, replace(SESSION, ended=True)]))
+    assert slept == []
+
+
+def test_with_much_left_one_more_loads_at_once(slept):
+    wait(Run([BEFORE, SESSION]), num_units=1000)
+    assert slept == []
+
+
+def test_with_little_left_it_waits_until_an_engine_fell_silent(slept):
+    later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
+    wait(Run([SESSION], [later], [later]))
+    assert slept == [15.0, 15.0]
+
+
+def test_units_that_are_left_count_by_their_work_however_many_they_are(slept):
+    with pytest.raises(IndexError):
+        wait(Run([SESSION]), work=(100,) * 10 + (1,) * 50)
+    assert slept == [15.0]
+    wait(Run([SESSION]), work=(1,) * 10 + (100,))
+
+
+def test_the_work_of_a_unit_is_found_by_its_number_and_is_its_rows_where_it_was_not_guessed():
+    def unit(number, num_rows, work):
+        return WorkUnit(
+            unit=number, first_id=0, span=Span(path="a", format="jsonl", first_row=0, num_rows=num_rows, work=work)
+        )
+
+    plan = Plan(
+        units=(unit(0, 2, 700), unit(1, 3, 0), unit(3, 1, 5)), rows_per_unit=2, schema=pa.schema([]),
+        corpus_fingerprint="c",
+    )  # fmt: skip
+    assert work_by_unit(plan) == (700, 3, 0, 5)
+
+
+def test_nothing_loads_while_the_run_is_being_stopped(slept):
+    run = Run([], [SESSION])
+    run.stopping = True
+    with pytest.raises(IndexError):  # it looks again and again, until there is no look left
+        wait(run, num_units=1000)
+    assert slept == [15.0, 15.0]

@@ -1,0 +1,158 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from pipelines.batch import watchdog
+from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, within
+
+
+class Watched:
+    def __init__(self):
+        self.signs = self.now = 0
+        self.clock = SilenceClock(lambda: self.signs, monotonic=lambda: self.now)
+
+    def look(self, after_s, *, is_busy=True):
+        self.now += after_s
+        return self.clock.look(is_busy=is_busy)
+
+
+def test_silence_is_counted_until_the_next_sign_of_life():
+    watched = Watched()
+    assert [watched.look(1) for _ in range(3)] == [1, 2, 3]
+    watched.signs += 1
+    assert [watched.look(1) for _ in range(2)] == [0, 1]
+
+
+def test_an_engine_without_rows_has_nothing_to_say():
+    watched = Watched()
+    watched.look(4)
+    assert watched.look(1, is_busy=False) == 0
+    assert watched.look(1) == 1
+
+
+def test_time_in_which_nobody_looked_is_no_silence():
+    watched = Watched()
+    watched.look(1)
+    assert watched.look(3600) == 6
+
+
+def in_time(answer_s, silent_s, limit_s=0.05):
+    """What comes of a row that takes `answer_s` in an engine that is silent for `silent_s`."""
+
+    async def scene():
+        loop = asyncio.get_running_loop()
+        start, cancelled = loop.time(), []
+
+        async def answer():
+            try:
+                await asyncio.sleep(answer_s)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+            return "answer"
+
+        def signs():
+            return int(max(0.0, loop.time() - start - silent_s) * 1000)
+
+        try:
+            return await within(limit_s, answer(), signs)
+        except OutOfTime:
+            await asyncio.sleep(0)
+            return cancelled
+
+    return asyncio.run(asyncio.wait_for(scene(), 5))
+
+
+def test_a_row_is_out_of_time_once_the_engine_has_worked_since():
+    assert in_time(answer_s=0.01, silent_s=0) == "answer"
+    assert in_time(answer_s=3, silent_s=0) == [True]
+    assert in_time(answer_s=3, silent_s=0.3) == [True]
+
+
+def test_a_row_gets_little_more_than_its_limit_from_an_engine_that_works():
+    assert in_time(answer_s=1.6, silent_s=0, limit_s=1) == [True]
+
+
+def test_a_row_that_ends_with_the_step_that_was_longer_than_its_limit_is_done():
+    assert in_time(answer_s=0.3, silent_s=5) == "answer"
+
+
+def test_what_an_engine_raises_comes_through_with_a_limit_and_without():
+    async def refuse():
+        raise ValueError("no")
+
+    for limit_s in (None, 5):
+        with pytest.raises(ValueError, match="no"):
+            asyncio.run(within(limit_s, refuse(), lambda: 0))
+
+
+@pytest.fixture
+def watched_loop(monkeypatch):
+    """Runs a scene in a loop that is watched; what became of it, told once the watching thread has gone.
+
+    A look counts little, so that a machine that has much else to do makes no standstill.
+    """
+    monkeypatch.setattr(watchdog, "POLL_S", 0.02)
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.03)
+    monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
+
+    def watched(scene, die, *, limit_s=0.3):
+        ended, before = [], set(threading.enumerate())
+
+        async def run():
+            LoopWatch(asyncio.get_running_loop(), limit_s=limit_s, die=die, leave=lambda: ended.append("left"))
+            await scene(ended)
+
+        asyncio.run(run())
+        for thread in set(threading.enumerate()) - before:
+            thread.join(5)
+        return ended
+
+    return watched
+
+
+def test_an_event_loop_that_answers_is_left_alone_and_so_is_one_that_has_ended(watched_loop):
+    async def works(_):
+        for _ in range(50):
+            await asyncio.sleep(0.02)
+
+    assert watched_loop(works, pytest.fail) == []
+
+
+def test_a_process_whose_event_loop_stands_still_ends_and_says_where_it_stands(watched_loop, capfd):
+    gone, reasons = threading.Event(), []
+
+    def die(why):
+        reasons.append(why)
+        gone.set()
+
+    async def stands_in_the_way(_):
+        assert gone.wait(20)
+
+    assert watched_loop(stands_in_the_way, die) == ["left"]
+    assert reasons == ["the event loop has stood still for 0.3 s (--engine-timeout-s)"]
+    assert "in stands_in_the_way" in capfd.readouterr().err
+
+
+def test_a_process_that_cannot_say_why_it_ends_ends_all_the_same(watched_loop, monkeypatch):
+    monkeypatch.setattr(watchdog, "_LAST_WORDS_S", 0.05)
+    released = threading.Event()
+
+    async def holds_what_the_last_words_need(ended):
+        until = time.monotonic() + 20
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+        released.set()
+
+    assert watched_loop(holds_what_the_last_words_need, lambda why: released.wait(20)) == ["left", "left"]
+
+
+def test_the_limit_of_a_standstill_is_ten_seconds_at_least(monkeypatch, watched_loop):
+    monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 10.0)
+
+    async def is_late(_):
+        threading.Event().wait(1)
+
+    assert watched_loop(is_late, pytest.fail, limit_s=0.1) == []

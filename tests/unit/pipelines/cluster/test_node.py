@@ -1,0 +1,35 @@
+import os
+
+import pytest
+from moving_hub import FIRST, SECOND
+
+from peagle.engine.spec import EngineSpec
+from pipelines.cluster.node import local_spec, start_vllm
+
+CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+
+
+def test_a_node_takes_the_commit_of_the_spec_wherever_the_main_branch_is(moving_hub):
+    for commit in (FIRST, SECOND):
+        moving_hub.push("org/model-of-this-test", commit, CONFIG)
+    spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
+    assert local_spec(spec) == spec
+    assert moving_hub.asked == [("org/model-of-this-test", FIRST)]
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1"), ("0", 1, "0")]
+)
+def test_threads_of_an_engine_with_many_requests_keep_their_cores(
+    monkeypatch, target, set_by_user, max_num_seqs, expected
+):
+    monkeypatch.setenv("KMP_USE_YIELD", set_by_user or "")  # so that it is as before when this test is over
+    if set_by_user is None:
+        monkeypatch.delenv("KMP_USE_YIELD")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray's
+    started_with = []
+    monkeypatch.setattr("pipelines.cluster.node.start_engine", lambda *_, **__: started_with.append(dict(os.environ)))
+    start_vllm(EngineSpec(model=str(target), max_num_seqs=max_num_seqs), engine_index=0, num_engines_on_node=1)
+    (variables,) = started_with
+    assert variables.get("KMP_USE_YIELD") == expected
+    assert "OMP_NUM_THREADS" not in variables

@@ -1,0 +1,197 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.engine.memory import check_capacity
+from peagle.engine.spec import EngineSpec
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+from pipelines.cluster import placement as placing
+from pipelines.cluster.placement import PREPARE_CPUS, lacking, node_to_ask, num_engine_nodes, on_accelerators, place
+
+HEAD = {"CPU": 4.0}
+G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
+P5 = {"CPU": 192.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
+
+
+def gpu_node(num_accelerators):
+    return Hardware(
+        platform="cuda", accelerator="GPU", num_accelerators=num_accelerators, compute_capability=(9, 0),
+        memory_gib=80, free_memory_gib=80, num_cpus=8,
+    )  # fmt: skip
+
+
+def cpu_node(num_cpus):
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=num_cpus)
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "engines", "nodes", "logical", "devices"),
+    [(2, 1, 1, 1.0, 2), (2, 2, 1, 0.5, 1), (8, 2, 1, 3.0, 4), (8, 4, 2, 3.0, 4), (1, 1, 1, 0.5, 1)],
+)
+def test_cpu_engines_share_a_node_and_leave_room_for_what_feeds_them(num_cpus, engines, nodes, logical, devices):
+    placement = place(cpu_node(num_cpus), num_engines=engines, accelerators_per_engine=1, num_nodes=nodes)
+    assert (placement.num_cpus, placement.num_devices, placement.device) == (logical, devices, "vcpu")
+    assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
+
+
+def test_more_engines_than_cores_are_refused():
+    with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
+        place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
+
+
+def test_threads_of_one_core_are_no_cores_for_two_engines_unless_a_quota_counts():
+    threads = replace(cpu_node(8), core_ids=(0, 2, 4, 6))
+    with pytest.raises(CapacityError, match=r"5 engines need a CPU core each; 1 node\(s\) have 4(.|\n)*--engines 4"):
+        place(threads, num_engines=5, accelerators_per_engine=1, num_nodes=1)
+    shared = place(threads, num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    assert (shared.num_engines_on_node, shared.num_devices) == (4, 2)
+    quota = replace(threads, is_cpu_quota=True)
+    assert place(quota, num_engines=5, accelerators_per_engine=1, num_nodes=1).num_engines_on_node == 5
+
+
+def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
+    node = Hardware(
+        platform="cuda",
+        accelerator="H100",
+        num_accelerators=8,
+        compute_capability=(9, 0),
+        memory_gib=80,
+        free_memory_gib=80,
+        num_cpus=192,
+    )
+    placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
+    assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
+
+
+def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
+    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    assert (few.num_engines_on_node, few.num_devices) == (4, 1)
+    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
+    assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
+
+
+def test_an_engine_with_more_ranks_than_cores_is_refused():
+    with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
+        place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
+
+
+@pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
+def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(cpus, room):
+    nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
+    assert placing.room(nodes, on_accelerators(1)) == room
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_accelerators", "num_engines", "expected"),
+    [
+        ([HEAD, G7E], 1, 8, 8),  # the others are on their way
+        ([HEAD, G7E, G7E], 1, 8, 8),
+        ([HEAD] + [G7E] * 8, 1, 8, 8),
+        ([HEAD, P5], 8, 16, 2),
+        ([HEAD, P5, P5, P5], 8, 4, 3),
+    ],
+)
+def test_engines_are_divided_over_the_nodes_that_can_hold_them_and_those_that_may_come(
+    nodes, num_accelerators, num_engines, expected
+):
+    node = gpu_node(num_accelerators)
+    num_nodes = num_engine_nodes(nodes, node, num_engines=num_engines)
+    assert num_nodes == expected
+    placement = place(node, num_engines=num_engines, accelerators_per_engine=1, num_nodes=num_nodes, most_engines=64)
+    check_capacity(EngineSpec(model="org/model"), node, num_engines_on_node=placement.num_engines_on_node)
+
+
+def test_an_engine_that_fits_on_no_node_of_its_cluster_is_refused():
+    node = gpu_node(1)
+    num_nodes = num_engine_nodes([HEAD, G7E], node, num_engines=1, accelerators_per_engine=8)
+    placement = place(node, num_engines=1, accelerators_per_engine=8, num_nodes=num_nodes)
+    spec = EngineSpec(model="org/model", tensor_parallel_size=8)
+    with pytest.raises(CapacityError, match="need 8; this node has 1"):
+        check_capacity(spec, node, num_engines_on_node=placement.num_engines_on_node)
+
+
+def test_engines_on_cpus_are_divided_over_all_nodes_with_cpus():
+    assert num_engine_nodes([HEAD, HEAD, {"memory": 1.0}], cpu_node(4), num_engines=20) == 2
+    assert num_engine_nodes([], cpu_node(4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("per_engine", "kind", "asked"),
+    [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
+)
+def test_the_node_that_is_asked_holds_an_engine_and_what_fits_there_fits_elsewhere(per_engine, kind, asked):
+    nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
+    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == asked
+    assert node_to_ask({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
+
+
+def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
+    engine = on_accelerators(1, accelerator_type="H100")
+    assert placing.room([HEAD, G7E, G7E], engine) == 0
+    assert placing.room([HEAD, G7E, P5], engine) == 8
+    assert lacking([HEAD, G7E], engine, 1) == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
+    assert lacking([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
+    assert engine.bundles == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}]
+    assert engine.options == {"num_cpus": 1, "num_gpus": 1, "accelerator_type": "H100"}
+    assert on_accelerators(2).options == {"num_cpus": 1, "num_gpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("parts", "per_engine", "num_engines"),
+    [
+        ([1, 1], 2, 1),
+        ([2, 2], 2, 2),
+        ([5, 1], 2, 1),
+        ([4], 2, 0),
+        ([1, 1, 1, 1], 2, 2),
+        ([2, 2, 2], 2, 2),  # and a third one only by luck
+        ([0, 1, 1], 2, 1),
+        ([1] * 7, 3, 2),
+        ([3, 1], 1, 4),
+    ],
+)
+def test_engines_on_several_nodes_have_room_however_their_parts_are_placed(parts, per_engine, num_engines):
+    nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
+    engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
+    assert placing.room(nodes, engine) == num_engines
+    assert lacking(nodes, engine, num_engines) == ""
+    on = f"each of {per_engine} nodes" if per_engine > 1 else "one node"
+    assert lacking(nodes, engine, num_engines + 1) == (
+        f"each needs 4 GPU(s) on {on}, and {len(nodes)} node(s) have room for {num_engines}"
+    )
+
+
+def test_an_engine_on_several_nodes_takes_a_part_of_each_and_pays_for_all():
+    engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
+    assert (engine.num_gpus, engine.num_devices) == (8, 16)
+    assert engine.part == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
+    assert engine.bundles == [engine.part] * 2
+    keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
+    assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
+    assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
+    assert node_to_ask({"g7e": G7E, "p5": P5}, engine) == "p5"
+
+
+def test_an_engine_on_several_cpu_nodes_has_cores_of_each():
+    keys = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
+    alone = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
+    assert (alone.num_cpus, alone.num_devices, alone.num_engines_on_node) == (3.0, 8, 1)
+    shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
+    assert (shared.part, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
+    assert shared.bundles == [{"CPU": 1.0}] * 2
+    assert lacking([{"CPU": 2.0}] * 2, shared, 2) == ""
+    assert (
+        lacking([{"CPU": 1.0}] * 2, shared, 2) == "0 CPUs would be left for the tasks that feed them, which take 0.25"
+    )
+    with pytest.raises(CapacityError, match=r"5 engines need a CPU core each on each of 2 nodes(.|\n)*--engines 4"):
+        place(cpu_node(4), num_engines=5, num_nodes=2, **keys)
+    assert num_engine_nodes([HEAD], cpu_node(4), nodes_per_engine=2) == 2
+
+
+def test_engines_that_need_accelerators_are_not_placed_on_cpus():
+    keys = {"num_engines": 1, "accelerators_per_engine": 1, "num_nodes": 1}
+    with pytest.raises(CapacityError, match="accelerator_type any: engines need accelerators, and there is none here"):
+        place(cpu_node(8), **keys, accelerator_type="any")
+    assert place(gpu_node(1), **keys, accelerator_type="any").accelerator_type is None
+    assert place(gpu_node(1), **keys, accelerator_type="H100").accelerator_type == "H100"

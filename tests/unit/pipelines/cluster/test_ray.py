@@ -1,0 +1,254 @@
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jobs.cli import run
+from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
+from peagle.hardware import Hardware
+from peagle.signals import interrupted_by_signal
+from pipelines.cluster import ray as cluster
+from pipelines.cluster.placement import on_accelerators
+from pipelines.cluster.ray import ray_cluster
+from pipelines.cluster.terminal import own_groups
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (None, "Ray did not start here: too slow"),
+        ("10.0.0.1:6379", "cannot join the Ray cluster at 10.0.0.1:6379: too"),
+    ],
+)
+def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, message):
+    import ray
+
+    def fail(**_):
+        raise Exception("too slow")
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    with pytest.raises(CapacityError, match=message), ray_cluster():
+        pass
+
+
+def test_a_port_of_metrics_that_is_taken_is_said_before_ray_starts(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port {port}: "), ray_cluster(metrics_port=port):
+            pass
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, str(os.nice(0))), ("7", "7")])
+def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypatch, asked, found):
+    import ray
+
+    environment = {} if asked is None else {"RAY_worker_niceness": asked}
+    seen = {}
+    monkeypatch.setattr(ray, "init", lambda **_: seen.update(environment))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.os, "environ", environment)
+    with ray_cluster():
+        assert seen["RAY_worker_niceness"] == found
+
+
+def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_begins(monkeypatch, tmp_path, capsys):
+    """Where Ray would fail, and not before."""
+    from ray._private.utils import validate_socket_filepath
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    room = 107 - len(cluster._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (room - 1) * "x"))
+    cluster.require_startable()
+    validate_socket_filepath(fits + cluster._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", fits + "x")
+    with pytest.raises(Exception, match="107 bytes"):
+        validate_socket_filepath(fits + "x" + cluster._RAY_SOCKET)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
+    assert run(["generate", "--engine", "fake", *arguments]) == 2
+    assert f"and Ray can use at most {room}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rays_processes_lead_groups_of_their_own_and_nobody_elses():
+    def group_of_a_child():
+        command = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
+        return done.stdout.strip()
+
+    def in_another_thread(seen):
+        seen.append(group_of_a_child())
+
+    seen = []
+    with own_groups():
+        thread = threading.Thread(target=in_another_thread, args=[seen])
+        thread.start()
+        thread.join()
+        assert [group_of_a_child(), *seen] == ["True", "False"]
+    assert group_of_a_child() == "False"
+
+
+@pytest.fixture
+def ray_that_takes_sigterm(monkeypatch):
+    """Ray's start as it is in 2.60: SIGTERM ends the process with its number from then on. It may come meanwhile."""
+    import ray
+
+    arrives = []
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        for number in arrives:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield arrives
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_sigterm_is_what_it_was_while_ray_is_up_and_after_it(ray_that_takes_sigterm):
+    with interrupted_by_signal():
+        ours = signal.getsignal(signal.SIGTERM)
+        with ray_cluster(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is ours
+
+
+def test_a_sigterm_while_ray_starts_interrupts(ray_that_takes_sigterm):
+    ray_that_takes_sigterm.append(signal.SIGTERM)
+    with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
+        pytest.fail("it goes on")
+
+
+def test_where_nobody_handles_sigterm_ray_does(ray_that_takes_sigterm):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with ray_cluster(), pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (StoppedEarly("s"), 3), (EngineError("e"), 1), (OSError(), 1), (TypeError(), 1)]
+)
+def test_a_process_that_abandoned_ray_ends_with_what_the_run_ended_with(monkeypatch, error, code):
+    codes, hooks = [], []
+    monkeypatch.setattr(cluster, "_abandoned", False)
+    monkeypatch.setattr(cluster, "_exit_code", 3)
+    monkeypatch.setattr(cluster.atexit, "register", hooks.append)
+    monkeypatch.setattr(cluster.os, "_exit", codes.append)
+    with contextlib.suppress(*[type(error)] if error else []), cluster.exit_code_kept():
+        cluster.abandon()
+        if error:
+            raise error
+    hooks[0]()
+    assert codes == [code]
+
+
+HEAD = {"CPU": 4.0}
+G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
+
+
+@pytest.fixture
+def growing(monkeypatch):
+    """A cluster whose nodes come as an autoscaler is asked for them: what it was asked, and what was said."""
+    asked, said, looks = [], [], []
+    monkeypatch.setattr(cluster, "_asked", False)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(cluster, "_nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: asked.append(bundles))
+
+    def require(*nodes, num_engines, wait_s=900.0, check=lambda: None):
+        looks[:] = nodes
+        engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
+        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=said.append)
+
+    return require, asked, said
+
+
+def test_accelerators_that_are_not_there_yet_are_asked_for_and_waited_for(growing):
+    require, asked, said = growing
+    require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
+    assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
+    assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
+
+
+def test_a_wait_ends_when_there_is_no_sense_in_it_any_more(growing):
+    require, asked, _ = growing
+    left = iter([None, StoppedEarly("the deadline is near")])
+
+    def check():
+        if error := next(left):
+            raise error
+
+    with pytest.raises(StoppedEarly, match="the deadline is near"):
+        require([HEAD], num_engines=1, check=check)
+    assert len(asked) == 1
+    with pytest.raises(StopIteration):  # asked once more when nothing is missing: the nodes may have come too late
+        require([HEAD, G7E], num_engines=1, check=check)
+
+
+def test_what_was_asked_for_is_taken_back_once_it_is_not_needed_any_more(growing):
+    require, asked, _ = growing
+    cluster.release_nodes()
+    assert asked == []
+    require([HEAD], [HEAD, G7E], num_engines=1)
+    cluster.release_nodes()
+    cluster.release_nodes()
+    assert asked[1:] == [[]]
+
+
+def test_accelerators_that_do_not_come_are_refused_with_what_is_missing(growing):
+    require, _, _ = growing
+    with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
+        require([HEAD, G7E], num_engines=2, wait_s=0.0)
+
+
+@pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
+def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkeypatch, gpus, found_gpus):
+    import ray
+
+    node = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=80, num_cpus=192,
+    )  # fmt: skip
+    asked = {}
+
+    class Probe:
+        def remote(self):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+            return cluster._detect_all()
+
+    def remote(**options):
+        asked.update(options)
+        return lambda function: Probe()
+
+    nodes = [
+        {"NodeID": "ab" * 28, "Alive": True, "Resources": HEAD},
+        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **gpus}},
+        {"NodeID": "ef" * 28, "Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(cluster.hardware, "detect", lambda: node if "CUDA_VISIBLE_DEVICES" not in os.environ else None)
+    assert cluster.inspect().num_accelerators == found_gpus
+    assert asked.get("num_gpus", 0) == 0
+    chosen = asked.get("scheduling_strategy")
+    assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)

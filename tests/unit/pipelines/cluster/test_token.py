@@ -1,0 +1,149 @@
+"""Ray's token: whose file it is, and which clusters are refused; real Rays are in test_ray_ports.py."""
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from peagle.errors import CapacityError, ConfigError
+from peagle.ports import free_port
+from pipelines.cluster import token
+
+_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A home without a token, an environment that says nothing of one, and a umask that hides nothing."""
+    for name in _VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before when this test is over
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(0)
+    yield tmp_path
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_ray_that_is_started_here_gets_a_token_that_nobody_else_can_read(home):
+    token.prepare_to_start()
+    file = home / ".ray" / "auth_token"
+    assert len(file.read_text()) == 64
+    assert [mode(file), mode(file.parent)] == [0o600, 0o700]
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray's own default on a cluster that it starts
+    kept = file.read_text()
+    token.prepare_to_start()
+    assert file.read_text() == kept
+
+
+@pytest.mark.parametrize("prepare", [token.prepare_to_start, token.prepare_to_join])
+def test_a_token_that_ray_left_open_is_closed(home, prepare, caplog):
+    file = home / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("t" * 64)
+    file.chmod(0o644)
+    prepare()
+    assert (mode(file), file.read_text()) == (0o600, "t" * 64)
+    assert "could be read by others" in caplog.text
+
+
+@pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_of_the_users_is_taken(home, monkeypatch, variable):
+    monkeypatch.setenv(variable, "theirs")
+    token.prepare_to_start()
+    assert not (home / ".ray").exists()
+    token.prepare_to_join()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize(("word", "left"), [("", None), ("tokn", None), ("Token", "Token")])
+def test_a_word_that_ray_would_take_for_none_is_not_one(monkeypatch, word, left):
+    monkeypatch.setenv("RAY_AUTH_MODE", word)
+    token.prepare_to_start()
+    assert os.environ.get("RAY_AUTH_MODE") == left
+
+
+def test_who_wants_no_token_gets_none(home, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    token.prepare_to_start()
+    token.prepare_to_join()
+    token.require_token()  # it asks nobody
+    assert not (home / ".ray").exists()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_home_that_cannot_be_written_is_said(home):
+    (home / ".ray").touch()
+    with pytest.raises(ConfigError, match=r"Ray's token .*auth_token: cannot be written(.|\n)*RAY_AUTH_TOKEN"):
+        token.prepare_to_start()
+
+
+def test_without_a_token_none_is_presented():
+    token.prepare_to_join()
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+class _Gcs(grpc.GenericRpcHandler):
+    """A cluster that lets in everybody, or nobody without the token, or knows no such call."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def service(self, details):
+        if self._answer == "unknown":
+            return None
+
+        def handle(request, context):
+            if self._answer == "closed":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Start a server and have this process believe that it has joined it; its address."""
+    servers = []
+
+    def start(answer):
+        server = grpc.server(ThreadPoolExecutor(1), handlers=[_Gcs(answer)])
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        servers.append(server)
+        monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+        return address
+
+    yield start
+    for server in servers:
+        server.stop(None)
+
+
+def test_a_cluster_that_asks_for_no_token_is_refused(cluster):
+    address = cluster("open")
+    with pytest.raises(ConfigError, match=rf"{address} asks for no token(.|\n)*ray\.env(.|\n)*RAY_AUTH_MODE=disabled"):
+        token.require_token()
+
+
+def test_a_cluster_that_asks_for_one_is_taken(cluster):
+    cluster("closed")
+    token.require_token()
+
+
+def test_a_cluster_that_does_not_say_is_refused(cluster):
+    cluster("unknown")
+    with pytest.raises(CapacityError, match="does not say whether it asks for a token: UNIMPLEMENTED"):
+        token.require_token()
+
+
+def test_a_cluster_behind_rays_tls_lets_nobody_ask(monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+    token.require_token()

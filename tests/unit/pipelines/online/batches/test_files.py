@@ -1,0 +1,90 @@
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines.online.batches.files import BELIEVED_AFTER_S, SteadyClock, boot_id
+
+YEAR_S = 365 * 24 * 3600.0
+START = 1.8e9
+
+
+@pytest.fixture
+def machine():
+    """A wall clock that can be set, and the monotonic clock."""
+    return SimpleNamespace(ahead=0.0, uptime=1000.0)
+
+
+@pytest.fixture
+def make_clock(machine):
+    def make(boot="a"):
+        return SteadyClock(
+            wall=lambda: START + machine.uptime + machine.ahead, monotonic=lambda: machine.uptime, boot=boot
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("jump_s", [YEAR_S, 60.0, -60.0, -YEAR_S])
+def test_a_wall_clock_that_is_set_anew_is_believed_after_a_day(machine, make_clock, jump_s):
+    clock = make_clock()
+    before = clock()
+    machine.uptime += 10
+    machine.ahead = jump_s
+    assert clock() == before + 10
+    machine.uptime += BELIEVED_AFTER_S - 1
+    assert clock() == before + 10 + BELIEVED_AFTER_S - 1
+    machine.uptime += 1
+    assert clock() == START + machine.uptime + jump_s
+
+
+def test_one_that_is_put_right_within_a_day_changes_nothing(machine, make_clock):
+    clock = make_clock()
+    for _ in range(5):
+        for ahead in (YEAR_S, -YEAR_S, 0.0):
+            machine.ahead = ahead
+            machine.uptime += BELIEVED_AFTER_S / 2
+            assert clock() == START + machine.uptime
+
+
+def test_one_that_is_corrected_a_little_is_followed(machine, make_clock):
+    clock = make_clock()
+    for _ in range(100):
+        machine.ahead += 1
+        machine.uptime += 60
+        assert clock() == START + machine.uptime + machine.ahead
+
+
+def test_the_next_process_goes_on_where_the_last_one_was(machine, make_clock):
+    clock = make_clock()
+    machine.ahead = YEAR_S
+    clock()
+    machine.uptime += BELIEVED_AFTER_S / 2
+    note = clock.note()
+    machine.uptime += 3600  # no process in the meantime
+    later = make_clock()
+    later.resume(note)
+    assert later() == START + machine.uptime
+    machine.uptime += BELIEVED_AFTER_S / 2 - 3600
+    assert later() == START + machine.uptime + YEAR_S  # believed: the same for a day, a restart in between
+
+
+@pytest.mark.parametrize("boot", ["b", None])
+def test_on_a_machine_that_was_started_anew_it_goes_on_from_the_last_note(machine, make_clock, boot):
+    note = make_clock().note()
+    machine.ahead, machine.uptime = YEAR_S, 5.0
+    later = make_clock(boot)
+    later.resume(note)
+    assert later() == note["now"]
+    machine.uptime += BELIEVED_AFTER_S
+    assert later() == START + machine.uptime + YEAR_S
+
+
+@pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
+def test_what_is_to_live_for_a_while_does_so_by_both_clocks(machine, make_clock, jump_s):
+    clock = make_clock()
+    machine.ahead = jump_s
+    assert clock.after(3600) == START + machine.uptime + max(0, jump_s) + 3600
+
+
+def test_a_start_of_this_machine_has_an_id():
+    assert boot_id() == boot_id() != ""

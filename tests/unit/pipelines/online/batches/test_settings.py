@@ -1,0 +1,48 @@
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.hardware import Hardware
+from pipelines.batch.config import GenerateConfig
+from pipelines.cluster.placement import Placement
+from pipelines.online.batches.settings import batch_settings, num_engines
+from pipelines.online.config import ServeConfig
+from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.gate import GateSettings
+
+CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
+PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+HEAD = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, revision="b" * 40)
+SPEC = EngineSpec(model="org/model", revision="a" * 40, drafter=HEAD)
+
+
+def settings_of(config, tmp_path):
+    models = tuple(ServedModel(name=keys.served_name, max_model_len=100) for keys in config.served)
+    gate = GateSettings(models=models, ledger=tmp_path)
+    placements, specs = {model.name: PLACEMENT for model in models}, {model.name: SPEC for model in models}
+    return batch_settings(config, gate, CPU, placements, specs, "app")
+
+
+def test_without_a_folder_there_are_no_batches_and_no_engines_for_them(tmp_path):
+    config = ServeConfig(batch_engines="2")
+    assert num_engines(config) == (0, 0)
+    assert settings_of(config, tmp_path) is None
+
+
+def test_engines_of_all_batches_at_once_are_counted(tmp_path):
+    config = ServeConfig(batches=str(tmp_path), batches_at_once=3, batch_engines="1:4")
+    assert num_engines(config) == (3, 12)
+
+
+def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
+    config = ServeConfig(
+        batches=str(tmp_path / "b"),
+        usd_per_hour=2,
+        max_num_seqs=4,
+        models=[{"name": "fast", "num_speculative_tokens": 5}, {"name": "plain", "drafter": "none"}],
+    )
+    recipes = settings_of(config, tmp_path).recipes
+    for keys in config.served:
+        run = GenerateConfig(input="x", output=tmp_path / "run", **recipes[keys.served_name].config)
+        for name in ("model", "drafter", "num_speculative_tokens", "max_num_seqs", "precision"):
+            assert getattr(run, name) == getattr(keys, name)
+        assert run.usd_per_hour == 2
+        assert recipes[keys.served_name].neighbours.places == "app"
+        assert recipes[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}

@@ -1,0 +1,329 @@
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway.bodies import AT_ONCE, ORDER, REQUEST, HeavyWork, Shape, Upload
+from pipelines.online.serve import flow
+from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
+from pipelines.online.serve.proxy import Front
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(alphabet='ab,:[]{}"\\\n\u00e9', max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text('a":,[', max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def refused(shape, body):
+    try:
+        shape.check(body)
+    except ApiError as error:
+        return error.code
+    return None
+
+
+def counted(value):
+    """Containers, members, and commas: one less than it has values, of each container."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = [counted(one) for one in (value.values() if isinstance(value, dict) else value)]
+    own = (1, len(value) if isinstance(value, dict) else 0, max(0, len(value) - 1))
+    return tuple(sum(numbers) for numbers in zip(own, *inner, strict=True))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(value=JSON, is_ascii=st.booleans())
+def test_what_is_in_a_text_does_not_count(value, is_ascii):
+    body, (containers, members, values) = json.dumps(value, ensure_ascii=is_ascii).encode(), counted(value)
+    assert refused(Shape(num_containers=containers, num_members=members, num_values=values), body) is None
+    for short in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        limits = [most - less for most, less in zip((containers, members, values), short, strict=True)]
+        shape = Shape(num_containers=limits[0], num_members=limits[1], num_values=limits[2])
+        assert refused(shape, body) == ("too_many_values" if min(limits) < 0 or any(short) else None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'"' * 2**20, b'"\\' * 2**19, b'"' + b'\\"' * 2**19, b'"' + b"[" * 2**20, b'{"a": "' + b"{[,:" * 2**18 + b'"}',
+     b'"' + b',\\n' * 2**18],
+    ids=range(6),
+)  # fmt: skip
+def test_a_text_of_a_mebibyte_passes_in_no_time(body):
+    """Quotes and backslashes in any order: what does not end is looked at once."""
+    started = time.perf_counter()
+    assert refused(REQUEST, body) is None
+    assert time.perf_counter() - started < 1
+
+
+def test_a_conversation_with_tools_and_a_prompt_of_token_ids_pass():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
+    steps = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}] * 1500
+    assert refused(REQUEST, json.dumps({"messages": steps}).encode()) is None
+    assert refused(REQUEST, json.dumps({"prompt": [32_000] * 149_000}).encode()) is None
+    order = {"input_file_id": "f", "endpoint": "e", "completion_window": "24h",
+             "metadata": {str(number): "," * 500 for number in range(16)},
+             "output_expires_after": {"anchor": "created_at", "seconds": 3600}}  # fmt: skip
+    assert refused(ORDER, json.dumps(order).encode()) is None
+
+
+LARGE = 2**20
+
+
+class Busy:
+    """Work that goes on until it is let go, and how much of it went on at once, in all and of each key."""
+
+    def __init__(self):
+        self._lock, self.go = threading.Lock(), threading.Event()
+        self.now, self.most, self.done = {}, 0, []
+
+    def work(self, key):
+        with self._lock:
+            self.now[key] = self.now.get(key, 0) + 1
+            assert self.now[key] == 1
+            self.most = max(self.most, sum(self.now.values()))
+        self.go.wait(10)
+        with self._lock:
+            self.now[key] -= 1
+            self.done.append(key)
+        return key
+
+
+def test_a_few_go_on_at_once_one_of_each_key():
+    async def run():
+        heavy, busy = HeavyWork(), Busy()
+        asked = [asyncio.create_task(heavy.run(key, LARGE, busy.work, key)) for key in "aaabc"]
+        await asyncio.sleep(0.1)
+        assert busy.most == AT_ONCE
+        busy.go.set()
+        assert await asyncio.gather(*asked) == list("aaabc")
+        assert busy.most == AT_ONCE
+        assert heavy._turns == {}
+
+    asyncio.run(run())
+
+
+def test_who_leaves_gives_no_second_turn_to_its_key_before_its_work_has_ended():
+    async def run():
+        heavy, busy = HeavyWork(), Busy()
+        left = [asyncio.create_task(heavy.run("a", LARGE, busy.work, "a")) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        for task in left:
+            task.cancel()
+        other = asyncio.create_task(heavy.run("a", LARGE, busy.work, "a"))
+        await asyncio.sleep(0.1)
+        assert busy.now == {"a": 1}
+        busy.go.set()
+        assert await other == "a"
+        assert busy.done == ["a", "a"]
+        assert all(task.cancelled() for task in left)
+
+    asyncio.run(run())
+
+
+def test_what_is_short_is_done_at_once_and_what_fails_fails():
+    async def run():
+        heavy = HeavyWork()
+        assert await heavy.run("a", 100, threading.get_ident) == threading.get_ident()
+        assert await heavy.run("a", LARGE, threading.get_ident) != threading.get_ident()
+        for size in (100, LARGE):
+            with pytest.raises(ValueError, match="invalid literal"):
+                await heavy.run("a", size, int, "x")
+        assert heavy._turns == {}
+
+    asyncio.run(run())
+
+
+def test_the_loop_goes_on_beside_short_steps():
+    def steps():
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    async def run():
+        task, late_s = asyncio.create_task(HeavyWork().run("a", LARGE, steps)), []
+        while not task.done():
+            due = time.monotonic() + 0.001
+            await asyncio.sleep(0.001)
+            late_s.append(time.monotonic() - due)
+        assert sorted(late_s)[len(late_s) // 2] < 0.05
+
+    asyncio.run(run())
+
+
+PIECE_BYTES, NUM_PIECES = 1 << 17, 100
+
+
+async def nobody(message):
+    raise AssertionError(f"nobody waits for {message}")
+
+
+def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.0):
+    async def receive():
+        await asyncio.sleep(delay_s)
+        return pieces.pop(0)
+
+    async def run():
+        upload, body = Upload(receive, nobody, max_bytes, piece_timeout_s, timeout_s), b""
+        while True:
+            message = await upload()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                return body, upload
+
+    return asyncio.run(run())
+
+
+def piece(body, *, more=True):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_within_its_limits_is_passed_on():
+    assert read([piece(b"x" * 6), piece(b"y" * 4, more=False)])[0] == b"xxxxxxyyyy"
+
+
+def test_a_body_is_cut_at_the_limit_whatever_it_says_of_itself():
+    with pytest.raises(ApiError) as caught:
+        read([piece(b"x" * 6), piece(b"y" * 5), piece(b"", more=False)])
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("limits", [{"piece_timeout_s": 0.01}, {"timeout_s": 0.05}])
+def test_a_body_that_trickles_in_is_given_up(limits):
+    with pytest.raises(ApiError) as caught:
+        read([piece(b"x") for _ in range(20)], max_bytes=100, delay_s=0.02, **limits)
+    assert caught.value.status == 408
+
+
+def test_what_the_client_does_later_has_no_limit():
+    pieces = [piece(b"x", more=False), {"type": "http.disconnect"}]
+    _, upload = read(pieces, timeout_s=0.5)
+    assert asyncio.run(upload())["type"] == "http.disconnect"
+
+
+def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
+    """Serve takes all that comes from the client, at once: the rest has to stay with the client."""
+    num_sent, most_under_way = 0, 0
+
+    async def client():
+        nonlocal num_sent
+        await asyncio.sleep(0)
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES, more=num_sent < NUM_PIECES)
+
+    async def serve(scope, receive, send):
+        arrived = asyncio.Queue()
+
+        async def take_all():
+            while (message := await receive()).get("more_body"):
+                await arrived.put(message)
+            await arrived.put(message)
+
+        taking = asyncio.create_task(take_all())
+        upload = Upload(arrived.get, send, NUM_PIECES * PIECE_BYTES, 5, 5)
+        nonlocal most_under_way
+        num_read = 0
+        while not upload.is_whole:
+            await asyncio.sleep(0.001)
+            await upload()
+            num_read += 1
+            most_under_way = max(most_under_way, num_sent - num_read)
+        await taking
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": []}
+    asyncio.run(Front(serve)(scope, client, send))
+    assert num_sent == NUM_PIECES
+    assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/cost"), ("DELETE", "/v1/files/file-1"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/health"),
+     ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
+)  # fmt: skip
+def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path):
+    """Serve takes it all, for as long as the answer takes: it was gigabytes, of a client without a key too."""
+    num_sent = 0
+
+    async def client():
+        nonlocal num_sent
+        await asyncio.sleep(0)
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES)
+
+    async def serve(scope, receive, send):
+        async def take_all():
+            while True:
+                await receive()
+
+        taking = asyncio.create_task(take_all())
+        await asyncio.sleep(0.2)
+        taking.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def send(message):
+        pass
+
+    asyncio.run(Front(serve)({"type": "http", "method": method, "path": path, "headers": []}, client, send))
+    assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
+
+
+def test_an_application_that_tells_nothing_gets_its_bodies(monkeypatch):
+    monkeypatch.setattr(flow, "_PATIENCE_S", 0.02)
+    pieces = [piece(b"x" * PIECE_BYTES, more=number + 1 < NUM_PIECES) for number in range(NUM_PIECES)]
+
+    async def client():
+        return pieces.pop(0)
+
+    async def another(scope, receive, send):
+        num_bytes, more = 0, True
+        while more:
+            message = await receive()
+            num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
+        assert num_bytes == NUM_PIECES * PIECE_BYTES
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/other/v1/files", "headers": []}
+    asyncio.run(asyncio.wait_for(Front(another)(scope, client, send), 5))
+    assert not pieces
+
+
+def test_a_body_that_is_refused_is_not_held_up():
+    num_sent = 0
+
+    async def client():
+        nonlocal num_sent
+        num_sent += 1
+        return piece(b"x" * PIECE_BYTES, more=num_sent < NUM_PIECES)
+
+    async def serve(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 413, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+        while (await receive())["more_body"]:
+            pass
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/prefix/v1/files", "headers": []}
+    asyncio.run(asyncio.wait_for(Front(serve)(scope, client, send), 10))
+    assert num_sent == NUM_PIECES

@@ -1,0 +1,135 @@
+from dataclasses import replace
+from threading import Barrier, Thread
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from pipelines.online.gateway.budgets import Budgets, budgets_of
+from pipelines.online.gateway.keys import new_key
+from pipelines.online.totals import totals_of
+from tests.unit.pipelines.online.ledgers import a_request
+
+
+def test_a_batch_holds_what_requests_under_way_leave():
+    budgets = Budgets()
+    budgets.hold_request("1", "alice", None, 0.75)
+    budgets.hold_request("2", "bob", None, 5)
+    assert budgets.hold_rest("batch_1", "alice", 2) == 1.25
+    assert (budgets.held_by_batches("alice"), budgets.held_by_batches("bob")) == (1.25, 0)
+    assert budgets.hold_rest("batch_2", "alice", 0.5) == 0
+    assert (budgets.is_held_by("batch_1"), budgets.is_held_by("batch_2")) == (True, False)
+
+
+def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
+    budgets = Budgets()
+    for left_usd in (2, 1.5):
+        budgets.hold_rest("batch_1", "alice", left_usd)
+    assert budgets.held_by_batches("alice") == 1.5
+    for _ in range(2):
+        budgets.settle_batch("batch_1", "alice", 1.25)
+    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 1.25)
+
+
+def test_who_asks_for_the_same_ledger_gets_the_same(tmp_path):
+    assert budgets_of(tmp_path / "a") is budgets_of(tmp_path / "a")
+    assert budgets_of(tmp_path / "a") is not budgets_of(tmp_path / "b")
+
+
+def test_a_batch_and_a_request_never_both_get_what_is_left():
+    """The attack: both look at what is left, and then both hold it."""
+    for _ in range(200):
+        budgets, barrier, got = Budgets(), Barrier(2), []
+
+        def batch(budgets=budgets, barrier=barrier, got=got):
+            barrier.wait()
+            got.append(budgets.hold_rest("batch_1", "alice", 1) > 0)
+
+        thread = Thread(target=batch)
+        thread.start()
+        barrier.wait()
+        got.append(budgets.hold_request("r", "alice", 1, 1) is None)
+        thread.join()
+        assert sorted(got) == [False, True]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Append lines to a ledger and read them; the budgets that follow it."""
+    budgets, totals = budgets_of(tmp_path), totals_of(tmp_path)
+
+    def append_and_read(*requests):
+        for one in requests:
+            append_request(tmp_path, one)
+        totals.catch_up()
+        return budgets
+
+    return append_and_read
+
+
+def test_what_an_answer_and_the_ledger_say_of_a_request_is_spent_once(read):
+    budgets = read()
+    for is_answered_first in (True, False):
+        name = f"r{is_answered_first}"
+        budgets.hold_request(name, "alice", 1, 0.1)
+        if is_answered_first:
+            budgets.settle_request(name, "alice", 0.25)
+        read(a_request(name, usd=0.25))
+        budgets.settle_request(name, "alice", 0.25)
+    assert budgets.spent_usd("alice") == 0.5
+
+
+def test_what_the_ledger_says_counts_where_an_answer_said_something_else(read):
+    budgets = read()
+    budgets.hold_request("r", "alice", 1, 0.1)
+    budgets.settle_request("r", "alice", 0)
+    read(a_request("r", usd=0.25))
+    assert budgets.spent_usd("alice") == 0.25
+
+
+def test_what_another_ingress_let_in_is_spent_when_its_engine_writes_it(read):
+    """The attack: what was under way when an ingress died was written after the next one had read the ledger."""
+    budgets = read(a_request("before", usd=0.25))
+    read(a_request("late", usd=0.5))
+    assert budgets.spent_usd("alice") == 0.75
+
+
+def test_what_was_let_go_is_spent_where_the_ledger_names_it_after_all(read):
+    budgets = read()
+    budgets.hold_request("r", "alice", 1, None)
+    budgets.let_go("r", "alice")
+    assert budgets.hold_request("s", "alice", 1, None) is None
+    read(a_request("r", usd=0.25))
+    assert budgets.spent_usd("alice") == 0.25
+
+
+def test_a_batch_of_the_ledger_and_of_the_scheduler_is_spent_once(read):
+    batch = replace(a_request("batch_1", usd=0.5), usage=replace(a_request("batch_1").usage, session_id="batch_1"))
+    budgets = read(batch)
+    budgets.settle_batch("batch_1", "alice", 0.5)
+    assert budgets.spent_usd("alice") == 0.5
+
+
+def test_a_request_that_is_long_forgotten_stays_spent(clock):
+    budgets = Budgets(monotonic=clock)
+    budgets.hold_request("r", "alice", 1, 0.1)
+    budgets.settle_request("r", "alice", 0.25)
+    budgets.forget(clock.now + 1)
+    assert (budgets.spent_usd("alice"), budgets._told) == (0.25, {})
+
+
+def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
+    _, before = new_key("alice", budget_usd=0.5)
+    _, after = new_key("alice", budget_usd=0.5)
+    budgets = read(a_request("r", usd=0.75, account=before.account))
+    assert budgets.refusal(before.account, before.budget_usd) == "spent"
+    assert budgets.refusal(after.account, after.budget_usd) is None
+    budgets.hold_request("s", after.account, after.budget_usd, 0.1)
+    read(a_request("s", usd=0.25, account=after.account))
+    assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
+
+
+def test_records_without_an_account_count_for_the_key_of_their_name(read):
+    _, alice = new_key("alice")
+    budgets = read(a_request("r", usd=0.75))
+    assert budgets.spent_usd(alice.account) == 0.75
+    assert budgets.spent_usd("alice") == 0.75

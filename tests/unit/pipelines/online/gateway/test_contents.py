@@ -1,0 +1,159 @@
+"""What a request holds beside its numbers."""
+
+import pytest
+
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway.contents import check_contents
+
+
+def refused(values, media=None, domains=(), max_messages=100):
+    try:
+        check_contents(values, max_messages=max_messages, media=media or {}, media_domains=frozenset(domains))
+    except ApiError as error:
+        return error.status, error.code, error.param
+    return None
+
+
+def says(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+TEXT = {"type": "text", "text": "hello"}
+URL = "http://169.254.169.254/latest/meta-data"
+MEDIA = [
+    {"type": "image_url", "image_url": {"url": URL}},
+    {"type": "image_url", "image_url": URL},
+    {"image_url": URL},
+    {"image_url": {"url": URL}},
+    {"type": "text", "text": "x", "uuid": "1", "image_url": URL},
+    {"type": "unknown", "uuid": "1", "image_url": URL},
+    {"type": "text", "text": "x", "image_url": URL},
+    {"type": "input_image", "image_url": URL},
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+    {"type": "audio_url", "audio_url": {"url": URL}},
+    {"audio_url": URL},
+    {"type": "video_url", "video_url": {"url": URL}},
+    {"video_url": URL},
+    {"type": "file", "file": {"file_id": "f"}},
+    {"type": "image_embeds", "image_embeds": "x"},
+    {"type": "prompt_embeds", "data": "x"},
+    {"prompt_embeds": "x"},
+    {"type": "image_pil", "image_pil": "x"},
+]
+
+
+@pytest.mark.parametrize("part", MEDIA, ids=str)
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+def test_a_model_of_text_gets_text_alone(part, role):
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": [TEXT, part]}]}
+    assert refused(body) == (400, "unsupported_content", "messages")
+
+
+def test_texts_pass_in_every_form():
+    assert refused({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}) is None
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    assert refused({"messages": history}) is None
+    assert (
+        refused(says("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"})) is None
+    )
+
+
+def image(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [URL, "http://b.example/x", "http://a.example@b.example/x", "http://a.example.b.example/x", "file:///etc/passwd",
+     "ftp://a.example/x", "//a.example/x", "a.example/x", "http://[::1", "", "http://a.example:80@b.example/x"],
+)  # fmt: skip
+@pytest.mark.parametrize("domains", [(), ("a.example",)])
+def test_media_come_from_named_domains_alone(url, domains):
+    assert refused(says(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
+
+
+def test_every_url_of_a_part_is_looked_at():
+    part = {"type": "video_url", "image_url": {"url": "data:x"}, "video_url": {"url": URL}}
+    assert refused(says(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
+
+
+def test_media_that_are_allowed_pass_up_to_their_number():
+    data = image("data:image/png;base64,AAAA")
+    assert refused(says(data), {"image": 2}) is None
+    assert refused(says(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
+    assert refused(says(data, data, data), {"image": 2}) == (400, "too_many_media", "messages")
+    assert (
+        refused(says({"type": "video_url", "video_url": {"url": "data:x"}}), {"image": 2})[1] == "unsupported_content"
+    )
+    assert refused(says({"image_url": "data:x"}), {"image": 2})[1] == "unsupported_content"
+    assert refused(says({**data, "uuid": "of another"}), {"image": 2})[1] == "unsupported_content"
+    assert refused(says({"type": "image_embeds", "image_embeds": "x"}), {"image": 2})[1] == "unsupported_content"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+    ],
+)
+def test_what_the_engines_side_would_run_or_fetch_for_a_client_is_refused(body, param):
+    assert refused(body) == (400, "unsupported_parameter", param)
+    assert refused(dict.fromkeys(body)) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "tool", "tool_call_id": "1", "content": []},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]},
+    ],
+    ids=str,
+)
+def test_a_message_that_says_nothing_is_refused_as_in_bulk(message):
+    assert refused({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
+
+
+def test_chat_template_arguments_pass():
+    assert refused({"chat_template_kwargs": {"enable_thinking": False}}) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("tools", 128), ("stop", 64), ("bad_words", 128), ("documents", 128), ("stop_token_ids", 1024)]
+)
+def test_lists_have_a_length(field, most):
+    assert refused({field: [1] * (most + 1)}) == (400, "invalid_value", field)
+    assert refused({field: [1] * most}) is None
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_texts_that_every_token_is_held_against_have_a_size(field):
+    assert refused({field: ["x" * 5000] * 2}) == (400, "invalid_value", field)
+    assert refused({field: "x" * 9000}) == (400, "invalid_value", field)
+
+
+def test_a_chat_has_no_more_messages_than_its_model_has_tokens():
+    messages = [{"role": "user", "content": ""}] * 101
+    assert refused({"messages": messages}) == (400, "invalid_value", "messages")
+    assert refused({"messages": messages[1:]}) is None
+
+
+def test_a_constraint_beyond_its_bounds_names_its_field():
+    assert refused({"structured_outputs": {"regex": "a{999999}"}}) == (
+        400, "constraint_too_large", "structured_outputs.regex",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["max_pattern_size", "min_count"])
+def test_patterns_that_an_engines_core_looks_for_at_each_token_are_short(name):
+    within = {"max_pattern_size": 64, "min_count": 64}
+    assert refused({"repetition_detection": within}) is None
+    for number in (65, 1e9, "100000"):
+        asked = {"repetition_detection": {**within, name: number}}
+        assert refused(asked) == (400, "invalid_value", "repetition_detection")

@@ -1,0 +1,892 @@
+import asyncio
+import json
+import stat
+import time
+import tracemalloc
+
+import httpx
+import pytest
+
+from peagle.economics.ledger import append_request
+from pipelines.online.gateway import routes as declared
+from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.budgets import budgets_of
+from pipelines.online.gateway.gate import Gate, GateSettings
+from pipelines.online.gateway.keys import new_key, read_keys, write_keys
+from pipelines.online.gateway.outgoing import Load
+from pipelines.online.totals import totals_of
+from tests.unit.pipelines.online.ledgers import a_request
+
+CHAT = "/v1/chat/completions"
+ROUTES = (
+    declared.post(CHAT, declared.Rule.GENERATION),
+    declared.post("/v1/completions", declared.Rule.GENERATION),
+    declared.post("/v1/batches", declared.Rule.ORDER),
+    declared.post("/v1/files", declared.Rule.UPLOAD),
+    declared.post("/v1/batches/{batch_id}/cancel"),
+    declared.get("/v1/cost"),
+    declared.get("/v1/models"),
+    declared.get("/v1/live", declared.Rule.POLL),
+    declared.get("/health", declared.Rule.OPEN),
+    declared.get("/", declared.Rule.PAGE),
+    declared.get("/page/{name}", declared.Rule.PAGE),
+)
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
+EVENTS = [
+    {"choices": [{"delta": {"content": "Hello"}}]},
+    {"choices": [], "usage": USAGE, "peagle": SUMMARY},
+]
+
+
+class Engine:
+    """Stands in for the application: answers as vLLM through our replica does, and remembers what it was asked."""
+
+    def __init__(self, *, error=None, breaks_off=False):
+        self.error, self.breaks_off = error, breaks_off
+        self.asked, self.headers = None, {}
+
+    async def __call__(self, scope, receive, send):
+        if self.error:
+            raise self.error
+        self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked = json.loads((await receive())["body"] or b"{}") if scope["method"] == "POST" else {}
+        is_stream = self.asked.get("stream")
+        kind = b"text/event-stream" if is_stream else b"application/json"
+        if not is_stream and "peagle.note" in scope:
+            scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if not is_stream:
+            body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
+            await send({"type": "http.response.body", "body": body})
+            return
+        await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
+        if self.breaks_off:
+            raise RuntimeError("secret detail")
+        await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def text(event):
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+@pytest.fixture
+def keys(tmp_path):
+    made = {}
+    records = []
+    for name, limits in {
+        "alice": {},
+        "slow": {"requests_per_min": 1},
+        "small": {"output_tokens_per_min": 100, "budget_usd": 0.2},
+        "other": {"models": ["b"]},
+        "boss": {"is_operator": True},
+    }.items():
+        made[name], record = new_key(name, **limits)
+        records.append(record)
+    write_keys(tmp_path / "keys.json", records)
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "ledger").mkdir()
+    return {
+        "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8)),
+        "ledger": tmp_path / "ledger",
+        "key_file": tmp_path / "keys.json",
+        "max_body_bytes": 2000,
+        "body_timeout_s": 0.2,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def ask(settings, keys):
+    """Send requests, one after the other, through one gate."""
+
+    def send(
+        *requests,
+        app=None,
+        client=("127.0.0.1", 1),
+        load=None,
+        prefix="",
+        host="localhost",
+        transport=httpx.ASGITransport,
+        **changes,
+    ):
+        async def run():
+            budgets_of.cache_clear()  # each gate is a process's only one
+            totals_of.cache_clear()
+            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
+            sender = transport(app=gate, client=client, root_path=prefix)
+            async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
+                return [await http.request(*args, **kwargs) for args, kwargs in requests]
+
+        return asyncio.run(run())
+
+    return send
+
+
+def post(key=None, *, path=CHAT, headers=None, raw=None, **body):
+    own = {"authorization": f"Bearer {key}"} if key else {}
+    source = {"prompt": "x"} if path.endswith("/completions") and not path.endswith(CHAT) else {"messages": []}
+    content = raw if raw is not None else json.dumps({"model": "a"} | source | body)
+    return ("POST", path), {"content": content, "headers": own | (headers or {})}
+
+
+def get(path, key=None):
+    return ("GET", path), {"headers": {"authorization": f"Bearer {key}"} if key else {}}
+
+
+def nested(depth, opening, closing):
+    return opening * depth + '"a"' + closing * depth
+
+
+def error_of(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_an_answer_says_what_it_cost_in_its_headers(ask, keys):
+    (answer,) = ask(post(keys["alice"]))
+    assert answer.status_code == 200
+    assert answer.json()["usage"] == USAGE
+    assert answer.headers["x-peagle-usd"] == "0.25"
+    assert answer.headers["x-peagle-acceptance-length"] == "1.5"
+    assert answer.headers["x-peagle-drafter"] == "head"
+    assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
+    assert len(answer.headers["x-peagle-request-id"]) == 32
+
+
+def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask, keys):
+    """40 MiB that are no JSON: what the gate holds of them at once is a small part."""
+    piece, num_pieces, held = b"x" * 2**20, 40, []
+
+    async def large(scope, receive, send):
+        await receive()
+        scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(num_pieces):
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+        held.append(tracemalloc.get_traced_memory()[0] - before)
+        await send({"type": "http.response.body", "body": b""})
+
+    class Discarding(httpx.ASGITransport):
+        """A client that keeps nothing."""
+
+        async def handle_async_request(self, request):
+            sent = iter([{"type": "http.request", "body": await request.aread()}])
+            seen = {}
+
+            async def receive():
+                return next(sent)
+
+            async def send(message):
+                if message["type"] == "http.response.start":
+                    seen.update(message)
+
+            headers = [(name.lower(), value) for name, value in request.headers.raw]
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
+            await self.app(scope, receive, send)
+            return httpx.Response(seen["status"], headers=seen["headers"])
+
+    tracemalloc.start()
+    try:
+        (answer,) = ask(post(keys["alice"]), app=large, transport=Discarding)
+    finally:
+        tracemalloc.stop()
+    assert answer.headers["x-peagle-usd"] == "0.25"
+    assert held[0] < 5 * 2**20
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
+def test_without_a_key_nothing_is_answered(ask, headers):
+    for path in (CHAT, "/v1/models", "/v1/cost", "/openapi.json"):
+        (answer,) = ask(post(path=path, headers=headers))
+        assert error_of(answer) == (401, "missing_api_key")
+
+
+def test_a_wrong_key_is_401_and_health_needs_none(ask):
+    wrong, health = ask(post("pk-wrong"), get("/health"))
+    assert error_of(wrong) == (401, "invalid_api_key")
+    assert wrong.json()["error"]["type"] == "authentication_error"
+    assert health.status_code == 200
+
+
+def test_the_page_needs_no_key_where_there_are_keys_and_this_machine_where_there_are_none(ask):
+    for path in ("/", "/page/app.js"):
+        assert ask(get(path))[0].status_code == 200
+        open_to_us = {"requires_key": False, "key_file": None}
+        assert ask(get(path), **open_to_us)[0].status_code == 200
+        assert error_of(ask(get(path), client=("10.0.0.7", 1), **open_to_us)[0]) == (403, "not_local")
+    assert error_of(ask((("POST", "/"), {}))[0]) == (401, "missing_api_key")
+
+
+def test_without_keys_only_this_machine_is_answered(ask):
+    open_to_us = {"requires_key": False, "key_file": None}
+    assert ask(post(), **open_to_us)[0].status_code == 200
+    assert ask(post(), client=("::1", 1), **open_to_us)[0].status_code == 200
+    for client in (("10.0.0.7", 1), ("", 0), None):
+        assert error_of(ask(post(), client=client, **open_to_us)[0]) == (403, "not_local")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
+def test_without_keys_its_own_page_is_answered_and_no_page_of_another_site(ask, host):
+    def asked(request, host=host, **headers):
+        arguments, parts = request
+        (answer,) = ask((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
+        return 200 if answer.status_code == 200 else error_of(answer)
+
+    for request in (get("/"), get("/v1/cost"), post()):
+        assert asked(request) == asked(request, origin=f"http://{host}") == 200
+        for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
+            assert asked(request, host=name) == (403, "not_local")
+            assert asked(request, origin=f"http://{name}") == (403, "not_local")
+        assert asked(request, origin="null") == (403, "not_local")
+
+
+def test_with_keys_the_endpoint_may_have_any_name(ask, keys):
+    assert ask(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")[0].is_success
+
+
+def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
+    settings["key_file"].unlink()
+    assert error_of(ask(post(keys["alice"]))[0]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+@pytest.mark.parametrize(
+    ("path", "is_json"),
+    [
+        (CHAT, True),
+        ("/v1/completions", True),
+        ("/v1/batches", True),
+        ("/v1/files", False),
+        ("/v1/batches/x/cancel", False),
+    ],
+)
+def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_json, kind):
+    engine = Engine()
+    assert ask(post(keys["alice"], path=path, headers=kind), app=engine)[0].is_success
+    passed_on = "application/json" if is_json else kind.get("content-type")
+    assert engine.headers.get("content-type") == passed_on
+
+
+def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
+    engine = Engine()
+    said = {"x-peagle-key": "boss", "x-peagle-account": "boss", "x-peagle-operator": "1", "x-request-id": "x",
+            "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s"}  # fmt: skip
+    ask(post(keys["alice"], headers=said, n=2), app=engine)
+    assert (engine.headers["x-peagle-key"], engine.headers["x-peagle-choices"]) == ("alice", "2")
+    assert engine.headers["x-peagle-account"].startswith("alice 1")  # and when the key was made
+    assert len(engine.headers["x-request-id"]) == 32
+    assert engine.headers["a"] == "b"
+    assert not {"x-peagle-operator", "authorization", "x-vllm-priority", "x_session_id"} & set(engine.headers)
+    ask(get("/v1/cost", keys["boss"]), app=engine)
+    assert engine.headers["x-peagle-operator"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"raw": "{"}, (400, "invalid_json")),
+        ({"raw": "[" * 1000}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "x", "temperature": NaN}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "x", "temperature": 1e999}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "prompt": "\\ud800"}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "a", "messages": [], "\\uD800": 1}'}, (400, "invalid_json")),
+        ({"raw": '{"model": "\\ud800"}'}, (400, "invalid_json")),
+        ({"temprature": 1}, (400, "unknown_parameter")),
+        ({"prompt": "x"}, (400, "unknown_parameter")),
+        ({"best_of": 1, "path": "/v1/completions", "messages": []}, (400, "unknown_parameter")),
+        ({"best_of": 2, "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"use_beam_search": True}, (400, "unsupported_parameter")),
+        ({"functions": [{"name": "f"}]}, (400, "unsupported_parameter")),
+        ({"chat_template": "x"}, (400, "unsupported_parameter")),
+        ({"kv_transfer_params": {}}, (400, "unsupported_parameter")),
+        ({"ec_transfer_params": {}, "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"prompt_embeds": "AAAA", "path": "/v1/completions"}, (400, "unsupported_parameter")),
+        ({"mm_processor_kwargs": {"size": 1}}, (400, "unsupported_parameter")),
+        ({"media_io_kwargs": {"video": {}}}, (400, "unsupported_parameter")),
+        ({"raw": "[]"}, (422, "invalid_type")),
+        ({"stream": "yes"}, (422, "invalid_type")),
+        ({"max_tokens": "9"}, (422, "invalid_type")),
+        ({"max_tokens": True}, (422, "invalid_type")),
+        ({"max_tokens": -1}, (422, "invalid_value")),
+        ({"max_tokens": 0, "echo": True}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "echo": "yes"}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": -1, "echo": True}, (422, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "n": 0, "echo": True}, (422, "invalid_value")),
+        ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
+        ({"model": 3}, (422, "invalid_type")),
+        ({"model": "b", "seed": 1}, (400, "unsupported_value")),
+        ({"model": "c"}, (404, "model_not_found")),
+        ({"model": None}, (400, "missing_model")),
+        ({"raw": "x" * 2001}, (413, "body_too_large")),
+        ({"raw": '{"a": ' + nested(100, "[", "]") + "}"}, (400, "too_deep")),
+        ({"raw": nested(101, '{"a": ', "}")}, (400, "too_deep")),
+        ({"stop_token_ids": [1] * 101, "min_tokens": 1}, (400, "invalid_value")),
+    ],
+)
+def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expected):
+    engine = Engine()
+    (answer,) = ask(post(keys["alice"], **body), app=engine)
+    assert error_of(answer) == expected
+    assert engine.asked is None
+
+
+def salt_of(ask, request_of, **settings):
+    engine = Engine()
+    assert ask(request_of, app=engine, **settings)[0].status_code == 200
+    return engine.asked.get("cache_salt")
+
+
+def test_each_key_has_a_part_of_the_prefix_cache_to_itself(ask, keys):
+    """As vLLM keeps apart what has different salts; a client cannot name one, nor guess that of another key."""
+    secret = {"cache_secret": b"s" * 32}
+    alice, boss = (salt_of(ask, post(keys[name]), **secret) for name in ("alice", "boss"))
+    assert len(alice) == len(boss) == 64
+    assert alice != boss
+    for path in (CHAT, "/v1/completions"):
+        forged = post(keys["alice"], path=path, cache_salt=boss)
+        assert salt_of(ask, forged, **secret) == alice
+    assert salt_of(ask, post(keys["alice"]), cache_secret=b"t" * 32) != alice
+    assert b"ssss" not in repr(GateSettings(models=(), ledger=None, **secret)).encode()
+
+
+def test_nothing_is_salted_where_keys_share_or_there_are_none(ask, keys):
+    for how in ({"shares_prefix_cache": True}, {"requires_key": False, "key_file": None}):
+        assert salt_of(ask, post(keys["alice"], cache_salt="mine"), **how) is None
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys, path):
+    engine = Engine()
+    named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
+    assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
+    assert not {"request_id", "session_id"} & set(engine.asked)
+    for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
+        assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
+
+
+def test_what_asks_for_nothing_does_not_reach_an_engine(ask, keys):
+    """A null is one of every field, also where vLLM has a type without it."""
+    engine = Engine()
+    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
+    assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
+    assert not nothing.keys() & engine.asked.keys()
+    assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
+    said = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
+    assert ask(post(keys["alice"], **said, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
+    assert said.items() <= engine.asked.items()
+    assert not {"tools", "functions", "metadata"} & engine.asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [(str(2**63), str(2**63)), (str(-(2**63) - 1), str(-(2**63) - 1)), ("9" * 1500, "9" * 40 + "... (1500 digits)")],
+)
+def test_a_number_that_no_engine_holds_is_refused_by_its_name(ask, keys, number, named):
+    engine = Engine()
+    raw = f'{{"model": "a", "messages": [], "logit_bias": {{"1": {number}}}}}'
+    (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
+    assert error_of(answer) == (400, "invalid_value")
+    assert f"the number {named} is too large" in answer.json()["error"]["message"]
+    assert engine.asked is None
+
+
+def test_the_largest_numbers_that_an_engine_holds_pass(ask, keys):
+    engine = Engine()
+    ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
+    assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
+
+
+def test_a_body_as_deep_as_is_allowed_passes(ask, keys):
+    engine = Engine()
+    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
+    assert engine.asked is not None
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("allowed_token_ids", 1024), ("logit_bias", 1024), ("stop_token_ids", 100)]
+)
+def test_of_ids_an_engine_gets_no_more_than_it_survives(ask, keys, field, most):
+    def ids(number):
+        return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
+
+    requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (most + 1, most)]
+    many, as_many = ask(*requests, max_body_bytes=50_000)
+    assert (error_of(many), as_many.status_code) == ((400, "invalid_value"), 200)
+
+
+def test_ids_that_end_an_answer_are_as_many_as_one_likes_where_it_may_end_at_once(ask, keys):
+    assert ask(post(keys["alice"], stop_token_ids=list(range(101))))[0].status_code == 200
+
+
+@pytest.mark.parametrize("prefix", ["", "/peagle"])
+def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, keys, prefix):
+    def asked(request, **how):
+        (answer,) = ask(request, prefix=prefix, **how)
+        return answer.status_code if answer.status_code < 400 else error_of(answer)
+
+    chat, engine = prefix + CHAT, Engine()
+    assert asked(post(keys["other"], path=chat)) == (403, "model_not_allowed")
+    assert asked(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (400, "max_tokens_too_large")
+    for path in (chat, prefix + "/v1/batches"):
+        assert asked(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
+    assert asked(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
+        413, "body_too_large",
+    )  # fmt: skip
+    first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
+    assert engine.headers["x-peagle-cap-tokens"] == "100"
+    assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
+    assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
+    assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
+
+
+def test_a_key_may_be_for_some_models_only(ask, keys):
+    refused, allowed = ask(post(keys["other"]), post(keys["other"], model="b"))
+    assert error_of(refused) == (403, "model_not_allowed")
+    assert allowed.status_code == 200
+
+
+def test_a_body_that_trickles_in_is_given_up(ask, keys, settings):
+    async def trickle():
+        for _ in range(100):
+            yield b"{"
+            await asyncio.sleep(0.05)
+
+    (answer,) = ask((("POST", CHAT), {"content": trickle(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    assert error_of(answer) == (408, "request_timeout")
+    assert answer.headers["connection"] == "close"
+
+
+def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
+    async def flood():
+        for _ in range(100):
+            yield b"x" * 100
+
+    (answer,) = ask((("POST", CHAT), {"content": flood(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    assert error_of(answer) == (413, "body_too_large")
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(("more_body", "closes"), [(True, "close"), (False, None)])
+def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys, more_body, closes):
+    """As the application does where the first piece is no form."""
+
+    async def application(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive():
+        return {"type": "http.request", "body": b"x", "more_body": more_body}
+
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    authorization = f"Bearer {keys['alice']}".encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [(b"authorization", authorization)]}
+    asyncio.run(Gate(application, GateSettings(**settings), ROUTES)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert dict(sent[0]["headers"]).get(b"connection") == (closes and closes.encode())
+
+
+def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
+    first, second = ask(post(keys["slow"]), post(keys["slow"]))
+    assert first.status_code == 200
+    assert error_of(second) == (429, "rate_limit_exceeded")
+    assert 55 <= int(second.headers["retry-after"]) <= 60
+
+
+REFUSED = [
+    (post(raw="{"), 400), (post(model="b"), 200), (post(model="c"), 404), (post(raw="[]"), 422),
+    (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/cost"), 200), (get("/v1/models"), 200),
+    (get("/v1/files"), 405), ((("DELETE", "/v1/cost"), {}), 405), ((("OPTIONS", CHAT), {}), 405),
+    (post(path="/v1/batches/x/cancel"), 200), (post(path="/v1/batches", raw="x" * 3000), 413),
+    (post(path="/v1/files", raw="x", headers={"content-length": str(10**9)}), 413), (post(max_tokens=10**6), 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_of", "status"), REFUSED)
+def test_whatever_a_key_asks_counts_as_a_request(ask, keys, request_of, status):
+    """Refused requests, reads, deletes and cancellations cost the ingress as much time as any other."""
+    arguments, parts = request_of
+    parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
+    first, second = ask((arguments, parts), post(keys["slow"]))
+    assert first.status_code == status
+    assert error_of(second) == (429, "rate_limit_exceeded")
+
+
+def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
+    *polls, answered, refused = ask(*[get("/v1/live", keys["slow"])] * 61, post(keys["slow"]), post(keys["slow"]))
+    assert [poll.status_code for poll in polls] == [200] * 60 + [429]
+    assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
+
+
+def test_who_has_no_key_is_told_of_no_route(ask):
+    for request in (get("/v1/nothing"), get("/v1/files"), post(path="/nothing")):
+        assert error_of(ask(request)[0]) == (401, "missing_api_key")
+
+
+@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%C2%85", "%E2%80%A8", "%7F"])
+def test_a_path_that_cannot_be_printed_is_refused_before_anything(ask, keys, end):
+    engine = Engine()
+    for request in (post(keys["other"], path=CHAT + end), get("/health" + end), post(path="/v1/files" + end)):
+        assert error_of(ask(request, app=engine)[0]) == (400, "invalid_path")
+    assert engine.asked is None
+
+
+def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
+    left = []
+
+    class Looks(Engine):
+        async def __call__(self, *what):
+            budgets = budgets_of(settings["ledger"])
+            left.append(budgets.hold_rest("batch_1", small, 0.2))
+            budgets.settle_batch("batch_1", small, 0)
+            await super().__call__(*what)
+
+    small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
+    append_request(settings["ledger"], a_request(key="alice", model="a"))
+    ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
+    ask(post(keys["small"], max_tokens=1), app=Looks())
+    num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
+    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
+    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
+
+
+def test_a_key_that_has_expired_says_so_whatever_is_asked(ask, settings):
+    key, record = new_key("late", expires_at=time.time() + 3600)
+    gone, old = new_key("gone", expires_at=time.time() - 1)
+    fixed = {"key_file": None, "fixed_keys": (record, old)}
+    answered, refused, listed = ask(post(key), post(gone), get("/v1/models", gone), **fixed)
+    assert answered.status_code == 200
+    assert error_of(refused) == error_of(listed) == (401, "expired_api_key")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda key: {"params": {"api_key": key, "key": key, "access_token": key, "authorization": f"Bearer {key}"}},
+        lambda key: {"headers": {"x-api-key": key, "api-key": key, "x-goog-api-key": key}},
+        lambda key: {"headers": {"cookie": f"authorization=Bearer {key}; api_key={key}"}},
+        lambda key: {"headers": {"authorization": f"Basic {key}"}},
+        lambda key: {"headers": {"authorization": key}},
+        lambda key: {"headers": {"proxy-authorization": f"Bearer {key}"}},
+    ],
+)
+def test_a_key_is_taken_from_nowhere_but_its_header(ask, keys, how):
+    """Addresses are in logs and histories, and cookies are sent by whatever page asks."""
+    (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
+    assert error_of(answer) == (401, "missing_api_key")
+
+
+def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(settings):
+    """The attack: one key takes every slot of every engine."""
+    key, record = new_key("few", max_parallel_requests=2)
+    under_way, may_end = [], asyncio.Event()
+
+    class Slow(Engine):
+        async def __call__(self, *what):
+            under_way.append(what)
+            await may_end.wait()
+            await super().__call__(*what)
+
+    async def run():
+        gate = Gate(Slow(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
+        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            (args, kwargs) = post(key)
+            asked = [asyncio.create_task(http.request(*args, **kwargs)) for _ in range(10)]
+            refused = [await one for one in await first_done(asked, 8)]
+            may_end.set()
+            answers = [await one for one in asked]
+            again = await http.request(*args, **kwargs)
+            return refused, answers, again
+
+    refused, answers, again = asyncio.run(run())
+    assert len(under_way) == 3
+    assert {error_of(one) for one in refused} == {(429, "rate_limit_exceeded")}
+    assert [one.status_code for one in answers].count(200) == 2
+    assert again.status_code == 200
+
+
+async def first_done(tasks, number):
+    async with asyncio.timeout(30):
+        while len(done := [one for one in tasks if one.done()]) < number:
+            await asyncio.sleep(0.01)
+    return done
+
+
+def test_sixty_requests_at_once_of_a_key_with_next_to_nothing_are_one(settings):
+    """The attack: nothing was held until a price was known, so all sixty were answered."""
+    key, record = new_key("poor", budget_usd=1e-7)
+    asked = []
+
+    class Counts(Engine):
+        async def __call__(self, *what):
+            asked.append(what)
+            await asyncio.sleep(0.05)
+            await super().__call__(*what)
+
+    async def run():
+        gate = Gate(Counts(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
+        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            wanted = [post(key, model=model) for model in "ab" for _ in range(30)]
+            return await asyncio.gather(*(http.request(*args, **kwargs) for args, kwargs in wanted))
+
+    answers = asyncio.run(run())
+    assert len(asked) == 1
+    assert [one.status_code for one in answers].count(200) == 1
+    assert {error_of(one)[0] for one in answers if one.status_code != 200} == {429}
+
+
+def test_what_a_request_cost_counts_against_the_budget(ask, keys):
+    first, second = ask(post(keys["small"]), post(keys["small"]))
+    assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
+
+
+def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys):
+    """A chat's is a cap of ours: as a number of its own vLLM would refuse it beside a long prompt."""
+    engine = Engine()
+    for key, most, cap in (("small", None, "100"), ("small", 30, "30"), ("alice", 30, "30"), ("alice", None, None)):
+        ask(post(keys[key], headers={"x-peagle-cap-tokens": "9"}), app=engine, max_output_tokens=most)
+        assert engine.headers.get("x-peagle-cap-tokens") == cap
+        assert "max_tokens" not in engine.asked
+    ask(post(keys["small"], max_tokens=30), app=engine)
+    assert (engine.asked["max_tokens"], engine.headers.get("x-peagle-cap-tokens")) == (30, None)
+    for most, tokens in ((8, 8), (30, 16), (None, 16)):
+        ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
+        assert engine.asked["max_tokens"] == tokens
+
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_a_text_is_scored_without_output_and_each_choice_counts_as_the_token_that_vllm_makes(ask, keys):
+    engine = Engine()
+    scored = {"path": COMPLETIONS, "echo": True, "max_tokens": 0, "logprobs": 1}
+    refused, answered, no_more = ask(
+        post(keys["small"], **scored, prompt=["x"] * 101),
+        post(keys["small"], **scored, prompt=["x"] * 100),
+        post(keys["small"], **scored, prompt="x"),
+        app=engine,
+    )
+    assert error_of(refused) == (400, "max_tokens_too_large")
+    assert answered.status_code == 200
+    assert engine.asked["max_tokens"] == 0
+    assert error_of(no_more) == (429, "insufficient_quota")
+    (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), app=engine, max_output_tokens=8)
+    assert error_of(refused) == (400, "max_tokens_too_large")
+
+
+@pytest.mark.parametrize(
+    ("request_of", "most", "expected"),
+    [
+        ({"n": 4, "max_tokens": 16}, 64, 200),
+        ({"n": 4, "max_tokens": 17}, 64, (400, "max_tokens_too_large")),
+        ({"path": COMPLETIONS, "prompt": [[1]] * 5, "max_tokens": 16}, 64, (400, "max_tokens_too_large")),
+        ({"path": COMPLETIONS, "prompt": [1] * 500, "max_tokens": 64}, 64, 200),
+        ({"n": 65}, 64, (400, "max_tokens_too_large")),
+        ({"model": "b", "n": 8}, None, 200),
+        ({"model": "b", "n": 9}, None, (400, "too_many_choices")),
+        ({"model": "b", "path": COMPLETIONS, "prompt": ["x"] * 8}, None, 200),
+        ({"model": "b", "path": COMPLETIONS, "prompt": ["x"] * 9}, None, (400, "too_many_choices")),
+        ({"model": "b", "path": COMPLETIONS, "prompt": [[1]] * 3, "n": 3}, None, (400, "too_many_choices")),
+    ],
+)
+def test_limits_are_of_all_choices_of_a_request(ask, keys, request_of, most, expected):
+    (answer,) = ask(post(keys["alice"], **request_of), max_output_tokens=most)
+    assert (200 if answer.status_code == 200 else error_of(answer)) == expected
+
+
+def test_choices_without_a_number_of_tokens_share_the_smallest_limit(ask, keys):
+    engine = Engine()
+    ask(post(keys["small"], n=4), app=engine)
+    assert engine.headers["x-peagle-cap-tokens"] == "25"
+    ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
+    assert engine.headers["x-peagle-cap-tokens"] == "7"
+    ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
+    assert engine.asked["max_tokens"] == 7
+
+
+def streamed(answer):
+    return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+
+
+def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys):
+    engine = Engine()
+    plain, with_usage = ask(
+        post(keys["alice"], stream=True),
+        post(keys["alice"], stream=True, stream_options={"include_usage": True}),
+        app=engine,
+    )
+    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert "x-peagle-each-usage" not in engine.headers
+    assert streamed(plain) == EVENTS[:1]
+    assert streamed(with_usage) == EVENTS
+    assert plain.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
+    (answer,) = ask(post(keys["alice"], stream=True), app=Engine(breaks_off=True))
+    assert streamed(answer)[-1]["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
+def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask, keys):
+    cancelled = []
+
+    async def hangs(scope, receive, send):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    (answer,) = ask(post(keys["alice"]), app=hangs, request_timeout_s=0.05)
+    assert error_of(answer) == (504, "timeout")
+    assert answer.json()["error"]["type"] == "timeout_error"
+    assert cancelled == [True]
+
+
+@pytest.mark.parametrize("is_hung_up", [True, False])
+def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(settings, keys, engine_account, is_hung_up):
+    """Alone by the engine's record, since nothing of it reached the gate: here more than the key's budget."""
+    engine_account.ready()
+
+    async def hangs(scope, receive, send):
+        request = engine_account.begin(dict(scope["headers"])[b"x-request-id"].decode(), "small")
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            engine_account._monotonic.now += 20  # 20 s x 2 x 0.01 USD
+            request.write("cut")
+            raise
+
+    async def scene():
+        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2), ROUTES)
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
+            arguments, body = post(keys["small"])
+            first = asyncio.create_task(http.request(*arguments, **body))
+            await asyncio.sleep(0.1)
+            if is_hung_up:
+                first.cancel()
+            await asyncio.wait([first])
+            await asyncio.sleep(1)  # how often the ledger is looked at
+            return await http.request(*arguments, **body)
+
+    assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
+
+
+def test_requests_under_way_are_counted_while_they_are(ask, keys):
+    load, seen = Load(), []
+
+    class Watched(Engine):
+        async def __call__(self, scope, receive, send):
+            seen.append((load.under_way("a"), load.under_way("b")))
+            await super().__call__(scope, receive, send)
+
+    def watched(**kwargs):
+        return ask(*kwargs.pop("requests"), app=Watched(**kwargs), load=load)
+
+    watched(requests=[post(keys["alice"]), post(keys["alice"], model="b")])
+    watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
+    assert seen == [(1, 0), (0, 1), (1, 0)]
+    assert load.under_way("a") == load.under_way("b") == 0
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The lines of all files of prompts."""
+
+    def read():
+        paths = (tmp_path / "state" / "prompts").iterdir()
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    return read
+
+
+def test_prompts_are_written_down_where_that_is_asked_for(ask, keys, tmp_path, written):
+    folder, chat = tmp_path / "state" / "prompts", [{"role": "user", "content": "what I ask"}]
+    ask(post(keys["alice"], messages=chat))
+    assert not folder.exists()
+    requests = post(keys["alice"], messages=chat, stream=True), post(keys["boss"], path="/v1/completions", prompt="Hé")
+    answers = ask(*requests, get("/v1/cost", keys["boss"]), post(keys["alice"], model="c"), prompts=folder)
+    first, second = written()
+    assert first["body"] == {"model": "a", "messages": chat, "stream": True}
+    assert (first["key"], first["model"], first["path"]) == ("alice", "a", CHAT)
+    assert (second["key"], second["path"], second["body"]["prompt"]) == ("boss", "/v1/completions", "Hé")
+    assert [one["request_id"] for one in (first, second)] == [
+        answer.headers["x-peagle-request-id"] for answer in answers[:2]
+    ]
+    assert 0 <= time.time() - first["received_at"] < 60
+    (path,) = folder.iterdir()
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
+    assert keys["alice"] not in path.read_text()
+
+
+def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    (answer,) = ask(post(keys["alice"]), prompts=tmp_path / "file" / "prompts")
+    assert answer.status_code == 200
+    assert "is not in the log of prompts" in caplog.text
+
+
+def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, keys, tmp_path, monkeypatch):
+    async def scene():
+        gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
+        monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
+            arguments, body = post(keys["alice"])
+            answer = await http.request(*arguments, **body)
+        return answer, gate._settlements._waiting
+
+    answer, waiting = asyncio.run(scene())
+    assert error_of(answer) == (504, "timeout")
+    assert len(waiting) == 1  # let go after two minutes, as whatever never reached an engine
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("BackPressureError", 503), ("RayActorError", 503), ("ZeroDivisionError", 500)]
+)
+def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
+    (answer,) = ask(post(keys["alice"]), app=Engine(error=type(name, (Exception,), {})("secret")))
+    assert answer.status_code == status
+    assert "secret" not in answer.text
+    assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_a_large_body_is_told_as_it_is_read(settings, keys):
+    """Else the proxy, which hands on no more than a window, would wait for ever."""
+    pieces, told = 6, []
+
+    async def scene():
+        budgets_of.cache_clear()
+        totals_of.cache_clear()
+        gate = Gate(Engine(), GateSettings(**settings | {"max_body_bytes": 8 << 20}), ROUTES)
+        messages = [
+            {"type": "http.request", "body": b" " * (1 << 20), "more_body": True, "peagle.is_told": True}
+            for _ in range(pieces)
+        ]
+        messages.append({"type": "http.request", "body": b"{}", "more_body": False, "peagle.is_told": True})
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            if message["type"] == "peagle.read":
+                told.append(message["num_bytes"])
+
+        headers = [(b"authorization", f"Bearer {keys['alice']}".encode())]
+        await gate({"type": "http", "method": "POST", "path": CHAT, "headers": headers, "root_path": ""}, receive, send)
+
+    asyncio.run(scene())
+    assert told == [(number + 1) << 20 for number in range(pieces)]

@@ -1,0 +1,199 @@
+import os
+import stat
+
+import pytest
+
+from peagle.errors import ConfigError
+from pipelines.online.gateway import keys as module
+from pipelines.online.gateway.keys import (
+    LOCAL,
+    KeyRing,
+    digest,
+    find,
+    keys_from_environment,
+    new_key,
+    read_keys,
+    write_keys,
+)
+
+
+def test_the_file_holds_no_key_and_only_its_owner_reads_it(tmp_path):
+    path = tmp_path / "keys.json"
+    key, record = new_key("alice", requests_per_min=10)
+    write_keys(path, [record])
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_keys(path) == (record,)
+
+
+def test_a_key_is_found_by_its_hash_whole():
+    (a, first), (b, second) = new_key("a"), new_key("b")
+    assert find(b, [first, second]) == second
+    assert find(a[:-1], [first, second]) is None
+    assert find("", [first, second]) is None
+
+
+def test_every_record_is_compared_however_early_one_fits(monkeypatch):
+    compared = []
+    monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: compared.append(b) or a == b)
+    (a, first), (_, second) = new_key("a"), new_key("b")
+    assert find(a, [first, second]) == first
+    assert compared == [first.sha256, second.sha256]
+
+
+def test_keys_from_the_environment():
+    (record,) = keys_from_environment({"PEAGLE_API_KEYS": " ci=0123456789abcdef , "})
+    assert (record.name, record.sha256) == ("ci", digest("0123456789abcdef"))
+    assert keys_from_environment({}) == ()
+
+
+@pytest.mark.parametrize("value", ["0123456789abcdef", "ci=short", "b@d name=0123456789abcdef"])
+def test_a_bad_entry_of_the_environment_is_refused_without_repeating_it(value):
+    with pytest.raises(ConfigError) as caught:
+        keys_from_environment({"PEAGLE_API_KEYS": value})
+    assert "0123456789abcdef" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])
+def test_a_file_that_is_none_of_keys_is_refused(tmp_path, text):
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"keys .*keys\.json"):
+        read_keys(path)
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a key called alice already"):
+        write_keys(tmp_path / "keys.json", [new_key("alice")[1], new_key("alice")[1]])
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A file of two keys, the ring that looks at it each time, and the keys with their records."""
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    alice, bob = new_key("alice"), new_key("bob")
+    write_keys(path, [alice[1], bob[1]])
+    return path, KeyRing(path), alice, bob
+
+
+def test_a_revoked_key_stops_holding_without_a_restart(watched):
+    path, ring, (alice, a), (bob, b) = watched
+    assert ring.find(bob) == b
+    write_keys(path, [a])
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+    path.unlink()
+    assert ring.find(alice) is None
+
+
+def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    path = tmp_path / "keys.json"
+    _, alice = new_key("alice", budget_usd=1)
+    write_keys(path, [alice])
+    ring = KeyRing(path)
+    write_keys(path, [new_key("alice", budget_usd=2)[1]])
+    now = ring.present(alice.without_hash())
+    assert (now.budget_usd, now.sha256) == (2, "0" * 64)
+    write_keys(path, [])
+    assert ring.present(alice) is None
+    assert ring.present(LOCAL) == LOCAL
+
+
+def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(watched, caplog):
+    path, ring, (alice, a), (bob, b) = watched
+    assert ring.find(alice) == a
+    for text in ("[,]", "[,,]"):
+        path.write_text(text)
+        os.utime(path, ns=(0, len(text)))
+        for _ in range(3):
+            assert ring.find(alice) == a
+            assert ring.present(b) == b.without_hash()
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    assert "keys.json: cannot be read" in caplog.text
+    assert "go on holding" in caplog.text
+    write_keys(path, [a])
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again_though_it_has_not_changed(watched, monkeypatch):
+    path, ring, (alice, a), (bob, b) = watched
+    assert ring.find(bob) == b
+    write_keys(path, [a])
+    with monkeypatch.context() as moment:
+        moment.setattr(module, "read_keys", refuse)
+        assert ring.find(bob) == b
+    assert ring.find(bob) is None
+    assert ring.find(alice) == a
+
+
+def refuse(path):
+    raise ConfigError(f"keys {path}: cannot be read: no answer")
+
+
+def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text("[,]")
+    ring = KeyRing(path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ring.find("a key")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ring.present(new_key("alice")[1])
+
+
+def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, monkeypatch):
+    _, record = new_key("alice", expires_at=1000)
+    ring = KeyRing(None, [record])
+    for now, is_there in ((999.9, True), (1000, False), (1e9, False)):
+        monkeypatch.setattr(module.time, "time", lambda now=now: now)
+        assert (ring.present(record) is not None) == is_there
+        assert record.is_expired() != is_there
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"expires_at": float("inf")},
+        {"expires_at": "soon"},
+        {"max_parallel_requests": 0},
+        {"budget_usd": float("inf")},
+        {"budget_usd": float("nan")},
+        {"models": [""]},
+        {"models": ["m", ""]},
+    ],
+)
+def test_a_limit_that_is_none_is_refused(limits):
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        new_key("alice", **limits)
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path):
+    _, record = new_key("alice")
+    write_keys(tmp_path / "keys.json", [record])
+    (tmp_path / "keys.json").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "keys.json").read_bytes())
+    assert read_keys(tmp_path / "keys.json") == (record,)
+
+
+def test_a_file_of_keys_with_a_budget_that_is_no_number_is_refused(tmp_path):
+    _, record = new_key("alice")
+    write_keys(tmp_path / "keys.json", [record.model_copy(update={"budget_usd": 12345.0})])
+    text = (tmp_path / "keys.json").read_text()
+    for word in ("NaN", "Infinity", "1e999"):
+        (tmp_path / "keys.json").write_text(text.replace("12345.0", word))
+        with pytest.raises(ConfigError, match="keys"):
+            read_keys(tmp_path / "keys.json")
+
+
+def test_no_key_has_the_name_under_which_requests_without_one_are_counted():
+    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+        new_key("local")
+    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+        keys_from_environment({"PEAGLE_API_KEYS": f"local={'k' * 32}"})
+
+
+def test_blanks_around_a_key_of_the_environment_are_no_part_of_it():
+    (record,) = keys_from_environment({"PEAGLE_API_KEYS": f" alice = {'k' * 32} ,"})
+    assert (record.name, record.sha256) == ("alice", digest("k" * 32))

@@ -1,0 +1,193 @@
+"""The gate and the application's router read every path alike, and no route answers what the gate has not seen.
+
+The real table of the endpoint and the real application, as Ray makes it of the ingress.
+"""
+
+import asyncio
+import urllib.parse
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from starlette.routing import Match
+
+from pipelines.online import ingress
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway.gate import Gate, GateSettings
+from pipelines.online.gateway.routes import PASS, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
+from pipelines.online.wire import path_refusal
+
+METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "Post", "")
+TABLE = tuple(ingress._ROUTES.values())
+# Of a path as it is sent: what ends a line somewhere, is a slash or a dot after decoding, or looks like a letter.
+PIECES = [
+    "%0A", "%0D", "%0D%0A", "%00", "%0B", "%0C", "%85", "%C2%85", "%E2%80%A8", "%E2%80%A9", "%7F", "%1B", "%20", "%09",
+    "/", "//", "%2F", "%2f%2f", "/./", "/../", "%2e%2e/", ".", ";x", "?", "%3F", "#", "%23", "%25", "%250A",
+    "\\", "%5C", "%C0%AF", "%FF", "%EF%BC%8F", "%C5%BF", "%E2%80%8B", "%EF%BB%BF", "A", "x", "0", "*", ":", "@",
+    "{file_id}",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    """The application behind the gate, as Ray has turned its handlers into routes."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = []
+        make_app = ingress.make_app
+        patch.setattr(ingress, "make_app", lambda settings: made.append(make_app(settings)) or made[0])
+        ingress.make_ingress(GateSettings(models=(), ledger=tmp_path_factory.mktemp("ledger")))
+    return made[0]
+
+
+@st.composite
+def paths(draw):
+    """Paths near a route: with other parameters, pieces put in anywhere, letters of the other case or encoded."""
+    path = draw(st.sampled_from(TABLE)).path
+    for name in ("{model:path}", "{name}", "{file_id}", "{batch_id}"):
+        path = path.replace(name, draw(st.sampled_from(["x", "a/b", "", "..", "%2F", "content", "x/content", "ä"])))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.one_of(st.just(len(path)), st.integers(0, len(path))))
+        change = draw(st.sampled_from(["insert", "case", "encode", "cut", "repeat"]))
+        if change == "insert":
+            path = path[:at] + draw(st.one_of(st.sampled_from(PIECES), st.text(max_size=2))) + path[at:]
+        elif change == "case":
+            path = path[:at] + path[at : at + 1].swapcase() + path[at + 1 :]
+        elif change == "encode":
+            path = path[:at] + "".join(f"%{byte:02X}" for byte in path[at : at + 1].encode()) + path[at + 1 :]
+        elif change == "cut":
+            path = path[:at] + path[at + 1 :]
+        else:
+            path = path[:at] + path[max(0, at - 8) : at] + path[at:]
+    return path
+
+
+def scope_of(raw, method, prefix=""):
+    """As uvicorn has it."""
+    path = prefix + urllib.parse.unquote(raw.partition("?")[0])
+    return {"type": "http", "method": method, "path": path, "root_path": prefix, "headers": [], "query_string": b""}
+
+
+def found_by_router(app, scope):
+    for route in app.router.routes:
+        if route.matches(scope)[0] is Match.FULL:
+            return scope["method"], route.path
+    return None
+
+
+def found_by_gate(scope):
+    try:
+        route = find_route(TABLE, scope)
+    except ApiError:
+        return None
+    return route.method, route.path
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(raw=paths(), method=st.sampled_from(METHODS), prefix=st.sampled_from(["", "/peagle", "/v1"]))
+@example(raw="/v1/chat/completions%0A", method="POST", prefix="")
+@example(raw="/v1/files/x/content%0A", method="GET", prefix="/peagle")
+def test_whatever_the_router_matches_the_gate_has_let_in_as_the_same(app, raw, method, prefix):
+    scope = scope_of(raw, method, prefix)
+    if path_refusal(scope):
+        assume(found_by_router(app, scope) is not None)  # what nobody would answer need not be refused
+        assert not scope["path"].isprintable()
+    else:
+        assert found_by_router(app, scope) == found_by_gate(scope)
+
+
+@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("end", ["%0A", "%0D", "%0D%0A", "%00", "%C2%85", "%E2%80%A8", "%7F", "%0B", "%1C"])
+def test_a_path_that_ends_a_line_is_refused_before_anything(app, route, end):
+    path = route.path.partition("{")[0] + ("x" if "{" in route.path else "") + end
+    answer = asked(app, route.method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path")
+    assert "x-peagle-request-id" in answer.headers
+
+
+def test_no_route_is_without_its_guard(app):
+    assert {type(route) for route in app.router.routes} == {GuardedRoute}
+    assert {(*route.methods, route.path) for route in app.router.routes} == {(one.method, one.path) for one in TABLE}
+    assert not app.router.redirect_slashes
+
+
+@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+def test_a_route_that_is_reached_past_the_gate_fails(app, route, caplog):
+    """For whatever reason: with no pass, or with one for another route, as from a reading of the path that differs."""
+    other = next(one for one in TABLE if one.rule is not route.rule)
+    scope = scope_of(route.path, route.method)
+    for past in (scope, with_pass(scope, other), {**scope, PASS: True}, {**scope, PASS: (route.method, "")}):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(app.router(dict(past), nothing, nothing))
+        assert caught.value.status == 500
+    assert "without the gate's pass" in caplog.text
+
+
+def test_a_new_route_is_guarded_though_nobody_thought_of_it():
+    app = guarded_app()
+
+    @app.post("/v1/new")
+    async def new():
+        return "answered"
+
+    with pytest.raises(ApiError):
+        asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
+
+
+def test_a_websocket_is_let_in_nowhere(tmp_path):
+    app, sent = guarded_app(), []
+
+    @app.websocket("/v1/new")
+    async def new(socket):
+        await socket.accept()
+
+    async def send(message):
+        sent.append(message)
+
+    gate = Gate(app, GateSettings(models=(), ledger=tmp_path), TABLE)
+    scope = {"type": "websocket", "path": "/v1/new", "root_path": "", "headers": [], "query_string": b""}
+    asyncio.run(gate(scope, nothing, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_what_costs_money_or_engines_is_metered_and_nothing_is_open_but_health_and_the_page():
+    of_rule = {rule: {(one.method, one.path) for one in TABLE if one.rule is rule} for rule in Rule}
+    assert of_rule[Rule.OPEN] == {("GET", "/health")}
+    assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
+    assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
+    assert of_rule[Rule.ORDER] == {("POST", "/v1/batches")}
+    assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
+    assert of_rule[Rule.POLL] == {("GET", "/v1/live")}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/v1/files/", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
+        ("POST", "/V1/chat/completions", 404), ("HEAD", "/v1/models", 405), ("OPTIONS", "/v1/chat/completions", 405),
+        ("GET", "/v1/chat/completions", 405), ("PUT", "/v1/files/x", 405), ("GET", "/docs", 404),
+    ],
+)  # fmt: skip
+def test_other_paths_and_methods_are_not_there(method, path, expected):
+    with pytest.raises(ApiError) as caught:
+        find_route(TABLE, scope_of(path, method))
+    assert caught.value.status == expected
+
+
+def test_a_route_says_how_it_is_matched_to_the_last_character():
+    route = post("/a/{name}/b")
+    assert route.matches("/a/x/b")
+    assert not any(route.matches(path) for path in ("/a/x/b\n", "/a//b", "/a/x/b/c", "x/a/x/b", "/a/x/b/", "/a/x/B"))
+
+
+def asked(app, method, path):
+    async def run():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.request(method, path)
+
+    return asyncio.run(run())
+
+
+async def nothing(*_):
+    raise AssertionError("nothing is read or sent")

@@ -1,0 +1,99 @@
+import time
+
+import pytest
+
+from peagle.economics.ledger import RequestReader, append_request, read_sessions
+from pipelines.online.replica.account import Engine, EngineAccount
+
+ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+
+
+def session(tmp_path):
+    (found,) = read_sessions(tmp_path / "ledger")
+    return found
+
+
+def test_every_second_of_an_engine_is_in_its_session(engine_account, clock, tmp_path):
+    clock.now += 10
+    engine_account.ready(compile_s=4)
+    clock.now += 5
+    request = engine_account.begin("r", "alice")
+    clock.now += 3
+    request.finish("ok")
+    engine_account.end()
+    found = session(tmp_path)
+    assert [found.load_s, found.compile_s, found.idle_s, found.busy_s] == pytest.approx([6, 4, 5, 3])
+    assert (found.num_devices, found.ended) == (2, True)
+
+
+def test_an_engine_that_loads_is_in_the_ledger_already(engine_account, tmp_path):
+    assert not session(tmp_path).ended
+
+
+def test_requests_at_once_share_the_busy_seconds(engine_account, clock):
+    engine_account.ready()
+    one, two = engine_account.begin("1", "a"), engine_account.begin("2", "b")
+    clock.now += 4
+    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+    clock.now += 1
+    assert two.finish("ok").usage.busy_s == pytest.approx(3)
+
+
+def test_a_request_of_several_choices_has_a_share_for_each(engine_account, clock):
+    engine_account.ready()
+    one, three = engine_account.begin("1", "a"), engine_account.begin("2", "b", num_choices=3)
+    clock.now += 4
+    assert three.finish("ok").usage.busy_s == pytest.approx(3)
+    clock.now += 1
+    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+
+
+def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
+    reader = RequestReader(tmp_path / "ledger")
+    record = engine_account.begin("r", "alice").finish("ok")
+    path = tmp_path / "ledger" / f"requests-{engine_account.session_id}.jsonl"
+    path.write_bytes(record.to_json()[:20])
+    assert reader.new() == []
+    path.write_bytes(record.to_json() + b"\n")
+    assert reader.new() == [record]
+    append_request(tmp_path / "ledger", record)
+    assert len(reader.new()) == 1
+    assert reader.new() == []
+
+
+@pytest.mark.parametrize(("first", "num_lines"), [("ok", 1), ("failed", 2)])
+def test_what_an_engine_that_died_has_billed_is_not_billed_by_the_next(
+    engine_account, clock, tmp_path, first, num_lines
+):
+    asked_at = time.time()
+    died = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
+    for account in (died, engine_account):
+        account.ready()
+    request = died.begin("r", "alice")
+    clock.now += 3
+    request.write(first)  # a failure before anything of an answer is there costs nothing
+    for request_id, first_asked_at in (("r", asked_at), ("another", asked_at), ("not again", None)):
+        request = engine_account.begin(request_id, "alice", first_asked_at=first_asked_at)
+        clock.now += 1
+        request.write("ok")
+    died.end()
+    records = RequestReader(tmp_path / "ledger").new()
+    assert sum(record.request_id == "r" for record in records) == num_lines
+    assert sum(record.usd > 0 for record in records) == 3
+
+
+def test_a_heartbeat_that_cannot_be_written_is_followed_by_others(tmp_path, monkeypatch):
+    written = []
+
+    def write(_, session):
+        written.append(session)
+        if len(written) == 2:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr("pipelines.online.replica.account.write_session", write)
+    account = EngineAccount(tmp_path, ENGINE, heartbeat_s=0.01)
+    deadline = time.monotonic() + 10
+    while len(written) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    account.end()
+    assert len(written) >= 4

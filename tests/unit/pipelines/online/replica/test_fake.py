@@ -1,0 +1,126 @@
+import asyncio
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.llm.openai_api_models import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    ErrorResponse,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pipelines.online.config import ServedModelKeys
+from pipelines.online.replica.fake import StandIn, StandInEngine, stand_in
+from pipelines.online.wire import Tally, events
+
+CONFIG = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": 200})
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8}
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+def answer(kind="chat", engine=None, **body):
+    """All that comes of one request."""
+
+    async def scene():
+        one = engine or StandInEngine(StandIn(num_speculative_tokens=3), CONFIG)
+        if engine is None:
+            await one.start()
+        request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
+        return [part async for part in getattr(one, kind)(request)]
+
+    return asyncio.run(scene())
+
+
+def test_a_real_engine_has_no_stand_in_and_a_fake_one_is_named_so():
+    assert stand_in(ServedModelKeys()) is None
+    keys = ServedModelKeys(engine="fake", num_speculative_tokens=3, fake_token_s=0.1, fake_start_s=2, fake_core=True)
+    assert stand_in(keys) == StandIn(token_s=0.1, start_s=2, num_speculative_tokens=3, has_core=True)
+    assert (keys.served_name, ServedModelKeys(engine="fake", name="a").served_name) == ("fake", "a")
+
+
+def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
+    (whole,) = answer(**CHAT)
+    assert isinstance(whole, ChatCompletionResponse)
+    texts = answer(**CHAT, **STREAM)
+    assert texts[-1] == "data: [DONE]\n\n"
+    parts = [event for text in texts[:-1] for event in events(text)]
+    assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == whole.choices[0].message.content
+    assert parts[-2]["choices"][0]["finish_reason"] == whole.choices[0].finish_reason
+    tallies = Tally(), Tally()
+    tallies[0].read(json.loads(whole.model_dump_json()))
+    for part in parts:
+        tallies[1].read_event(part)
+    assert tallies[0] == tallies[1]
+    assert tallies[0].num_output_tokens == len(whole.choices[0].message.content.split())
+    assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
+
+
+def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all():
+    """As vLLM has it."""
+    parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
+    last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
+    assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
+    assert len(last) == 3
+    tally = Tally()
+    for part in parts[:-1]:
+        tally.read_event(part)
+    assert tally.num_output_tokens == sum(last.values())
+
+
+def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():
+    (whole,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
+    assert whole.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "the context holds 200"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(changes, message):
+    for more in ({}, STREAM):
+        (refusal,) = answer(**{**CHAT, **changes, **more})
+        assert isinstance(refusal, ErrorResponse)
+        assert refusal.error.code == 400
+        assert message in refusal.error.message
+
+
+def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
+    async def scene():
+        engine = StandInEngine(StandIn(token_s=0.01, has_core=True), CONFIG)
+        await engine.start()
+        stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
+        first = await anext(stream)
+        os.kill(engine._engine.core_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._engine.core_pid, os.WEXITED | os.WNOWAIT)
+        rest = [text async for text in stream]
+        with pytest.raises(EngineDeadError):
+            await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
+        await engine.shutdown()
+        return first, rest
+
+    first, (*_, failure, end) = asyncio.run(scene())
+    assert next(events(first))["choices"]
+    assert next(events(failure))["error"]["code"] == 500
+    assert end == "data: [DONE]\n\n"
+
+
+def test_a_dead_engine_is_unhealthy_and_raises_what_vllm_would():
+    async def scene():
+        engine = StandInEngine(StandIn(has_core=True), CONFIG)
+        await engine.start()
+        await engine.check_health()
+        os.kill(engine._engine.core_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._engine.core_pid, os.WEXITED | os.WNOWAIT)
+        for ask in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
+            with pytest.raises(EngineDeadError):
+                await ask
+        await engine.shutdown()
+
+    asyncio.run(scene())

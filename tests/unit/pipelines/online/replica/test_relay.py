@@ -1,0 +1,352 @@
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.economics.ledger import RequestReader
+from peagle.errors import EngineError
+from pipelines.online.replica import account
+from pipelines.online.replica.relay import answering_refusals, raising_faults, relay
+from pipelines.online.wire import events
+
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+EACH = {"wants_each_usage": True}
+DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
+
+
+def event(**fields):
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def token(text, count):
+    return event(choices=[{"delta": {"content": text}}], usage={"prompt_tokens": 5, "completion_tokens": count})
+
+
+STREAM = [[token("Hé", 1), token("llo", 2)], [event(choices=[], usage=USAGE, metrics=DRAFTS), "data: [DONE]\n\n"]]
+
+
+async def generate(items, error=None):
+    for item in items:
+        yield item
+    if error:
+        raise error
+
+
+def passed(account, answers, **options):
+    async def collect():
+        return [item async for item in relay(answers, partial(account.begin, "r1", "alice"), **options)]
+
+    return asyncio.run(collect())
+
+
+def record(tmp_path):
+    (request,) = RequestReader(tmp_path / "ledger").new()
+    return request
+
+
+def test_a_stream_passes_without_the_usage_that_nobody_asked_for(engine_account, clock, tmp_path):
+    engine_account.ready()
+    out = passed(engine_account, generate(STREAM), wants_each_usage=False)
+    first, second = [list(events(text)) for text in out[0]]
+    assert first == [{"choices": [{"delta": {"content": "Hé"}}]}]
+    assert "usage" not in second[0]
+    (last,), end = (list(events(text)) for text in out[1])
+    assert (last["usage"], end) == (USAGE, ["data: [DONE]\n\n"])
+    assert last["peagle"]["request_id"] == "r1"
+    assert last["peagle"]["num_accepted_tokens"] == 1
+
+
+def test_usage_in_each_event_stays_for_who_asked(engine_account):
+    out = passed(engine_account, generate(STREAM), wants_each_usage=True)
+    assert next(events(out[0][1]))["usage"]["completion_tokens"] == 2
+
+
+def test_the_record_has_tokens_drafts_time_and_money(engine_account, clock, tmp_path):
+    engine_account.ready()
+
+    async def slow():
+        clock.now += 2
+        yield STREAM[0]
+        clock.now += 3
+        yield STREAM[1]
+
+    passed(engine_account, slow(), wants_each_usage=False)
+    done = record(tmp_path)
+    assert (done.request_id, done.key, done.model, done.drafter, done.outcome) == ("r1", "alice", "m", "head", "ok")
+    assert done.ttft_s == pytest.approx(2)
+    assert done.usage.busy_s == pytest.approx(5)
+    assert done.usd == pytest.approx(5 * 2 * 0.01)
+    assert (done.usage.num_prompt_tokens, done.usage.num_cached_tokens, done.usage.num_output_tokens) == (5, 4, 2)
+    assert done.usage.speculation.accepted_per_position == (1,)
+
+
+def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
+    closed = []
+
+    async def answers():
+        try:
+            yield STREAM[0]
+            yield STREAM[1]
+        finally:
+            closed.append(True)
+
+    async def leave():
+        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
+
+
+def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
+    def chosen(index, count):
+        return event(choices=[{"index": index, "delta": {}}], usage={"prompt_tokens": 5, "completion_tokens": count})
+
+    async def leave():
+        answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
+        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 5)
+    assert record(tmp_path).usage.num_prompt_tokens == 5
+
+
+@pytest.mark.parametrize(("choices_per_prompt", "num_prompt_tokens"), [(1, 5 + 7 + 9), (2, 5 + 9)])
+def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, choices_per_prompt, num_prompt_tokens):
+    def chosen(index, prompt_tokens, count):
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+        return event(choices=[{"index": index, "text": "x"}], usage=usage)
+
+    async def leave():
+        second = 7 if choices_per_prompt == 1 else 5
+        answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
+        begin = partial(engine_account.begin, "r1", "alice", choices_per_prompt)
+        stream = relay(answers, begin, wants_each_usage=False)
+        await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 6)
+    assert record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
+
+
+def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
+    with pytest.raises(RuntimeError, match="dead"):
+        passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), wants_each_usage=False)
+    assert (record(tmp_path).outcome, record(tmp_path).usage.num_failed_rows) == ("failed", 1)
+
+
+class EngineDeadError(Exception):
+    """As vLLM's, by its name."""
+
+
+FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
+
+
+@pytest.mark.parametrize("fault", [[[FAULT], ["data: [DONE]\n\n"]], [[token("!", 3), FAULT, "data: [DONE]\n\n"]]])
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_account, tmp_path, fault, is_dead):
+    engine_account.ready()
+    seen = []
+
+    async def check_health():
+        if is_dead:
+            raise EngineDeadError
+
+    async def read():
+        sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
+        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False):
+            seen.extend(item)
+
+    with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
+        asyncio.run(read())
+    assert len(seen) == len(STREAM[0])
+    assert "stack trace" not in str(raised.value)
+    assert [one.outcome for one in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        event(error={"message": "no", "code": 400}),
+        event(error={"message": "no"}),
+        event(error="no"),
+        token('{"error": {"code": 500}}', 1),
+        'data: "error"\n\n',
+    ],
+)
+def test_no_other_event_is_taken_for_a_fault(text):
+    async def check_health():
+        raise AssertionError
+
+    async def read():
+        return [item async for item in raising_faults(generate([[text]]), check_health)]
+
+    assert asyncio.run(read()) == [[text]]
+
+
+def test_what_failed_before_anything_of_an_answer_was_there_is_free(engine_account, clock, tmp_path):
+    """As for the gate, to which its answer has another status than 200; the seconds stay in the account."""
+    engine_account.ready()
+
+    async def slow(items, error=None):
+        clock.now += 2
+        async for item in generate(items, error):
+            yield item
+
+    def paid(items, error=None):
+        with contextlib.suppress(RuntimeError):
+            passed(engine_account, slow(items, error), wants_each_usage=False)
+        one = RequestReader(tmp_path / "ledger").new()[-1]
+        assert (one.outcome, one.usage.busy_s) == ("failed", pytest.approx(2))
+        return one.usd
+
+    refusal = SimpleNamespace(error=SimpleNamespace(code=400))
+    assert paid([], RuntimeError("boom")) == paid([refusal]) == paid([[event(error={"message": "no"})]]) == 0
+    assert paid(STREAM[:1], RuntimeError("boom")) == pytest.approx(2 * 2 * 0.01)
+
+
+def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
+    out = passed(engine_account, generate([[event(error={"message": "no"})]]), wants_each_usage=False)
+    assert next(events(out[0][0])) == {"error": {"message": "no"}}
+    assert record(tmp_path).outcome == "failed"
+
+
+class Whole(SimpleNamespace):
+    def model_dump(self, include):
+        return {name: getattr(self, name) for name in include}
+
+    def model_dump_json(self):
+        return json.dumps(vars(self))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Whole(usage=USAGE, metrics=DRAFTS),
+        SimpleNamespace(error=SimpleNamespace(code=400)),
+        [event(error={"message": "no"})],
+    ],
+)
+def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, clock, tmp_path, answer):
+    async def slow():
+        clock.now += 2
+        yield answer
+
+    passed(engine_account, slow(), wants_each_usage=False)
+    assert record(tmp_path).ttft_s is None
+
+
+def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, tmp_path):
+    (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), wants_each_usage=False)
+    assert answer.said["peagle"]["acceptance_length"] == 1.5
+    assert json.loads(answer.body) == answer.said
+    assert record(tmp_path).usage.num_output_tokens == 2
+
+
+def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
+    refusal = SimpleNamespace(error=SimpleNamespace(code=400))
+    assert passed(engine_account, generate([refusal]), wants_each_usage=False) == [refusal]
+    assert record(tmp_path).outcome == "failed"
+
+
+def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut(engine_account, clock, tmp_path):
+    engine_account.ready()
+
+    async def answers():
+        clock.now += 2
+        with contextlib.suppress(asyncio.CancelledError):  # as vLLM's `chat_completion_full_generator`
+            await asyncio.sleep(60)
+        yield SimpleNamespace(error=SimpleNamespace(code=400, message="Client disconnected"))
+
+    async def leave():
+        reader = asyncio.create_task(anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), **EACH)))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader])
+        return reader.cancelled()
+
+    assert asyncio.run(leave())
+    cut = record(tmp_path)
+    assert (cut.outcome, cut.usage.num_output_tokens, cut.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
+
+
+def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
+    with pytest.raises(EngineDeadError):
+        passed(engine_account, generate(STREAM[:1], EngineDeadError()), wants_each_usage=False)
+    assert not RequestReader(tmp_path / "ledger").new()
+
+
+# --- what a power cut leaves
+
+
+def test_an_answer_has_not_ended_before_its_record_is_on_the_disk_and_the_loop_is_not_held(
+    engine_account, tmp_path, monkeypatch
+):
+    may_end = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda _: may_end.wait(20))
+
+    async def scene():
+        passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
+        for _ in range(20):
+            await asyncio.sleep(0.01)  # the loop goes on
+        ended_before = [one.done() for one in passing]
+        may_end.set()
+        await asyncio.gather(*passing)
+        return ended_before
+
+    assert asyncio.run(scene()) == [False, False]
+    assert len(RequestReader(tmp_path / "ledger").new()) == 2
+
+
+@pytest.mark.parametrize(("disk", "says"), [("fails", "Input/output error"), ("hangs", "no answer of the disk")])
+def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account, monkeypatch, caplog, disk, says):
+    may_end = threading.Event()
+
+    def sync(_):
+        if disk == "fails":
+            raise OSError(5, "Input/output error")
+        may_end.wait(20)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(account, "_DISK_S", 0.2)
+    asyncio.run(drained(engine_account, "r"))
+    may_end.set()
+    assert says in caplog.text
+
+
+async def drained(engine_account, name):
+    answers = generate(STREAM)
+    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), wants_each_usage=False)]
+
+
+def answered(items):
+    async def read():
+        refusals = answering_refusals(generate(items), lambda error: None, lambda told: ("refused", told["code"]))
+        return [item async for item in refusals]
+
+    return asyncio.run(read())
+
+
+def test_a_refusal_in_the_first_event_of_a_stream_becomes_the_answer():
+    told = event(error={"message": "no", "code": 400})
+    assert answered([[told, "data: [DONE]\n\n"]]) == [("refused", 400)]
+    assert answered([[told], ["data: [DONE]\n\n"]]) == [("refused", 400)]
+
+
+@pytest.mark.parametrize(
+    "items", [STREAM, [[token("a", 1)], [event(error={"message": "no", "code": 400})]], [[event(error="no")]], [[]]]
+)
+def test_any_other_stream_passes_as_it_is(items):
+    assert answered(items) == items

@@ -1,0 +1,208 @@
+"""Real output processors of vLLM, to which a test tells what an engine core would."""
+
+import asyncio
+import gc
+import time
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics
+
+from peagle.economics.ledger import RequestReader
+from pipelines.online.replica.relay import Pace, in_pieces, relay
+from pipelines.online.replica.sequences import Sequences, tell_sequences
+
+PAST_S = 100.0  # so long ago the requests arrived
+DRAFTED = RequestSpecDecodeMetrics(num_spec_tokens=3, histogram=[1, 0, 2, 0], num_draft_tokens=9)
+
+
+class Whole(SimpleNamespace):
+    def model_dump(self, include):
+        return {name: getattr(self, name, None) for name in include}
+
+    def model_dump_json(self):
+        return "{}"
+
+
+class Engine:
+    """A front end whose core answers when a test says so."""
+
+    def __init__(self):
+        self.processor = OutputProcessor(None, log_stats=True)
+        tell_sequences(self.processor)
+
+    def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
+        """As `AsyncLLM.add_request`."""
+        params = SamplingParams(n=n, max_tokens=9, output_kind=kind)
+        names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
+        whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
+        parent = None if n == 1 else ParentRequest(whole)
+        for index, one in enumerate(names):
+            request = whole if n == 1 else self._request(one, parent.get_child_info(index)[1])
+            self.processor.add_request(request, "x", parent, index, queue)
+        return names, queue
+
+    def _request(self, name, params):
+        return EngineCoreRequest(
+            request_id=name, external_req_id="the same", prompt_token_ids=[1, 2], mm_features=None,
+            sampling_params=params, pooling_params=None, arrival_time=time.time() - PAST_S, lora_request=None,
+            cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+
+    def say(self, *names, drafted=DRAFTED, ends=True):
+        outputs = [
+            EngineCoreOutput(
+                request_id=name, new_token_ids=[5], finish_reason=FinishReason.LENGTH if ends else None,
+                spec_decode_metrics=drafted if ends else None,
+            )
+            for name in names
+        ]  # fmt: skip
+        self.processor.process_outputs(outputs, time.monotonic(), IterationStats())
+
+    async def answers(self, *names, n=1):
+        """A whole answer to so many prompts."""
+        for name in names:
+            children, queue = self.add(name, n)
+            await asyncio.sleep(0.01)
+            self.say(*children, ends=False)
+            await asyncio.sleep(0.01)
+            self.say(*children)
+            assert (await queue.get()).finished
+        num_tokens = 2 * n * len(names)
+        yield Whole(usage={"prompt_tokens": 2, "completion_tokens": num_tokens}, metrics=None)
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+async def drain(answers):
+    return [answer async for answer in answers]
+
+
+def records(tmp_path):
+    return {record.request_id: record for record in RequestReader(tmp_path / "ledger").new()}
+
+
+@pytest.mark.parametrize(
+    ("names", "n", "num_sequences"), [(["a"], 1, 1), (["a"], 3, 3), (["a", "b"], 1, 2), (["a", "b"], 2, 4)]
+)
+def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
+    engine, engine_account, tmp_path, names, n, num_sequences
+):
+    begin = partial(engine_account.begin, "r", "alice")
+    asyncio.run(drain(relay(engine.answers(*names, n=n), begin, wants_each_usage=False)))
+    speculation = records(tmp_path)["r"].usage.speculation
+    assert speculation.num_drafts == 3 * num_sequences
+    assert speculation.num_draft_tokens == 9 * num_sequences
+    assert speculation.accepted_per_position == (2 * num_sequences, 2 * num_sequences, 0)
+
+
+def test_requests_at_once_are_told_apart(engine, engine_account, tmp_path):
+    def asked(name, n):
+        answers = relay(engine.answers(name, n=n), partial(engine_account.begin, name, "alice"), wants_each_usage=False)
+        return drain(in_pieces(answers, Pace(0.0)))
+
+    async def both():
+        await asyncio.gather(asked("one", 1), asked("two", 2))
+
+    asyncio.run(both())
+    found = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
+    assert found == {"one": 3, "two": 6}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tmp_path, n):
+    """From the beginning of its account, whenever vLLM itself says that it came."""
+    began = time.time()
+    (answer,) = asyncio.run(
+        drain(relay(engine.answers("a", n=n), partial(engine_account.begin, "r", "alice"), wants_each_usage=False))
+    )
+    record = records(tmp_path)["r"]
+    assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
+    assert answer.said["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
+
+
+def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine, engine_account, tmp_path):
+    async def answers(says):
+        names, queue = engine.add("-".join(says))
+        for _ in says:
+            engine.say(*names, ends=False)
+        await queue.get()
+        yield
+
+    async def leave(name, says):
+        stream = relay(answers(says), partial(engine_account.begin, name, "alice"), wants_each_usage=False)
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.01)
+        reader.cancel()
+        await asyncio.wait([reader])
+
+    asyncio.run(leave("begun", ["a", "b"]))
+    asyncio.run(leave("not begun", []))
+    found = records(tmp_path)
+    assert {name: record.outcome for name, record in found.items()} == {"begun": "cut", "not begun": "cut"}
+    assert found["begun"].ttft_s >= 0
+    assert found["not begun"].ttft_s is None
+    assert found["begun"].usage.speculation.num_drafts == 0
+
+
+def test_the_end_of_a_stream_that_comes_together_with_what_was_before_has_its_drafts(engine):
+    sequences = Sequences()
+    sequences.listen()
+    names, queue = engine.add("a", kind=RequestOutputKind.DELTA)
+    engine.say(*names, ends=False)
+    engine.say(*names)
+    (output,) = queue.get_nowait().outputs
+    assert output.finish_reason == "length"
+    assert output.spec_decode_metrics is None, "vLLM keeps them now"
+    assert sequences.speculation.num_drafts == 3
+
+
+def test_of_a_choice_that_a_string_of_stop_ends_vllm_tells_no_drafts(engine):
+    """The front end finds the string, and the core, which has the drafts, is only told to give the sequence up."""
+    sequences = Sequences()
+    sequences.listen()
+    names, queue = engine.add("a", n=2)
+    engine.processor.request_states[names[0]].detokenizer.update = lambda *_: "stop"
+    engine.say(names[0], ends=False)
+    engine.say(names[1])
+    assert [output.finish_reason for output in queue.get_nowait().outputs] == ["stop", "length"]
+    assert sequences.speculation.num_drafts == 3
+
+
+def test_of_a_search_that_starts_new_sequences_at_each_token_only_the_figures_are_kept(engine):
+    sequences = Sequences()
+    sequences.listen()
+    states = []
+    for step in range(5):
+        names, _ = engine.add(f"beam-{step}", n=2)
+        states += [weakref.ref(engine.processor.request_states[name]) for name in names]
+        began_at = sequences.first_token_at
+        engine.say(*names)
+        assert began_at in (None, sequences.first_token_at), "the first one's is told"
+    assert sequences.speculation.num_drafts == 3 * len(states)
+    gc.collect()
+    assert [state() is None for state in states] == [True] * 8 + [False] * 2
+
+
+def test_where_nobody_listens_and_where_nothing_is_told_there_is_nothing(engine):
+    async def answer(drafted):
+        names, _ = engine.add("a")
+        engine.say(*names, drafted=drafted)
+
+    asyncio.run(answer(DRAFTED))
+    sequences = Sequences()
+    sequences.listen()
+    assert (sequences.speculation, sequences.first_token_at) == (None, None)
+    asyncio.run(answer(None))
+    assert sequences.speculation is None
+    assert sequences.first_token_at == pytest.approx(time.time(), abs=5)

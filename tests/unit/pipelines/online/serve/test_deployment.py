@@ -1,0 +1,82 @@
+import pytest
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import DeploymentSchema
+
+from peagle.engine.spec import EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+from pipelines.online.config import ServedModelKeys
+from pipelines.online.serve.deployment import RequestCounts, Sizes, check_parsers, deployment_config, make_llm_config
+from pipelines.online.serve.routing import PrefixRouter
+
+CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=2)
+
+
+def sizes(max_replicas=1, queued=8):
+    return Sizes(
+        counts=RequestCounts(target=5.6, admitted=9, queued=queued),
+        min_replicas=0,
+        max_replicas=max_replicas,
+        upscale_delay_s=10,
+        downscale_delay_s=300,
+        drain_s=60,
+        stream_interval_ms=50,
+        stream_pieces_per_s=40,
+        num_cpus=1.0,
+    )
+
+
+def options(max_replicas=1, queued=8, on_gpu=False, **spec):
+    return deployment_config(EngineSpec(model="m", **spec), sizes(max_replicas, queued), on_gpu=on_gpu)
+
+
+def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_config_says():
+    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
+    assert config.engine_kwargs["generation_config"] == "vllm"
+
+
+def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_asks():
+    from vllm.config import StructuredOutputsConfig
+
+    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
+    assert StructuredOutputsConfig(**config.engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
+
+
+@pytest.mark.parametrize("max_replicas", [1, 3])
+def test_serve_takes_the_options(max_replicas):
+    schema = DeploymentSchema(name="m", **options(max_replicas))
+    assert schema.autoscaling_config["target_ongoing_requests"] == 5.6
+
+
+def test_scaling_to_zero_starts_with_one():
+    scaling = options()["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 1)
+
+
+def test_prefixes_are_followed_only_where_there_is_a_choice():
+    assert "request_router_config" not in options()
+    assert "request_router_config" not in options(3, enable_prefix_caching=False)
+    router = options(3)["request_router_config"]
+    assert RequestRouterConfig(**router).get_request_router_class() is PrefixRouter
+    assert router["request_router_kwargs"]["most_ahead"] == 2
+
+
+def test_an_engine_on_cpu_takes_no_more_than_its_bundle():
+    assert options()["ray_actor_options"] == {"num_cpus": 0}
+    assert options(queued=0)["max_queued_requests"] == 1
+
+
+def test_parsers_are_vllms():
+    keys = ServedModelKeys(tool_call_parser="hermes", reasoning_parser="qwen3")
+    assert keys.parsers == {
+        "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    }  # fmt: skip
+    check_parsers(keys.parsers)
+    assert ServedModelKeys().parsers == {}
+
+
+@pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_vllm_does_not_have_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM has no such parser") as info:
+        check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
+    assert "qwen3" in info.value.hint

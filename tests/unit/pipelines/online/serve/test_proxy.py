@@ -1,0 +1,293 @@
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.errors import ConfigError
+from pipelines.online.app import build
+from pipelines.online.config import ServeConfig
+from pipelines.online.serve import proxy as front
+from pipelines.online.serve.proxy import Front, middlewares, require_certificate
+
+OURS = (b"x-peagle-request-id", b"r")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+def start(status, *headers):
+    return {"type": "http.response.start", "status": status, "headers": list(headers)}
+
+
+def body(text=b"", more_body=False):
+    return {"type": "http.response.body", "body": text, "more_body": more_body}
+
+
+def asked(proxy, *, kind="http", path="/v1/models", headers=()):
+    """What a client gets through this proxy."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(Front(proxy)({"type": kind, "path": path, "headers": list(headers)}, None, send))
+    return sent
+
+
+def passed_on(*messages, error=None, **request):
+    """What a client gets when the proxy sends these messages, and then maybe fails."""
+
+    async def proxy(scope, receive, send):
+        for message in messages:
+            await send(message)
+        if error:
+            raise error
+
+    return asked(proxy, **request)
+
+
+def got_through(*headers, **request):
+    """Those of a client's headers that the proxy gets."""
+    seen = []
+
+    async def proxy(scope, receive, send):
+        seen.extend(scope["headers"])
+
+    asked(proxy, headers=headers, **request)
+    return seen
+
+
+def no_route(path):
+    """What Ray's proxy says where no application has the path."""
+    from ray.serve._private.proxy import HTTPProxy
+
+    async def messages():
+        *said, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
+        return said
+
+    return asyncio.run(messages())
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (start(200, OURS), body(b"all")),
+        (start(200, OURS, EVENTS), body(b"data: 1\n\n", True), body()),
+        (start(503, OURS), body(b"the gate's own")),
+        (start(404, OURS), body(b"the gate's own")),
+        (start(404), body(b"no such route")),
+        (start(404), body(b"of another application, ", True), body(b"in pieces")),
+        (start(200, OURS), body(b"half", True)),
+    ],
+)
+def test_what_the_ingress_says_is_passed_on(messages):
+    assert passed_on(*messages) == list(messages)
+
+
+@pytest.mark.parametrize("messages", [(), (start(500), body(b"ActorDiedError: ray::Secret")), (start(503), body(b"x"))])
+def test_an_ingress_that_died_is_a_503_of_the_api(messages):
+    head, text = passed_on(*messages)
+    assert head["status"] == 503
+    assert int(dict(head["headers"])[b"retry-after"]) > 0
+    assert int(dict(head["headers"])[b"content-length"]) == len(text["body"])
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions"])
+def test_an_endpoint_that_is_not_there_is_a_503_with_which_clients_ask_again(path):
+    messages = no_route(path)
+    assert messages[0]["status"] == 404
+    head, text = passed_on(*messages, path=path)
+    assert head["status"] == 503
+    assert int(dict(head["headers"])[b"retry-after"]) > 0
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("path", ["/", "/another/application"])
+def test_a_path_that_is_not_the_apis_may_not_be_there(path):
+    messages = no_route(path)
+    assert passed_on(*messages, path=path) == messages
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event():
+    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = passed_on(*begun)
+    assert first == begun
+    assert not last["more_body"]
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/another/application"])
+def test_a_proxy_that_fails_is_a_503(path):
+    head, text = passed_on(error=KeyError("Secret"), path=path)
+    assert head["status"] == 503
+    assert json.loads(text["body"])["error"]["code"] == "overloaded"
+
+
+def test_a_stream_in_which_the_proxy_fails_ends_with_an_error_event():
+    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = passed_on(*begun, error=KeyError("Secret"))
+    assert first == begun
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (start(500), body(b"its own page")),
+        (start(503, EVENTS), body(b"in ", True), body(b"pieces")),
+        (start(200, EVENTS), body(b"data: 1\n\n", True)),
+    ],
+)
+def test_what_another_application_says_is_its_own(messages):
+    assert passed_on(*messages, path="/another/application") == list(messages)
+
+
+def test_what_the_gate_has_signed_is_the_endpoints_wherever_it_is():
+    *_, last = passed_on(start(200, OURS, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
+    assert b"overloaded_error" in last["body"]
+
+
+@pytest.fixture
+def control():
+    """The headers that Ray's proxy reads: those that it obeys, and those that it notes."""
+    from ray.serve._private import constants as ray
+
+    obeyed = [
+        ray.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        ray.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        ray.SERVE_MULTIPLEXED_MODEL_ID,
+        ray.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
+    ]
+    noted = [ray.SERVE_HTTP_REQUEST_ID_HEADER, ray.SERVE_SESSION_ID, ray.SERVE_SESSION_ID.replace("-", "_")]
+    return [name.encode() for name in obeyed], [name.encode() for name in noted]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_nobody_but_another_applications_client_gives_the_proxy_orders(control, kind):
+    obeyed, noted = ([(name, "é".encode()) for name in names] for names in control)
+    assert got_through(*obeyed, *noted, kind=kind) == noted
+    assert got_through(*obeyed, *noted, kind=kind, path="/another/application") == [*obeyed, *noted]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+def test_the_proxy_gets_nothing_to_read_that_is_no_text(control, kind, path):
+    other = (b"x-other", b"\xff")
+    unreadable = [(name, b"\xff") for names in control for name in names]
+    assert got_through(*unreadable, other, kind=kind, path=path) == [other]
+
+
+def test_what_is_no_request_is_left_alone():
+    assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
+
+
+def test_ray_finds_it_by_its_name(monkeypatch):
+    from uvicorn.protocols.http import auto
+
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # which it changes
+    module, _, name = front.IMPORT_PATH.partition(":")
+    assert (module, name) == (front.__name__, "middlewares")
+    (middleware,) = middlewares()
+    assert middleware.cls is Front
+
+
+def test_rays_limit_for_an_answer_is_none_beside_ours():
+    """It is read when Ray's module is imported, so in a process that is started with it."""
+    script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=os.environ | front.ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 30 * 24 * 3600
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
+def test_the_proxy_never_sees_a_path_of_the_api_that_cannot_be_printed(end):
+    head, answer = passed_on(start(200), body(b"all"), path=f"/v1/models{end}")
+    assert (head["status"], json.loads(answer["body"])["error"]["code"]) == (400, "invalid_path")
+    assert passed_on(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
+
+
+NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two certificates with their keys."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("one", "two"):
+        files = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem")
+        subprocess.run([*NEW_KEY, "-nodes", "-subj", "/CN=localhost", *files], check=True, capture_output=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def pair(tmp_path, made):
+    """Write a certificate and a key, and require them."""
+
+    def require(certificate=made["one.pem"], key=made["one.key"], mode=0o600):
+        cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
+        cert_path.write_bytes(certificate)
+        key_path.write_bytes(key)
+        key_path.chmod(mode)
+        require_certificate(cert_path, key_path)
+
+    return require
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
+def test_a_certificate_with_its_key_passes(pair, made, mode):
+    pair(mode=mode)
+    pair(certificate=made["one.pem"] + made["two.pem"])  # those of its issuers after it
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
+def test_a_key_that_everybody_may_use_is_refused(pair, mode):
+    with pytest.raises(ConfigError, match=rf"tls_key .*key\.pem: everybody .* \(mode {mode:04o}\)"):
+        pair(mode=mode)
+
+
+def test_the_key_of_another_certificate_is_refused(pair, made):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it is not the key of the certificate in .*cert\.pem"):
+        pair(key=made["two.key"])
+
+
+@pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_a_file_that_holds_no_certificate_is_refused(pair, data):
+    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it holds no certificate"):
+        pair(certificate=data)
+
+
+@pytest.mark.parametrize("data", [b"", b"no pem"])
+def test_a_file_that_holds_no_key_is_refused(pair, data):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it holds no private key"):
+        pair(key=data)
+
+
+def test_the_two_the_wrong_way_round_are_refused(pair, made):
+    with pytest.raises(ConfigError, match="it holds no certificate"):
+        pair(certificate=made["one.key"], key=made["one.pem"])
+
+
+def test_a_key_that_is_encrypted_is_refused_and_nobody_asked_for_its_word(pair, tmp_path):
+    files = ("-keyout", tmp_path / "locked", "-out", tmp_path / "of-it", "-passout", "pass:word")
+    subprocess.run([*NEW_KEY, "-subj", "/CN=localhost", *files], check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="it is encrypted"):
+        pair(certificate=(tmp_path / "of-it").read_bytes(), key=(tmp_path / "locked").read_bytes())
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"tls_cert .*: Is a directory"):
+        require_certificate(tmp_path, tmp_path)
+
+
+def test_where_serve_deploys_the_certificate_is_serves(tmp_path):
+    with pytest.raises(ConfigError, match="tls_cert") as caught:
+        build(ServeConfig(tls_cert=tmp_path / "c", tls_key=tmp_path / "k"))
+    assert "ssl_certfile" in caught.value.hint
+
+
+@pytest.mark.parametrize("files", [{}, {"tls_cert": "c", "tls_key": "k"}])
+def test_the_address_says_which_way_clients_come(files):
+    assert ServeConfig(**files).url == f"{'https' if files else 'http'}://127.0.0.1:8000/v1"

@@ -1,0 +1,185 @@
+"""Which of several engines gets a request. The engines are names; Ray's routing around the choice is its own."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+from pipelines.online.serve.routing import PrefixRouter
+
+DEPLOYMENT = DeploymentID(name="m", app_name="peagle")
+LONG = "def add(a, b):\n    return a + b\n" * 20
+
+
+class Router(PrefixRouter):
+    """The router with engines by name, and how many requests each has."""
+
+    def __init__(self, most_ahead=2, max_blocks=100):
+        super().__init__(
+            deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+        )
+        self.initialize_state(most_ahead=most_ahead, max_blocks=max_blocks)
+
+    def have(self, **lengths):
+        self.update_replicas([replica(name) for name in lengths])
+        for name, length in lengths.items():
+            self.on_new_queue_len_info(replica_id(name), length)
+
+    async def _probe_queue_lens(self, replicas, backoff_index):
+        return []
+
+
+def replica_id(name):
+    return ReplicaID(unique_id=name, deployment_id=DEPLOYMENT)
+
+
+def replica(name):
+    return SimpleNamespace(replica_id=replica_id(name), node_id="n", availability_zone=None, multiplexed_model_ids=())
+
+
+def request(**body):
+    metadata = RequestMetadata(request_id="r", internal_request_id="r")
+    return PendingRequest(args=[SimpleNamespace(**body), None], kwargs={}, metadata=metadata)
+
+
+def routed(check):
+    """Run a check with a router and its two engines, a and b."""
+
+    async def run():
+        router = Router()
+        router.have(a=0, b=0)
+        await check(router)
+
+    asyncio.run(run())
+
+
+async def first_group(router, asked):
+    groups = await router.choose_replicas(list(router.curr_replicas.values()), asked)
+    return {one.replica_id.unique_id for one in groups[0]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"prompt": LONG}, {"prompt": LONG + "def sub(a, b):"}),
+        ({"prompt": list(range(500))}, {"prompt": [*range(500), 7]}),
+        ({"prompt": [list(range(500))]}, {"prompt": [list(range(500)), [1]]}),
+        (
+            {"messages": [{"role": "user", "content": LONG}]},
+            {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]},
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG + "and"}]}]},
+        ),
+    ],
+)
+def test_what_begins_alike_goes_to_the_engine_that_has_seen_it(before, after):
+    async def check(router):
+        router.on_request_routed(request(**before), replica_id("b"), None)
+        assert await first_group(router, request(**after)) == {"b"}
+        assert await first_group(router, request(prompt="x" * 1000)) == {"a", "b"}
+
+    routed(check)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [1, 2, 3]},
+        {"prompt": None},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": object()}]},
+        {},
+    ],
+)
+def test_a_prompt_of_which_nothing_is_known_goes_to_any_engine(body):
+    async def check(router):
+        router.on_request_routed(request(**body), replica_id("a"), None)
+        assert await first_group(router, request(**body)) == {"a", "b"}
+
+    routed(check)
+
+
+def test_an_engine_that_is_ahead_of_another_gets_no_more_for_the_sake_of_a_prefix():
+    async def check(router):
+        asked = request(prompt=LONG)
+        router.on_request_routed(asked, replica_id("b"), None)
+        router.have(a=1, b=3)
+        assert await first_group(router, asked) == {"b"}
+        router.have(a=1, b=4)
+        assert await first_group(router, asked) == {"a", "b"}
+
+    routed(check)
+
+
+def test_where_the_engine_has_no_room_two_of_all_are_tried_next():
+    async def check(router):
+        router.have(a=0, b=0, c=0)
+        router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
+        alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
+        assert [one.replica_id.unique_id for one in alike] == ["c"]
+        assert len(others) == 2
+
+    routed(check)
+
+
+def test_engines_that_are_gone_are_forgotten_and_never_chosen():
+    async def check(router):
+        router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
+        router.on_replica_actor_died(replica_id("b"))
+        router.on_request_routed(
+            request(prompt=LONG), replica_id("b"), None
+        )  # its answer came before its death was known
+        assert await first_group(router, request(prompt=LONG)) == {"a"}
+        router.have(a=0, b=0)
+        assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+        router.have(c=0)
+        assert await first_group(router, request(prompt=LONG)) == {"c"}
+        router.have()
+        assert await router.choose_replicas([], request(prompt=LONG)) == []
+
+    routed(check)
+
+
+def test_only_the_latest_blocks_are_remembered_and_the_beginning_of_a_prompt_longest():
+    async def check(router):
+        router.initialize_state(most_ahead=2, max_blocks=4)
+        router.on_request_routed(request(prompt=LONG), replica_id("b"), None)  # five blocks
+        assert await first_group(router, request(prompt=LONG)) == {"b"}
+        router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
+        assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+        assert await first_group(router, request(prompt="y" * 600)) == {"b"}
+
+    routed(check)
+
+
+def test_a_prompt_of_another_key_draws_nothing_to_its_engine():
+    """Engines keep it apart by its salt, so nothing of it would be computed already."""
+
+    async def check(router):
+        router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
+        assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}
+        assert await first_group(router, request(prompt=LONG, cache_salt="alice")) == {"b"}
+
+    routed(check)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 524_000, [[1] * 524_000], ["x"] * 250_000, "x" * 2**20], ids=["ids", "prompts", "texts", "text"]
+)
+def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
+    async def check(router):
+        started = time.perf_counter()
+        router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
+        assert await first_group(router, request(prompt=prompt)) == {"b"}
+        assert time.perf_counter() - started < 0.3
+
+    routed(check)

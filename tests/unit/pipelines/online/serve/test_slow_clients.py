@@ -1,0 +1,229 @@
+"""Raw sockets against real uvicorn servers, with both of its protocols, and as Ray's proxies start it."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pipelines.online.serve import proxy, slow_clients
+
+LIMIT_S = 0.5
+KEEP_ALIVE_S = 60
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
+READ_BYTES = 256 * 1024  # as much as a server takes at once
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+async def app(scope, receive, send):
+    """Answers when the body is there, or at once where the path is /early."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        await receive()
+        return
+    while scope["path"] != "/early" and (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch):
+    monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # some tests change it
+
+
+@contextlib.contextmanager
+def connected_to(protocol):
+    """A connection to a server with this protocol."""
+    config = uvicorn.Config(
+        app, port=0, http=protocol, ws="websockets-sansio", log_level="critical", lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        with socket.create_connection(server.servers[0].sockets[0].getsockname(), timeout=10) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
+def client(request):
+    with connected_to(slow_clients.limited(request.param)) as client:
+        yield client
+
+
+def rest(client):
+    """All that comes until the server closes the connection, and how long it took."""
+    started, said = time.monotonic(), b""
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(65_536):
+            said += piece
+    return said, time.monotonic() - started
+
+
+def is_open(client):
+    client.settimeout(3 * LIMIT_S)
+    try:
+        return client.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def trickle(client, data):
+    """Send byte by byte, slower than the limit for all of it; how much could be sent."""
+    client.settimeout(LIMIT_S / 10)
+    for index in range(len(data)):
+        with contextlib.suppress(TimeoutError):
+            if client.recv(1, socket.MSG_PEEK) is not None:
+                return index
+        client.sendall(data[index : index + 1])
+    return len(data)
+
+
+def answer(client):
+    said = client.recv(65_536)
+    while not said.endswith(b"ok"):
+        said += client.recv(65_536)
+    return said
+
+
+def check_408(said):
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head
+    assert f"content-length: {len(body)}".encode() in head
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+
+
+def test_who_sends_nothing_is_let_go(client):
+    said, took_s = rest(client)
+    assert said == b""
+    assert 0.5 * LIMIT_S < took_s < 8 * LIMIT_S
+
+
+def test_headers_that_come_byte_by_byte_have_one_limit_for_all(client):
+    assert trickle(client, HEAD) < len(HEAD)
+    client.settimeout(10)
+    said, _ = rest(client)
+    check_408(said)
+
+
+@pytest.mark.parametrize("half", [HEAD, b"G"])
+def test_so_have_those_of_the_next_request(client, half):
+    client.sendall(REQUEST)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    client.sendall(half)
+    said, took_s = rest(client)
+    check_408(said)
+    assert took_s < 8 * LIMIT_S
+
+
+def test_empty_lines_before_a_request_do_not_hold_a_connection():
+    with connected_to(slow_clients.limited(HttpToolsProtocol)) as client:  # h11 refuses them
+        client.sendall(REQUEST)
+        answer(client)
+        assert trickle(client, b"\r\n" * 20) < 40
+
+
+def test_a_body_that_was_answered_before_its_end_has_it_too(client):
+    client.sendall(HEAD.replace(b"/", b"/early", 1) + b"\r\n")
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    client.sendall(b"b")
+    _, took_s = rest(client)
+    assert took_s < 8 * LIMIT_S
+
+
+@pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
+@pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
+def test_headers_without_end_are_refused(protocol, status, begun):
+    with connected_to(slow_clients.limited(protocol)) as client:
+        client.sendall(REQUEST)
+        answer(client)
+        client.sendall(begun + b"x" * (slow_clients.LIMIT_BYTES - len(begun)))
+        client.sendall(b"x")
+        said, _ = rest(client)
+    assert said.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in said
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
+def test_nor_does_what_else_is_no_body_come_without_end(begun):
+    head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
+    with connected_to(slow_clients.limited(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
+        client.sendall(head + begun + b"x" * READ_BYTES)
+        client.sendall(b"x" * 2 * slow_clients.LIMIT_BYTES)
+        assert rest(client)[0] == b""
+
+
+@pytest.mark.parametrize("path", [b"/", b"/early"])
+def test_a_body_may_be_longer(client, path):
+    body = b"x" * 2 * READ_BYTES
+    client.sendall(HEAD.replace(b"/", path, 1).replace(b": 4", f": {len(body)}".encode()) + b"\r\n" + body)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    client.sendall(REQUEST)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_may_take_longer_and_so_may_what_comes_between_requests(client):
+    client.sendall(HEAD + b"\r\n")
+    for piece in (b"b", b"o", b"d", b"y"):
+        time.sleep(LIMIT_S)
+        client.sendall(piece)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert is_open(client)
+    client.settimeout(10)
+    client.sendall(REQUEST)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_websocket_is_left_alone(client):
+    client.sendall(UPGRADE)
+    assert client.recv(65_536).startswith(b"HTTP/1.1 101 ")
+    assert is_open(client)
+
+
+def test_uvicorn_alone_has_no_such_limit():
+    with connected_to("auto") as client:
+        client.sendall(b"GET")
+        assert is_open(client)
+
+
+def test_the_server_of_rays_proxies_has_it(monkeypatch):
+    from ray.serve._private import http_util
+    from ray.serve.config import HTTPOptions
+
+    monkeypatch.setattr(http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", proxy.IMPORT_PATH)
+
+    async def said_to_half_a_header():
+        options = http_util.configure_http_middlewares(HTTPOptions(host="127.0.0.1", port=0))
+        task, server = await http_util.start_asgi_http_server(app, options, event_loop=asyncio.get_running_loop())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        writer.write(b"GET")
+        said = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        server.should_exit = True
+        await task
+        return said
+
+    check_408(asyncio.run(said_to_half_a_header()))

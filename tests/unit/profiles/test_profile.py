@@ -1,0 +1,130 @@
+"""Profiles as files: written, read, refused, and laid under a command's keys."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from peagle.engine_options import EngineKeys
+from peagle.errors import ConfigError
+from peagle.profiles.profile import Profile, read_profile, write_profile
+
+
+@pytest.fixture
+def file(profile: Profile, tmp_path: Path) -> Path:
+    write_profile(tmp_path / "p.yaml", profile)
+    return tmp_path / "p.yaml"
+
+
+@pytest.fixture
+def changed(file: Path) -> Callable[..., Path]:
+    """The file with something else in it."""
+
+    def change(edit: Callable[[dict[str, Any]], Any]) -> Path:
+        data = yaml.safe_load(file.read_text())
+        edit(data)
+        file.write_text(yaml.safe_dump(data))
+        return file
+
+    return change
+
+
+def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file: Path, profile: Profile) -> None:
+    assert read_profile(file) == profile
+    assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 at once.\n# peagle generate --profile")
+    assert profile.chosen == profile.measurements[0]
+
+
+def test_a_profile_from_before_heads_were_kept_is_read(changed: Any, profile: Profile) -> None:
+    old = changed(lambda data: [cell.pop("head_fingerprint") for cell in data["measurements"]])
+    assert read_profile(old) == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("a: [", "not valid YAML"),
+        ("max_num_seqs: 4", "no peagle_profile, so it is no profile"),
+        ("- a", "no peagle_profile"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_profile(tmp_path / "x.yaml")
+    assert "peagle tune" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(peagle_profile=2), "peagle_profile: Input should be 1"),
+        (lambda d: d.pop("tuned"), "tuned: Field required"),
+        (lambda d: d["engine"].update(max_seqs=3), "engine holds 'max_seqs', which no engine has .*max_num_seqs"),
+        (lambda d: d["engine"].pop("drafter"), "engine lacks drafter"),
+        (lambda d: d["engine"].update(num_speculative_tokens=9), "no measurement is of the engine that was chosen"),
+        (lambda d: d.update(measurements=[]), "measurements"),
+        (lambda d: d["measurements"][0].update(k=0), "k is 0 exactly with method none"),
+        (lambda d: d.update(mine=1), "mine: Extra inputs"),
+    ],
+)
+def test_a_damaged_profile_is_refused_by_what_is_wrong(edit: Any, message: str, changed: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_profile(changed(edit))
+
+
+def test_keys_of_the_profile_hold_where_the_user_says_nothing(file: Path) -> None:
+    keys = EngineKeys(profile=file, max_model_len=512)
+    assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("peagle", 3, 4)
+    assert (keys.max_num_batched_tokens, keys.max_model_len) == (2048, 512)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"drafter": "none"}, {"drafter": "none", "num_speculative_tokens": None, "max_num_seqs": 4}),
+        ({"num_speculative_tokens": 7}, {"drafter": "auto", "num_speculative_tokens": 7}),
+        ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
+    ],
+)
+def test_half_of_a_choice_is_not_taken(said: Any, expected: Any, file: Path) -> None:
+    keys = EngineKeys(profile=file, **said)
+    assert {name: getattr(keys, name) for name in expected} == expected
+
+
+def test_a_profile_without_speculation_is_drafter_none(changed: Any) -> None:
+    def without(data: dict[str, Any]) -> None:
+        data["engine"] |= {"drafter": "none", "max_num_seqs": 16}
+        del data["engine"]["num_speculative_tokens"]
+        data["tuned"] |= {"concurrency": 16}
+
+    keys = EngineKeys(profile=changed(without))
+    assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("none", None, 16)
+
+
+def test_a_profile_of_another_target_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"p.yaml is of smollm2-135m, and the model is gpt-oss-20b") as refused:
+        EngineKeys(profile=file, model="gpt-oss-20b")
+    assert "peagle tune --model gpt-oss-20b" in refused.value.hint
+
+
+def test_a_folder_is_the_same_target_by_any_of_its_names(
+    changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
+    assert EngineKeys(profile=file, model="target").model == "target"
+    with pytest.raises(ConfigError, match="and the model is elsewhere"):
+        EngineKeys(profile=file, model="elsewhere")
+
+
+def test_keys_that_were_resolved_once_resolve_to_themselves(file: Path) -> None:
+    keys = EngineKeys(profile=file, max_num_seqs=64)
+    assert EngineKeys(**keys.model_dump()) == keys

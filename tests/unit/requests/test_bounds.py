@@ -1,0 +1,140 @@
+"""What may constrain a response, by its size alone."""
+
+import json
+import time
+
+import pytest
+
+from peagle.requests import bounds
+from peagle.requests.bounds import choice_error, grammar_error, pattern_error, request_error, schema_error
+from peagle.requests.sampling import SamplingKeys, parse_overrides
+
+
+def thing(num_properties, num_required=0):
+    names = [f"p{index}" for index in range(num_properties)]
+    return {"type": "object", "properties": {name: {} for name in names}, "required": names[:num_required]}
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+LARGE = {
+    "optional properties": thing(201),
+    "properties of all objects": {"allOf": [thing(600, 600), thing(600, 600)]},
+    "depth": nested(65),
+    "an enum": {"enum": list(range(2001))},
+    "unions together": {"anyOf": [{"enum": list(range(1000))}] * 3},
+    "maxItems": {"type": "array", "maxItems": 100_001},
+    "a length of many digits": {"type": "string", "minLength": 10**40},
+    "a pattern that repeats": {"type": "string", "pattern": "a{1,999999}"},
+    "a pattern that is long": {"type": "string", "pattern": "a" * 9000},
+    "references": {"anyOf": [{"$ref": "#"}] * 501},
+    "bytes": {"description": "x" * 70_000},
+}
+
+
+@pytest.mark.parametrize("schema", LARGE.values(), ids=LARGE)
+def test_a_schema_beyond_a_bound_is_refused_with_the_bound(schema):
+    message = schema_error(schema)
+    assert message == schema_error(json.dumps(schema))
+    assert any(character.isdigit() for character in message)
+    assert schema_error({"properties": {"inner": schema}}) is not None
+
+
+def test_the_schema_that_stalled_an_engine_is_refused_at_once():
+    began = time.perf_counter()
+    assert "3,000" in schema_error(thing(3000)) or "bytes" in schema_error(thing(3000))
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [thing(200), thing(1000, 900), nested(60), {"enum": ["a"] * 2000}, {"maxItems": 100_000}, {"$ref": "#"}, True],
+)
+def test_a_schema_within_the_bounds_passes(schema):
+    assert schema_error(schema) is None
+
+
+def test_a_schema_nested_beyond_pythons_own_limit_is_refused_and_fails_nothing():
+    assert "nested" in schema_error(nested(5000))
+    assert "nested" in schema_error("[" * 60_000) or schema_error("[" * 60_000) is None  # no JSON, by whoever reads it
+
+
+def test_patterns_grammars_and_choices_have_bounds():
+    assert "500,000" in pattern_error("(ab){500000}")
+    assert "500,000" in pattern_error("(ab){ 2 , 500000 }")
+    assert pattern_error("a{" + "9" * 5000 + "}")
+    assert pattern_error("[a-z]{2,3}") is None
+    assert "bytes" in grammar_error('root ::= "' + "a" * 70_000 + '"')
+    assert "2,001" in choice_error(["a"] * 2001)
+    assert "bytes" in choice_error(["a" * 40_000] * 2)
+    assert choice_error(["yes", "no"]) is None
+
+
+@pytest.mark.parametrize("text", ["a{1, ", "a{1 ", "a{ ", "a{1", "{1, "])
+def test_looking_for_repetitions_takes_no_longer_than_reading(text):
+    """Sixty kilobytes of blanks once took three quarters of a minute, in which no stream of the endpoint went on."""
+    began = time.process_time()
+    assert grammar_error(text + text[-1] * 60_000) is None
+    assert grammar_error(text * 12_000) is None
+    assert time.process_time() - began < 0.5
+
+
+HEAVY = thing(201)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": HEAVY}}]
+STRICT = [{"type": "function", "function": {"name": "f", "parameters": HEAVY, "strict": True}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": HEAVY}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "structural_tag", "structures": [{"schema": HEAVY}]}}, "response_format"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a{999999}"}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {"json": HEAVY}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(HEAVY)}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a{999999}"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"] * 3000}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "a" * 70_000}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": json.dumps({"a": HEAVY})}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "a{999999}"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools[0]"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools[0]"),
+        ({"tools": STRICT}, "tools[0]"),
+    ],
+)
+def test_every_place_of_a_request_that_holds_a_constraint_is_bounded(body, field):
+    assert request_error(body)[0] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "auto"}, {"response_format": "x"},
+     {"structured_outputs": [1]}, {"tools": "x", "tool_choice": "required"}, {"tools": [1], "tool_choice": "required"}],
+)  # fmt: skip
+def test_what_constrains_nothing_is_left_alone(body):
+    assert request_error(body) is None
+
+
+def test_bulk_has_the_same_bounds_for_the_run_and_for_a_row():
+    with pytest.raises(ValueError, match="optional properties"):
+        SamplingKeys(json_schema=json.dumps(HEAVY))
+    assert "optional properties" in parse_overrides({"json_schema": HEAVY})
+    assert "optional properties" not in str(parse_overrides({"json_schema": thing(10)}))
+
+
+def test_the_bounds_leave_room_for_what_openai_documents_in_sizes_that_compile():
+    assert bounds.MAX_BYTES >= 50_000

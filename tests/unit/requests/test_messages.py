@@ -1,0 +1,110 @@
+"""Messages in every form that OpenAI's clients send, held against what vLLM makes of them."""
+
+import copy
+import json
+
+import pytest
+
+from peagle.requests.messages import parse_messages
+
+USER = {"role": "user", "content": "weather?"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
+HISTORY = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+]
+FORMS = {
+    "tool history": HISTORY,
+    "tool history without a content": [USER, {"role": "assistant", "tool_calls": [CALL]}, HISTORY[2]],
+    "a tool's answer in parts": [*HISTORY[:2], {**HISTORY[2], "content": [{"type": "text", "text": "rain"}]}],
+    "several calls": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "c2"}]}],
+    "no calls": [USER, {"role": "assistant", "content": "x", "tool_calls": []}],
+    "arguments that are empty": [
+        USER,
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": ""}}]},
+    ],
+    "arguments that are no JSON": [
+        USER,
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]},
+    ],
+    "arguments that are no object": [
+        USER,
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+    ],
+    "text parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    "an empty part": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "b"}]}],
+    "thinking": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}]}],
+    "a refusal": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+    "names": [{"role": "system", "content": "s", "name": "n"}, {**USER, "name": "me"}],
+    "reasoning": [USER, {"role": "assistant", "content": "x", "reasoning": "because"}],
+    "reasoning by its old name": [USER, {"role": "assistant", "content": "x", "reasoning_content": "because"}],
+    "reasoning alone": [USER, {"role": "assistant", "content": None, "reasoning": "because"}],
+}
+
+
+def of_vllm(messages):
+    """vLLM's conversation for a template that takes text."""
+    from vllm.entrypoints.chat_utils import parse_chat_messages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    class Tracker:
+        """Of a model of text alone."""
+
+        multimodal_config = None
+        enable_prompt_embeds = False
+        allowed_local_media_path = ""
+        allowed_media_domains = None
+
+    request = ChatCompletionRequest.model_validate({"messages": copy.deepcopy(messages)})
+    for message in request.messages:
+        if not isinstance(message.get("content"), str | None):
+            message["content"] = list(message["content"])  # pydantic checks them as they are read
+    conversation, _, _ = parse_chat_messages(request.messages, Tracker(), "string")
+    return conversation
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_template_gets_what_vllm_gives_it(name):
+    assert parse_messages(FORMS[name]) == of_vllm(FORMS[name])
+
+
+def test_arguments_may_be_an_object_already():
+    """As files of conversations have them."""
+    call = {**CALL, "function": {"name": "f", "arguments": {"city": "Oslo"}}}
+    assert parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])[1]["tool_calls"] == [call]
+
+
+def test_what_was_sent_stays_as_it_was():
+    sent = json.dumps(HISTORY)
+    messages = json.loads(sent)
+    parse_messages(messages)
+    assert json.dumps(messages) == sent
+
+
+def test_a_key_that_is_null_was_not_there():
+    """Columnar files give every struct every key."""
+    assert parse_messages([{**USER, "tool_calls": None, "name": None}]) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "content": None}, "it needs a role and a content"),
+        ({"role": "user", "content": []}, "it needs a role and a content"),
+        ({"role": "tool", "tool_call_id": "c1"}, "it needs a role and a content"),
+        ({"role": "assistant", "content": None}, "it needs a role and a content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "it needs a role and a content"),
+        ({"role": "user", "content": [{"text": "x"}]}, "it needs a role and a content"),
+        ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "it needs a role and a content"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "x"}]}, "it needs a role and a content"),
+        ({"role": "user", "content": ["x"]}, "it needs a role and a content"),
+        ({"role": 7, "content": "x"}, "it needs a role and a content"),
+        ({"role": "assistant", "tool_calls": "f()"}, "its tool_calls must be"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "its tool_calls must"),
+        ({"role": "assistant", "tool_calls": [{"type": "function"}]}, "its tool_calls must be"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "function_call is not taken"),
+    ],
+)
+def test_what_is_wrong_is_said(message, says):
+    assert parse_messages([USER, message]).startswith(f", message 1: {says}")

@@ -1,0 +1,122 @@
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, resolve_prompts
+from pipelines.batch.config import GenerateConfig
+
+
+class WordTokenizer:
+    """A token a word; its chat template is as plain as can be."""
+
+    chat_template = "plain"
+
+    def encode(self, text, add_special_tokens=True):
+        return list(range(len(text.split()))) + ([99] if add_special_tokens else [])
+
+    def apply_chat_template(self, conversation, tokenize, add_generation_prompt):
+        assert add_generation_prompt
+        if [m["role"] for m in conversation][-1] == "assistant":
+            raise ValueError("the last message is the assistant's")
+        return " ".join(f"<{m['role']}> {m['content']}" for m in conversation) + " <assistant>"
+
+
+def config(**keys):
+    return GenerateConfig(input="x", output="y", **keys)
+
+
+def build(spec, columns, max_model_len=100):
+    return PromptBuilder(spec, WordTokenizer(), max_model_len).build(columns)
+
+
+def test_messages_win_over_prompt_and_prompt_is_the_next_default():
+    assert resolve_prompts(config(), ["prompt", "messages"], True).messages_column == "messages"
+    assert resolve_prompts(config(), ["prompt"], True).column == "prompt"
+
+
+def test_a_plain_prompt_goes_through_the_chat_template_where_there_is_one():
+    assert build(PromptSpec(column="prompt", chat=True), {"prompt": "a b"}) == list(range(4))
+    assert build(PromptSpec(column="prompt", chat=False), {"prompt": "a b"}) == [0, 1, 99]
+
+
+def test_a_system_prompt_comes_first():
+    assert len(build(PromptSpec(column="prompt", chat=True, system_prompt="be brief"), {"prompt": "a"})) == 6
+
+
+def test_a_template_uses_any_column():
+    spec = resolve_prompts(config(prompt_template="{{ a }} and {{ b }}"), ["a", "b"], False)
+    assert build(spec, {"a": "x", "b": 3}) == [0, 1, 2, 99]
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "message"),
+    [
+        ({}, ["text"], "neither a column 'prompt' nor 'messages'"),
+        ({"prompt_column": "promt"}, ["prompt"], "no column 'promt'(.|\n)*did you mean prompt"),
+        ({"prompt_template": "{{ promt }}"}, ["prompt"], "'promt', which is no column"),
+        ({}, ["custom_id", "method", "body"], "say --input-format openai-batch"),
+        ({"prompt_template": "{{ prompt"}, ["prompt"], "prompt_template, line 1"),
+    ],
+)
+def test_what_cannot_work_for_any_row_is_refused_before_an_engine_starts(keys, columns, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_prompts(config(**keys), columns, True)
+
+
+@pytest.mark.parametrize("keys", [{"chat": True}, {"messages_column": "m"}, {"system_prompt": "s"}])
+def test_chat_needs_a_chat_template(keys):
+    with pytest.raises(ConfigError, match="chat template"):
+        resolve_prompts(config(**keys), ["prompt", "m"], False)
+
+
+def test_sources_exclude_each_other():
+    with pytest.raises(ValueError, match="exclude each other"):
+        config(prompt_column="a", prompt_template="b")
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns", "reason"),
+    [
+        (PromptSpec(column="prompt", chat=True), {"prompt": None}, "invalid_prompt"),
+        (PromptSpec(column="prompt", chat=True), {"prompt": 7}, "invalid_prompt"),
+        (PromptSpec(column="prompt", chat=True), {}, "invalid_prompt"),
+        (PromptSpec(column="prompt", chat=True), {"prompt": "w " * 200}, "prompt_too_long"),
+        (PromptSpec(template="{{ a.b.c }}", chat=False), {"a": 1}, "template_error"),
+        (PromptSpec(template="{{ 1 / a }}", chat=False), {"a": 0}, "template_error"),
+        (PromptSpec(template="{{ a.__class__ }}", chat=False), {"a": 0}, "template_error"),
+        (PromptSpec(template="{{ a | dictsort }}", chat=False), {"a": "no dictionary"}, "template_error"),
+        (
+            PromptSpec(template="{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(a) }}", chat=False),
+            {"a": 1},
+            "template_error",
+        ),
+        (PromptSpec(messages_column="m", chat=True), {"m": None}, "invalid_messages"),
+        (PromptSpec(messages_column="m", chat=True), {"m": []}, "invalid_messages"),
+        (PromptSpec(messages_column="m", chat=True), {"m": "hello"}, "invalid_messages"),
+        (PromptSpec(messages_column="m", chat=True), {"m": ["hello"]}, "invalid_messages"),
+        (PromptSpec(messages_column="m", chat=True), {"m": [{"role": "user"}]}, "invalid_messages"),
+        (
+            PromptSpec(messages_column="m", chat=True),
+            {"m": [{"role": "assistant", "content": "x"}]},
+            "template_error",
+        ),
+    ],
+)
+def test_a_bad_row_gets_a_reason_and_raises_nothing(spec, columns, reason):
+    found = build(spec, columns)
+    assert isinstance(found, RowError)
+    assert found.reason == reason
+
+
+def test_an_empty_prompt_is_a_bad_row_without_special_tokens():
+    class Bare(WordTokenizer):
+        def encode(self, text, add_special_tokens=True):
+            return list(range(len(text.split())))
+
+    found = PromptBuilder(PromptSpec(column="prompt", chat=False), Bare(), 10).build({"prompt": " "})
+    assert found.reason == "empty_prompt"
+
+
+def test_a_prompt_must_leave_room_for_one_token():
+    spec = PromptSpec(column="prompt", chat=False)
+    assert isinstance(build(spec, {"prompt": "a b c"}, max_model_len=4), RowError)
+    assert build(spec, {"prompt": "a b c"}, max_model_len=5) == [0, 1, 2, 99]

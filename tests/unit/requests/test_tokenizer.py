@@ -1,0 +1,43 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from peagle.requests.tokenizer import load_tokenizer
+
+TEXT = "def f(x):\n\treturn x  # \u00e4\U0001f600<|im_end|>\n"
+
+
+def test_the_embedded_targets_is_that_of_transformers_without_torch(embedded_target):
+    program = f"""
+import sys
+from peagle.requests.tokenizer import load_tokenizer
+tokenizer = load_tokenizer({str(embedded_target)!r})
+print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_template, "torch" in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    theirs = AutoTokenizer.from_pretrained(embedded_target)
+    assert done.stdout.strip() == str([type(theirs).__name__, theirs.encode(TEXT), theirs.chat_template, False])
+
+
+def test_another_kind_is_left_to_transformers(speaking_target, tmp_path):
+    for file in speaking_target.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for name in ("LlamaTokenizer", "PreTrainedTokenizerFast"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+        assert type(load_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("config", [None, "[]", "{", '{"model_type": "llama"}'])
+def test_what_cannot_be_read_gets_the_error_of_transformers(config, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    said = []
+    for load in (load_tokenizer, AutoTokenizer.from_pretrained):
+        with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
+            load(tmp_path)
+        said.append(repr(info.value))
+    assert said[0] == said[1]

@@ -1,0 +1,98 @@
+"""Finished runs of the fake engine, made by the parts that Ray moves otherwise."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from peagle import hardware
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.engine.fake import FakeEngine
+from peagle.requests.prompts import RowError
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import make_plan
+from peagle.runs.prepare import PrepareJob, prepare_unit
+from peagle.runs.rows import PreparedUnit
+from peagle.speculation import SpeculationStats
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.resolve import resolve
+from pipelines.batch.run import _manifest
+
+SESSION = EngineSession(
+    session_id="engine", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=9.0,
+    load_s=0.0, compile_s=0.0, busy_s=9.0, idle_s=0.0, num_output_tokens=0, ended=True,
+)  # fmt: skip
+
+
+class FakeRun:
+    """A run of the fake engine that is driven by hand."""
+
+    def __init__(self, config):
+        self.plan = make_plan(config)
+        self.resolved = resolve(config, hardware.detect(), self.plan.schema.names, announce=print)
+        self.run = RunDirectory(config.output)
+        self.run.create(_manifest(self.resolved, self.plan, ["peagle", "generate"]), self.plan)
+        drafter = self.resolved.spec.drafter
+        self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
+
+    def do(self, *units, refusing=()):
+        """Generate and commit units, those of the plan by default; `refusing` are rows that the engine refuses."""
+        plan = self.run.plan()
+        for unit in plan.units if not units else [one for one in plan.left(()) if one.unit in units]:
+            self._commit(unit, refusing)
+        generated = sum(usage.num_output_tokens for usage in self.run.usages())
+        self.run.write_session(replace(SESSION, num_output_tokens=generated))
+        return self.run
+
+    def _commit(self, unit, refusing):
+        job = PrepareJob(
+            run_dir=str(self.run), model=None, prompts=self.resolved.prompts, sampling=self.resolved.sampling,
+            schema=self.plan.schema,
+        )  # fmt: skip
+        prepared = PreparedUnit(prepare_unit(unit, job))
+        for index in range(unit.num_rows):
+            if unit.row_id(index) in refusing:
+                prepared.refuse(index, RowError(reason="refused", message="no"))
+        generations = asyncio.run(self._generate(prepared))
+        drafts = [g.speculation for g in generations.values() if g.speculation]
+        usage = UnitUsage(
+            session_id="engine",
+            num_rows=len(generations),
+            num_failed_rows=len(prepared.dead_letters),
+            num_prompt_tokens=sum(g.num_prompt_tokens for g in generations.values()),
+            num_cached_tokens=0,
+            num_output_tokens=sum(g.num_output_tokens for g in generations.values()),
+            busy_s=1.0,
+            speculation=sum(drafts, start=SpeculationStats.empty()),
+            started_at=1.0,
+            finished_at=2.0,
+        )
+        table = prepared.output(generations, self.resolved.model.name, self.resolved.drafter.name)
+        assert self.run.commit(unit.unit, table, usage, prepared.letters())
+
+    async def _generate(self, prepared):
+        base = self.resolved.sampling.base
+        return {
+            index: await self.engine.generate(str(index), prompt, {**base, **prepared.sampling[index]})
+            for index, prompt in enumerate(prepared.prompts)
+            if index not in prepared.dead_letters
+        }
+
+
+@pytest.fixture
+def start_run(write_jsonl, tmp_path):
+    """Plan a run over rows, six good ones and a bad one by default, in units of two."""
+
+    def start(rows=None, name="run", **keys):
+        rows = [*({"prompt": f"say {n}", "id": n} for n in range(6)), "{bad"] if rows is None else rows
+        corpus = write_jsonl(rows, f"{name}.jsonl")
+        keys = {"input": str(corpus), "num_speculative_tokens": 3, "rows_per_unit": 2, **keys}
+        return FakeRun(GenerateConfig(output=tmp_path / name, engine="fake", usd_per_hour=1, **keys))
+
+    return start
+
+
+@pytest.fixture
+def finished(start_run):
+    """A finished run of four units."""
+    return start_run().do()

@@ -1,0 +1,315 @@
+import json
+import shutil
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from peagle.runs.audit_files import audit_files
+from peagle.runs.audit_unit import Finding
+from peagle.runs.lease import hold_lease
+from peagle.runs.plan import Retry, plan_to_bytes
+from peagle.runs.prepare import plan_retry
+from peagle.runs.report import make_report
+
+UNIT_1 = "unit-00000001.parquet"
+
+
+def audited(run):
+    return audit_files(run, run.manifest())
+
+
+def kinds(run):
+    return [finding.kind for finding in audited(run).findings]
+
+
+def the_finding(run) -> Finding:
+    (finding,) = audited(run).findings
+    return finding
+
+
+def rewrite(run, unit, change=lambda table: table, **usage):
+    """Replace a committed unit by another table, or another usage."""
+    path = run.unit_path(unit)
+    table = change(pq.read_table(path))
+    metadata = {b"peagle.failed": run.letters_name(unit).encode()}
+    metadata[b"peagle.usage"] = replace(run.usage(unit), **usage).to_json()
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+
+
+def test_a_finished_run_is_all_right(finished):
+    make_report(finished)
+    audit = audited(finished)
+    assert (audit.findings, audit.notes, audit.is_finished) == ([], [], True)
+    assert (audit.num_units, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == (4, 6, 1, 0)
+    assert audit.rows_of == {0: 2, 1: 2, 2: 2, 3: 0}
+    assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished.usages())
+
+
+def test_an_unfinished_run_has_a_note_and_no_finding(start_run):
+    run = start_run().do(0, 2)
+    (run.data / ".unit-00000001.parquet.0.tmp").touch()
+    (run.failed / "unit-00000001.cafe.jsonl").touch()
+    audit = audited(run)
+    assert (audit.findings, audit.is_finished, audit.num_rows_left) == ([], False, 3)
+    assert audit.notes == [
+        "2 units with 3 rows are not committed yet",
+        "2 files of attempts that did not end: the next attempt clears them",
+    ]
+
+
+def test_what_an_attempt_left_in_a_finished_run_is_found_and_the_same_command_clears_it(finished):
+    (finished.data / ".unit-00000001.parquet.0.tmp").touch()
+    (finished.failed / "unit-00000001.cafe.jsonl").touch()
+    with hold_lease(finished.root, expiry_s=30, command=["peagle"], announce=print):
+        assert kinds(finished) == []  # somebody may be writing it now
+    assert kinds(finished) == ["leftover", "leftover"]
+    finished.remove_leftovers()
+    assert kinds(finished) == []
+
+
+def test_a_row_that_is_gone_is_lost(finished):
+    usage = finished.usage(1)
+    rewrite(finished, 1, lambda table: table.slice(0, 1))
+    found = audited(finished).findings
+    assert Finding(kind="lost", where=UNIT_1, message="000000003: planned, and in no row and no dead letter") in found
+    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, and 1 in the rows") in found
+    assert usage == finished.usage(1)
+
+
+def test_an_id_that_is_there_twice_is_doubled(finished):
+    rewrite(finished, 1, lambda table: table.take([0, 0]))
+    assert {"doubled", "lost"} <= set(kinds(finished))
+
+
+def test_a_row_of_another_unit_is_foreign(finished):
+    shutil.copy(finished.unit_path(0), finished.unit_path(1))
+    found = {finding.kind: finding.message for finding in audited(finished).findings}
+    assert found["foreign"] == "000000000, 000000001: not of this unit"
+    assert "lost" in found
+
+
+@pytest.mark.parametrize("name", ["num_output_tokens", "num_prompt_tokens", "num_rows", "num_failed_rows"])
+def test_usage_that_is_not_the_sum_of_the_rows_is_found(finished, name):
+    value = getattr(finished.usage(1), name)
+    rewrite(finished, 1, **{name: value - 1 if value else 1})
+    finding = the_finding(finished)
+    assert (finding.kind, finding.where) == ("usage", UNIT_1)
+    assert finding.message.startswith(f"{name} is ")
+
+
+def test_drafts_that_are_not_the_sum_of_the_rows_are_found(finished):
+    rewrite(finished, 1, speculation=finished.usage(1).speculation + finished.usage(1).speculation)
+    assert kinds(finished) == ["usage", "usage", "usage"]
+
+
+def test_dead_letters_that_are_gone_damaged_or_of_another_unit_are_found(finished):
+    path = finished.failed / finished.letters_name(3)
+    letter = json.loads(path.read_text())
+    path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
+    assert kinds(finished) == ["lost", "foreign"]
+    path.write_text(json.dumps({**letter, "unit": 2}) + "\n")
+    assert the_finding(finished).message == "line 1: its unit is 2, and 3 in the plan"
+    path.write_text("{cut o")
+    assert kinds(finished) == ["damaged"]
+    path.unlink()
+    assert kinds(finished) == ["missing"]
+
+
+@pytest.mark.parametrize("keep", [0, 100, -10])
+def test_a_unit_that_is_cut_off_is_damaged(finished, keep):
+    path = finished.unit_path(1)
+    path.write_bytes(path.read_bytes()[:keep])
+    finding = the_finding(finished)
+    assert (finding.kind, finding.where) == ("damaged", UNIT_1)
+
+
+def test_damage_within_a_column_is_found_though_the_footer_is_whole(finished):
+    data = bytearray(finished.unit_path(1).read_bytes())
+    data[4:200] = bytes(196)
+    finished.unit_path(1).write_bytes(data)
+    assert the_finding(finished).kind == "damaged"
+
+
+def test_columns_that_are_not_those_of_the_plan_are_found(finished):
+    rewrite(finished, 1, lambda table: table.drop_columns(["ttft_s"]))
+    assert the_finding(finished).message == "its columns are not those of the plan: ttft_s"
+    rewrite(finished, 0, lambda table: table.set_column(0, table.column_names[0], table["num_output_tokens"]))
+    assert "column 'prompt' is int32, and string in the plan" in [f.message for f in audited(finished).findings]
+
+
+def test_a_row_of_another_model_is_found(finished):
+    def other(table):
+        return table.set_column(table.column_names.index("model"), "model", [["other"] * 2])
+
+    rewrite(finished, 1, other)
+    assert the_finding(finished).message == "column 'model' says 'other', and the run is of 'fake'"
+
+
+def test_files_that_are_not_of_a_run_are_found(finished):
+    for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
+        (finished.root / name).touch()
+    shutil.copy(finished.unit_path(0), finished.unit_path(9))
+    found = audited(finished).findings
+    assert {finding.where for finding in found} == {
+        "thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv", "data/unit-00000009.parquet",
+    }  # fmt: skip
+    assert {finding.kind for finding in found} == {"foreign"}
+
+
+def plan_file(run):
+    return run.root / run.manifest()["plan"]
+
+
+def test_a_plan_that_lost_is_left_over_in_a_finished_run(finished):
+    (finished.root / "plan.0123456789ab.parquet").write_bytes(b"")
+    assert (the_finding(finished).kind, the_finding(finished).where) == ("leftover", "plan.0123456789ab.parquet")
+    assert finished.remove_leftovers() == 1
+    assert audited(finished).findings == []
+
+
+def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
+    other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
+    shutil.copy(plan_file(other), plan_file(finished))
+    assert any("of another corpus than run.json" in finding.message for finding in audited(finished).findings)
+    plan_file(finished).write_bytes(b"PAR1 cut off")
+    assert kinds(finished) == ["damaged"]
+
+
+def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
+    path = finished.ledger / "session-engine.parquet"
+    session = replace(finished.sessions()[0], num_output_tokens=1)
+    finished.write_session(session)
+    assert the_finding(finished).kind == "ledger"
+    finished.write_session(replace(session, ended=False))
+    assert kinds(finished) == []  # killed between its last commit and the next heartbeat
+    shutil.copy(path, finished.ledger / "session-copy.parquet")
+    assert the_finding(finished).message == "engine process engine is there twice"
+    (finished.ledger / "session-copy.parquet").unlink()
+    path.write_bytes(b"PAR1")
+    assert kinds(finished) == ["damaged", *["ledger"] * 4]
+
+
+def test_a_retry_answers_for_the_dead_letters_of_its_unit_and_for_no_other_row(start_run):
+    fake = start_run()
+    run = fake.do(refusing={"000000003"})
+    plan_retry(run, run.plan())
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows_left, audit.num_failed_rows) == ([], 2, 0)
+    fake.do(4, 5)
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
+    run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
+    assert [(finding.kind, finding.where) for finding in audited(run).findings] == [
+        ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
+    ]  # fmt: skip
+    assert kinds(start_retried(start_run, Retry(unit=4, supersedes=0, rows=(1,)))) == ["plan"]
+    assert kinds(start_retried(start_run, Retry(unit=4, supersedes=0, rows=(0, 1, 2)))) == ["plan"]
+
+
+def start_retried(start_run, retry):
+    """A run whose unit 0 failed as a whole, with a retry of our own."""
+    run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
+    run.add_retries([retry], number=1)
+    return run
+
+
+def test_a_unit_that_was_done_again_without_the_rows_of_its_retry_is_right_and_with_them_they_are_doubled(start_run):
+    fake = start_run(rows_per_unit=4)
+    run = fake.do(refusing={"000000001", "000000002"})
+    plan = plan_retry(run, run.plan())
+    fake.do(2, 3)
+    run.unit_path(0).unlink()
+    audit = audited(run)
+    assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
+    fake.do(0, refusing={"000000003"})
+    run.remove_leftovers()  # the letters of the file that was deleted
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
+    plan_retry(run, plan)
+    fake.do(4, 5)
+    audit = audited(run)
+    assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
+    run.unit_path(0).unlink()
+    fake._commit(plan.units[0], ())
+    run.remove_leftovers()
+    assert "doubled" in kinds(run)
+
+
+def test_units_that_vanish_from_a_run_that_was_complete_are_lost(finished):
+    make_report(finished)
+    finished.unit_path(2).unlink()
+    assert the_finding(finished).kind == "lost"
+    (finished.root / "report.json").write_text("{")
+    assert the_finding(finished).where == "report.json"
+
+
+def test_a_unit_that_vanishes_is_lost_whatever_was_retried_and_whether_or_not_the_run_was_complete(start_run):
+    fake = start_run()
+    run = fake.do(0, 1, refusing={"000000003"})
+    make_report(run)
+    plan_retry(run, run.plan())
+    assert kinds(run) == []
+    fake.do(2, 3, 4, 5)
+    run.unit_path(0).unlink()
+    assert kinds(run) == []  # the report that is there counts no more units than there are
+    make_report(run)
+    run.unit_path(2).unlink()
+    assert the_finding(run).message == "1 units that were committed when report.json was made are gone"
+
+
+def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished, tmp_path):
+    corpus = tmp_path / "run.jsonl"
+    data = corpus.read_bytes()
+    corpus.write_bytes(data.replace(b"say 1", b"say 9"))
+    assert the_finding(finished).kind == "input"
+    corpus.write_bytes(b"")
+    assert "the file is empty" in the_finding(finished).message
+    corpus.unlink()
+    audit = audited(finished)
+    assert audit.findings == []
+    assert "the input was not compared" in audit.notes[0]
+
+
+def test_the_input_of_a_run_that_an_older_peagle_began_is_compared_as_that_did(finished):
+    plan = finished.plan()
+    older = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
+    plan_file(finished).write_bytes(plan_to_bytes(older))
+    manifest = (finished.root / "run.json").read_text()
+    (finished.root / "run.json").write_text(manifest.replace(plan.corpus_fingerprint, older.corpus_fingerprint))
+    assert audited(finished).findings == []
+
+
+def test_a_file_without_a_row_belongs_to_the_corpus_too(start_run, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n\n")
+    (folder / "b.jsonl").write_text('{"prompt": "x"}\n')
+    run = start_run(input=str(folder)).do()
+    assert kinds(run) == []
+
+
+def test_the_command_ends_with_1_and_names_what_is_wrong(finished, capsys):
+    assert cli.run(["audit", str(finished), "--no-regenerate"]) == 0
+    assert capsys.readouterr().out.endswith("all right\n")
+    finished.unit_path(1).write_bytes(b"")
+    assert cli.run(["audit", str(finished), "--no-regenerate"]) == 1
+    said = capsys.readouterr().out
+    assert "damaged" in said
+    assert UNIT_1 in said
+    assert cli.run(["audit", str(finished), "--no-regenerate", "--json", "-"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], result["regenerated"], len(result["findings"])) == (False, None, 1)
+    (finished.root / "run.json").write_text("{")
+    assert cli.run(["audit", str(finished)]) == 1
+    assert "run.json is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--sample", "0"], "--sample 0"), (["--max-tie", "-1"], "--max-tie -1"), ([], "no run directory")],
+)
+def test_bad_usage_ends_with_2(tmp_path, capsys, flags, message):
+    assert cli.run(["audit", str(tmp_path), *flags]) == 2
+    assert message in capsys.readouterr().err

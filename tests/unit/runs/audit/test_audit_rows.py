@@ -1,0 +1,190 @@
+import json
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from peagle import hardware
+from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.interface import Completion, Generation, TokenLogprob
+from peagle.engine_options import FAKE_MODEL
+from peagle.errors import ConfigError
+from peagle.runs import audit_rows as module
+from peagle.runs.audit import audit
+from peagle.runs.audit_rows import choose, require_target
+from peagle.runs.prepare import plan_retry
+from pipelines.cluster.node import start_alone
+
+
+def audited(run, num_rows=16, seed=0):
+    return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print, start=start_alone)
+
+
+def outcomes(run, **options):
+    return [row.to_dict()["outcome"] for row in audited(run, **options).rows]
+
+
+def change_response(run, unit, text):
+    path = run.unit_path(unit)
+    table = pq.read_table(path)
+    column = table.column_names.index("response")
+    pq.write_table(table.set_column(column, "response", [[text] * table.num_rows]), path)
+
+
+def test_the_fake_engine_says_the_same_again_also_when_it_is_asked_to_sample(start_run):
+    rows = [{"prompt": f"say {n}", "sampling": {"max_tokens": 1 + n, "n": 1 + n % 2}} for n in range(5)]
+    run = start_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").do()
+    before = sorted(run.root.rglob("*"))
+    assert outcomes(run) == ["same"] * 5
+    assert sorted(run.root.rglob("*")) == before
+
+
+def test_a_response_that_was_changed_is_different(finished, capsys):
+    change_response(finished, 1, "something else")
+    assert cli.run(["audit", str(finished), "--json", "-"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["id"]: row for row in result["regenerated"]["rows"]}
+    assert result["findings"] == []
+    assert {row_id: row["outcome"] for row_id, row in rows.items() if row["outcome"] != "same"} == {
+        "000000002": "different", "000000003": "different",
+    }  # fmt: skip
+    assert rows["000000002"]["position"] == 0
+    assert cli.run(["audit", str(finished)]) == 1
+    said = capsys.readouterr().out
+    assert "4 same, 0 tie, 2 different, 0 skipped" in said
+    assert "NOT ALL RIGHT" in said
+
+
+def test_a_damaged_unit_is_left_out_of_the_sample(finished):
+    finished.unit_path(1).write_bytes(b"")
+    assert [row.id for row in audited(finished).rows] == ["000000000", "000000001", "000000004", "000000005"]
+
+
+def test_rows_of_retries_and_of_units_in_any_order_find_their_prompts(start_run):
+    fake = start_run()
+    run = fake.do(3, 2, 0, 1, refusing={"000000003", "000000004"})
+    plan_retry(run, run.plan())
+    fake.do(4, 5, 6)
+    assert sorted(row.id for row in audited(run).rows) == [f"{n:09d}" for n in range(6)]
+    assert set(outcomes(run)) == {"same"}
+
+
+def test_rows_whose_input_is_gone_or_gives_another_prompt_are_skipped_with_the_reason(finished, tmp_path):
+    corpus = tmp_path / "run.jsonl"
+    corpus.write_bytes(corpus.read_bytes().replace(b'"say 1"', b'"hey"  ').replace(b'"say 2"', b"1234567"))
+    skipped = {row.id: row.skipped for row in audited(finished).rows if row.skipped}
+    assert skipped == dict.fromkeys(["000000001", "000000002"], "its input gives another prompt now")
+    corpus.unlink()
+    assert all("cannot be read" in row.skipped for row in audited(finished).rows)
+
+
+def test_a_sample_is_seeded_and_without_repetition():
+    rows_of = {0: 3, 4: 0, 7: 5}
+    first = choose(rows_of, 4, seed=1)
+    assert first == choose(rows_of, 4, seed=1)
+    assert first != choose(rows_of, 4, seed=2)
+    assert sum(map(len, first.values())) == 4
+    assert choose(rows_of, 100, seed=1) == {0: [0, 1, 2], 7: [0, 1, 2, 3, 4]}
+    assert choose({}, 4, seed=1) == {}
+
+
+class Tossing:
+    """An engine that answers every prompt with one of two tokens that are equally likely."""
+
+    def __init__(self, spec, margin):
+        self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
+        self.asked = []
+
+    async def generate(self, request_id, prompt_token_ids, sampling):
+        self.asked.append(dict(sampling))
+        top = (("heads", -0.7), ("tails", -0.7 - self.margin))
+        completion = Completion(
+            text="heads", finish_reason="length", num_output_tokens=1,
+            logprobs=(TokenLogprob(token="heads", logprob=-0.7, top=top),),
+        )  # fmt: skip
+        return Generation(
+            text="heads", finish_reason="length", num_prompt_tokens=len(prompt_token_ids), num_cached_tokens=0,
+            num_output_tokens=1, speculation=None, ttft_s=None, latency_s=None, completions=(completion,),
+        )  # fmt: skip
+
+    def shutdown(self):
+        self.asked.append("shutdown")
+
+
+@pytest.fixture
+def real_run(start_run, monkeypatch):
+    """A run that looks as if vLLM had done it; started engines are in the list."""
+    rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
+    fake = start_run(rows, max_tokens=1, precision="bf16")  # margins are of its rounding
+    run = fake.do()
+    precision = fake.resolved.precision.describe()
+    manifest = json.loads((run.root / "run.json").read_text())
+    manifest["config"]["engine"] = "vllm"
+    manifest["engine"] |= {"tensor_parallel_size": 2, "num_nodes": 2}
+    (run.root / "run.json").write_text(json.dumps(manifest))
+    assert manifest["fingerprint"]["precision"] == precision
+    monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="fake"))
+    monkeypatch.setattr(module, "tokenizer_of", lambda model, revision: ByteTokenizer())
+    return run
+
+
+@pytest.fixture
+def toss(monkeypatch):
+    """Start engines that toss with this margin; those that were started."""
+    started = []
+
+    def with_margin(margin):
+        def start(spec, *, engine_index, num_engines_on_node):
+            started.append(Tossing(spec, margin))
+            return started[-1]
+
+        monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
+        return started
+
+    return with_margin
+
+
+@pytest.mark.parametrize(("margin", "outcome", "code"), [(0.125, "tie", 0), (0.9, "different", 1)])
+def test_the_target_runs_without_the_drafter_on_the_same_settings_and_ties_are_no_difference(
+    real_run, toss, capsys, margin, outcome, code
+):
+    started = toss(margin)
+    change_response(real_run, 0, "tails")
+    change_response(real_run, 1, "heads")
+    assert cli.run(["audit", str(real_run)]) == code
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if line.startswith("  000000000")]
+    assert row.split() == ["000000000", outcome, "0", f"{margin:.4f}", "'tails'", "'heads'"]
+    assert "skipped 1: sampled (temperature above 0): drawn by lot" in said
+    (engine,) = started
+    run_spec = real_run.manifest()["engine"]
+    assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
+    assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
+    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # with the drafter's slots
+    assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
+    assert [asked["logprobs"] for asked in engine.asked[:-1]] == [5, 5]
+    assert engine.asked[-1] == "shutdown"
+
+
+def test_a_tie_is_what_the_user_says_it_is(real_run, toss, capsys):
+    toss(0.125)
+    change_response(real_run, 0, "tails")
+    assert cli.run(["audit", str(real_run), "--max-tie", "0.1"]) == 1
+    assert "at most 0.1 apart" in capsys.readouterr().out
+
+
+def test_another_precision_or_model_is_refused_before_an_engine_starts(real_run, monkeypatch):
+    manifest = real_run.manifest()
+    assert require_target(manifest, None).max_tie > 0
+    monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="other"))
+    with pytest.raises(ConfigError, match=r"its weights differ(.|\n)*--no-regenerate"):
+        require_target(manifest, None)
+    manifest["fingerprint"]["precision"] = "fp8 weights, fp8 KV cache"
+    with pytest.raises(ConfigError, match=r"the run computed in fp8 weights(.|\n)*--no-regenerate"):
+        require_target(manifest, None)
+
+
+def test_hardware_is_looked_at_only_for_a_real_engine(finished, monkeypatch):
+    monkeypatch.setattr(hardware, "detect", lambda: pytest.fail("not for the fake engine"))
+    assert set(outcomes(finished)) == {"same"}

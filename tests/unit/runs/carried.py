@@ -1,0 +1,92 @@
+"""A corpus carried through a run's files without Ray or an engine: planned, prepared, committed, exported, audited."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from peagle.economics.usage import UnitUsage
+from peagle.engine.interface import Generation
+from peagle.hardware import Hardware
+from peagle.runs.audit_unit import audit_unit, expected_schema
+from peagle.runs.directory import RunDirectory
+from peagle.runs.export import export
+from peagle.runs.plan import make_plan, unit_to_json
+from peagle.runs.prepare import PrepareJob, prepare_units
+from peagle.runs.rows import PreparedUnit, require_storable, unpacked
+from peagle.speculation import SpeculationStats
+from peagle.storage import open_to_read
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.resolve import resolve
+
+MACHINE = Hardware(
+    platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
+    core_ids=(0, 1, 2, 3),
+)  # fmt: skip
+ANSWER = Generation(
+    text="x", finish_reason="stop", num_prompt_tokens=2, num_cached_tokens=None, num_output_tokens=1, speculation=None,
+    ttft_s=None, latency_s=1.0,
+)  # fmt: skip
+
+
+class Carried:
+    """A finished run over `path`; every row is answered with "x"."""
+
+    def __init__(self, path, output, **keys):
+        config = GenerateConfig(input=str(path), output=output, engine="fake", usd_per_hour=1, **keys)
+        plan = make_plan(config)
+        require_storable(plan.schema)
+        resolved = resolve(config, MACHINE, plan.schema.names, is_batch=plan.is_batch, announce=print)
+        self.run = RunDirectory(output)
+        self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
+        self.plan = self.run.plan()
+        job = PrepareJob(
+            run_dir=str(output), model=None, prompts=resolved.prompts, sampling=resolved.sampling,
+            schema=self.plan.schema,
+        )  # fmt: skip
+        batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
+        self.prepared = [PreparedUnit(unpacked(one)) for one in prepare_units(batch, job=job)]
+        for unit in self.prepared:
+            self._commit(unit)
+
+    def table(self):
+        """The committed rows."""
+        return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
+
+    def exported(self, output_format):
+        """The rows of an export, and what it set aside, parsed strictly."""
+        export(self.run, output_format)
+        folder = self.run.root / "export" / output_format
+        letters = strict_lines(folder / "errors.jsonl")
+        if output_format == "parquet":
+            with open_to_read(folder / "output.parquet") as file:
+                return pq.read_table(file), letters
+        return strict_lines(folder / "output.jsonl"), letters
+
+    def findings(self):
+        """What an audit of the units finds."""
+        schema = expected_schema(self.plan.schema)
+        audits = [audit_unit(self.run, unit, schema, {}) for unit in self.plan.units]
+        return [finding for audit in audits for finding in audit.findings]
+
+    def _commit(self, unit):
+        answers = {index: ANSWER for index, prompt in enumerate(unit.prompts) if prompt is not None}
+        usage = UnitUsage(
+            session_id="s", num_rows=len(answers), num_failed_rows=len(unit.dead_letters),
+            num_prompt_tokens=2 * len(answers), num_cached_tokens=0, num_output_tokens=len(answers), busy_s=1.0,
+            speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+        )  # fmt: skip
+        assert self.run.commit(unit.unit.unit, unit.output(answers, "m", None), usage, unit.letters())
+
+    def _unit_table(self, unit):
+        with open_to_read(self.run.unit_path(unit)) as file:
+            return pq.read_table(file)
+
+
+def strict_lines(path):
+    """JSON lines, of which NaN and infinities are none."""
+    return [json.loads(line, parse_constant=_refuse) for line in path.read_bytes().splitlines()]
+
+
+def _refuse(word):
+    raise ValueError(f"{word} is no JSON")

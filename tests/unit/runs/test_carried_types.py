@@ -1,0 +1,157 @@
+"""Every type that Parquet can hold is carried whole, in processes with Ray and without it."""
+
+import base64
+import datetime
+import decimal
+import json
+import subprocess
+import sys
+import uuid
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray, ArrowVariableShapedTensorArray
+
+from peagle.corpus import scan
+from peagle.corpus.cutting import Cut
+from peagle.corpus.extensions import plain
+from peagle.corpus.rows import Workload
+from peagle.errors import InputError
+from tests.unit.runs.carried import Carried, strict_lines
+
+ID = uuid.UUID(int=7)
+BIG = np.arange(8000.0).reshape(2, 4000)  # printed, it is shortened
+DAY = datetime.date(2026, 1, 2)
+
+
+def extension(type_, *stored):
+    return pa.ExtensionArray.from_storage(type_, pa.array(stored, type_.storage_type))
+
+
+def struct_of(array):
+    return pa.StructArray.from_arrays([array], ["k"])
+
+
+def list_of(array):
+    return pa.ListArray.from_arrays([0, *range(1, len(array) + 1)], array)
+
+
+BOOL8, TENSOR = pa.bool8(), pa.fixed_shape_tensor(pa.float32(), (2, 2), dim_names=["x", "y"])
+COLUMNS = {
+    "bool8": (extension(BOOL8, 1, None, 0), [True, None, False]),
+    "bool8 in structs": (struct_of(extension(BOOL8, 1, None, 0)), [{"k": True}, {"k": None}, {"k": False}]),
+    "bool8 in lists": (list_of(extension(BOOL8, 1, None, 0)), [[True], [None], [False]]),
+    "uuid": (extension(pa.uuid(), ID.bytes, None, ID.bytes), [str(ID), None, str(ID)]),
+    "uuid in lists": (list_of(extension(pa.uuid(), *[ID.bytes] * 3)), [[str(ID)]] * 3),
+    "json": (extension(pa.json_(), '{"a": 1}', None, "2"), ['{"a": 1}', None, "2"]),
+    "opaque": (extension(pa.opaque(pa.int32(), "a", "b"), 1, None, 2), [1, None, 2]),
+    "tensor": (extension(TENSOR, [1, 2, 3, 4], None, [0] * 4), [[1, 2, 3, 4], None, [0] * 4]),
+    "tensor in structs": (struct_of(extension(TENSOR, *[[1, 2, 3, 4]] * 3)), [{"k": [1, 2, 3, 4]}] * 3),
+    "Ray tensor": (ArrowTensorArray.from_numpy(np.stack([BIG] * 3)), [BIG.ravel().tolist()] * 3),
+    "Ray ragged tensor": (
+        ArrowVariableShapedTensorArray.from_numpy([np.ones((1, 2)), np.ones((2, 2)), np.ones((2, 1))]),
+        [{"data": [1.0] * n, "shape": shape} for n, shape in ((2, [1, 2]), (4, [2, 2]), (2, [2, 1]))],
+    ),
+    "pandas period": (pa.array(pd.Series(pd.period_range("2026-01", periods=3, freq="M"))), [672, 673, 674]),
+    "dictionary": (pa.array(["a", None, "b"]).dictionary_encode(), ["a", None, "b"]),
+    "list view": (pa.array([[1], None, []], pa.list_view(pa.int64())), [[1], None, []]),
+    "views in structs": (struct_of(pa.array(["a", None, "b"], pa.string_view())),
+                         [{"k": "a"}, {"k": None}, {"k": "b"}]),
+    "large list view": (pa.array([[1], None, []], pa.large_list_view(pa.int64())), [[1], None, []]),
+    "fixed list": (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)), [[1, 2], None, [3, 4]]),
+    "map": (pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())), [[["k", 1]], None, []]),
+    "string view": (pa.array(["a", None, "b"], pa.string_view()), ["a", None, "b"]),
+    "binary": (pa.array([b"\xff", None, b""], pa.large_binary()), [base64.b64encode(b"\xff").decode(), None, ""]),
+    "half float": (pa.array([1.5, None, float("nan")], pa.float16()), [1.5, None, None]),
+    "decimal": (pa.array([decimal.Decimal("1.50"), None, 2], pa.decimal32(5, 2)), ["1.50", None, "2.00"]),
+    "duration": (
+        pa.array([datetime.timedelta(1, 61, 5), None, datetime.timedelta(0)], pa.duration("us")),
+        ["P1DT0H1M1.000005S", None, "P0DT0H0M0S"],
+    ),
+    "nanoseconds": (pa.array([1, None, 0], pa.duration("ns")),
+                    ["P0DT0H0M0.000000001S", None, "P0DT0H0M0S"]),
+    "date": (pa.array([DAY, None, DAY], pa.date64()), [DAY.isoformat(), None, DAY.isoformat()]),
+    "big integers": (pa.array([2**64 - 1, None, 0], pa.uint64()), [2**64 - 1, None, 0]),
+    "empty": (pa.nulls(3), [None] * 3),
+}  # fmt: skip
+
+# Arrow cannot take rows of views of text; Parquet has the same bytes for both.
+AS_TEXT = {"string view": pa.string(), "views in structs": pa.struct([("k", pa.string())])}
+
+
+def write(path, columns):
+    pq.write_table(pa.table({"prompt": ["a", "b", None], **columns}), path)
+    return path
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_any_type_is_whole_in_parquet_and_json(tmp_path, name):
+    array, in_json = COLUMNS[name]
+    path = write(tmp_path / "a.parquet", {"x": array})
+    original = pq.read_table(path).column("x")
+    expected_type = AS_TEXT.get(name, original.type)
+    carried = Carried(path, tmp_path / "run")
+    assert carried.findings() == []
+    for table in (carried.table(), carried.exported("parquet")[0]):
+        assert table.column("x").type == expected_type
+        assert repr(table.column("x").to_pylist()) == repr(original.slice(0, 2).to_pylist())
+    assert plain(table).sort_by([("id", "descending")]).column("x")[0] == plain(table).column("x")[1]  # of a retry
+    rows, letters = carried.exported("jsonl")
+    assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == in_json
+
+
+WITHOUT_RAY = """
+import sys
+from peagle.runs.audit_unit import audit_unit, expected_schema
+from peagle.runs.export import export
+from peagle.runs.directory import RunDirectory
+run = RunDirectory(sys.argv[1])
+plan = run.plan()
+for output_format in ("jsonl", "parquet"):
+    export(run, output_format)
+print([f for unit in plan.units for f in audit_unit(run, unit, expected_schema(plan.schema), {}).findings])
+print("ray" in sys.modules)
+"""
+
+
+def test_a_process_without_ray_says_the_same(tmp_path):
+    path = write(tmp_path / "a.parquet", {name: array for name, (array, _) in COLUMNS.items()})
+    carried = Carried(path, tmp_path / "run")
+    (rows, _), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    other = subprocess.run([sys.executable, "-c", WITHOUT_RAY, tmp_path / "run"], capture_output=True, text=True)
+    assert (other.stdout, other.stderr) == ("[]\nFalse\n", "")
+    assert strict_lines(tmp_path / "run/export/jsonl/output.jsonl") == rows
+    assert pq.read_table(tmp_path / "run/export/parquet/output.parquet").equals(table)
+
+
+def test_an_object_that_only_ray_can_read_is_carried_unread(tmp_path):
+    array = ArrowPythonObjectArray.from_objects([{"a": 1}, None, object])
+    carried = Carried(write(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
+    (table, _), (rows, _) = carried.exported("parquet"), carried.exported("jsonl")
+    assert table.column("x")[0].as_py() == {"a": 1}
+    assert isinstance(rows[0]["x"], str)
+
+
+def test_columns_of_two_files_that_differ_are_carried_as_text(tmp_path):
+    for name, array in (("a", COLUMNS["uuid"][0]), ("b", COLUMNS["bool8"][0]), ("c", COLUMNS["Ray tensor"][0])):
+        write(tmp_path / f"{name}.parquet", {"x": array})
+    carried = Carried(tmp_path, tmp_path / "run")
+    found = [json.loads(text) for text in carried.table().column("x").to_pylist() if text is not None]
+    assert found == [str(ID), True, *[BIG.ravel().tolist()] * 2]
+
+
+def test_a_type_that_cannot_be_carried_is_refused_with_file_and_column(tmp_path):
+    stored = pa.array([1, 2, 3], pa.int64()).cast(pa.time64("ns"))
+    array = pa.ExtensionArray.from_storage(pa.opaque(stored.type, "a", "b"), stored)
+    path = write(tmp_path / "a.parquet", {"x": array})
+    with pytest.raises(InputError, match=r"a\.parquet: column 'x' holds times of day in nanoseconds"):
+        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, Workload())
+
+
+def test_a_type_for_which_arrow_lacks_functions_is_refused_with_file_and_column(tmp_path):
+    path = write(tmp_path / "a.parquet", {"x": pa.nulls(3, pa.list_view(pa.uuid()))})
+    with pytest.raises(InputError, match=r"a\.parquet: column 'x' is a list_view<.*uuid.*>, which rows cannot hold"):
+        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, Workload())

@@ -1,0 +1,375 @@
+import io
+import time
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import ConfigError, PeagleError, RunInUse, StorageError
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import hold_lease
+from peagle.runs.plan import Retry
+from peagle.runs.prepare import plan_retry
+from peagle.runs.suspects import Note, UnitNotes
+from peagle.speculation import SpeculationStats
+from peagle.storage import place, write_atomic
+
+
+def usage(**changes):
+    values = {
+        "session_id": "s",
+        "num_rows": 2,
+        "num_failed_rows": 0,
+        "num_prompt_tokens": 10,
+        "num_cached_tokens": 0,
+        "num_output_tokens": 20,
+        "busy_s": 1.0,
+        "speculation": SpeculationStats.empty(),
+        "started_at": 1.0,
+        "finished_at": 2.0,
+    }
+    return UnitUsage(**{**values, **changes})
+
+
+def hold(run):
+    return hold_lease(run.root, expiry_s=30, command=["peagle"], announce=print)
+
+
+def make_run(root, plan):
+    run = RunDirectory(root)
+    run.create({"schema": 1}, plan)
+    return run
+
+
+@pytest.fixture
+def run(root, one_unit_plan):
+    return make_run(root, one_unit_plan)
+
+
+@pytest.fixture
+def local(tmp_path, one_unit_plan):
+    return make_run(tmp_path / "run", one_unit_plan)
+
+
+def table_of(run, unit):
+    return pq.read_table(io.BytesIO(run.unit_path(unit).read_bytes()))
+
+
+TABLE = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
+
+
+def test_a_unit_is_committed_when_its_file_exists(run):
+    assert run.committed() == set()
+    assert run.commit(0, TABLE, usage(), [])
+    assert run.committed() == {0}
+    assert table_of(run, 0).to_pylist() == TABLE.to_pylist()
+    assert list(run.usages()) == [usage()]
+
+
+def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
+    first = [{"id": "1", "reason": "first"}]
+    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), first)
+    assert not run.commit(0, TABLE, usage(num_rows=2), [{"id": "1", "reason": "second"}])
+    assert table_of(run, 0).num_rows == 1
+    assert list(run.dead_letters()) == first
+    assert len(list(run.failed.iterdir())) == 1
+
+
+def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
+    write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b'{"id": "0", "reason": "orphan"}\n')
+    UnitNotes(run.suspects, 0, "session").write(Note(rows=(1,), alone=True, died=True))
+    run.commit(0, TABLE, usage(), [])
+    assert list(run.dead_letters()) == []
+    assert run.remove_leftovers() == 1
+    assert list(run.failed.iterdir()) == []
+
+
+def test_temporary_files_of_killed_writers_are_cleared(local):
+    (local.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
+    assert local.remove_leftovers() == 1
+    assert list(local.suspects.iterdir()) == []
+
+
+def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
+    letters = [{"id": str(n), "reason": "x"} for n in range(2)]
+    assert run.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=2), letters)
+    assert table_of(run, 0).schema.names == ["id", "response"]
+    assert list(run.dead_letters()) == letters
+
+
+def test_sessions_are_replaced_by_their_next_heartbeat(run):
+    def session(busy_s):
+        return EngineSession(
+            session_id="s",
+            engine_index=0,
+            hostname="h",
+            num_devices=2,
+            device="vcpu",
+            started_at=10.0,
+            last_seen_at=15.0 + busy_s,
+            load_s=5.0,
+            compile_s=0.0,
+            busy_s=busy_s,
+            idle_s=0.0,
+            num_output_tokens=3,
+            ended=False,
+        )
+
+    run.write_session(session(1.0))
+    run.write_session(session(2.0))
+    assert run.sessions() == [session(2.0)]
+
+
+def test_opening_clears_what_killed_writers_left(local):
+    leftover = local.data / ".unit-00000000.parquet.0123.tmp"
+    leftover.touch()
+    local.open()
+    assert not leftover.exists()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
+    (tmp_path / "thesis.tex").touch()
+    write_atomic(place("s3://bucket/other/chapters/one.tex"), b"")
+    for root in (tmp_path, "s3://bucket/other"):
+        with pytest.raises(ConfigError, match="holds other files"):
+            RunDirectory(root).create({}, local.plan())
+
+
+@pytest.mark.parametrize("written", ["plan.0123456789ab.parquet", "run.json"])
+def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_the_next(tmp_path, local, written):
+    run = RunDirectory(tmp_path / "killed")
+    for folder in (".lease", "data", "failed"):
+        (run.root / folder).mkdir(parents=True)
+    if written == "run.json":
+        (run.root / "plan.0123456789ab.parquet").write_bytes(b"of another cut")
+    leftover = run.root / f".{written}.0123abcd.tmp"
+    leftover.write_bytes(b"PAR1")
+    run.require_own()
+    assert leftover.exists()  # before the lease it may be another driver's, at work
+    assert run.create({"schema": 1}, local.plan())
+    assert not leftover.exists()
+    assert (run.manifest()["schema"], run.plan()) == (1, local.plan())
+    run.open()
+    assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
+
+
+def test_of_two_drivers_that_lay_a_directory_out_the_first_ones_plan_counts(run, one_unit_plan):
+    other = replace(one_unit_plan, rows_per_unit=7)
+    assert not RunDirectory(run.root).create({"schema": 2}, other)
+    assert (run.manifest()["schema"], run.plan()) == (1, one_unit_plan)
+    assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
+
+
+def test_a_manifest_that_names_no_plan_is_damaged(run):
+    write_atomic(run.root / "run.json", b'{"schema": 1}')
+    with pytest.raises(ConfigError, match="names no plan"):
+        run.plan()
+
+
+def test_dead_letters_of_a_unit_that_is_not_committed_yet_are_left_alone(run):
+    write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b"{}\n")
+    assert run.remove_leftovers() == 0
+    assert len(list(run.failed.iterdir())) == 1
+
+
+def test_a_driver_that_lost_its_lease_deletes_and_plans_nothing(local):
+    local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    with hold(local) as lost:
+        local.hold(lost)
+        theirs = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local.root / ".lease" / "2.json").write_text(theirs)
+        leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
+        for path in leftovers:
+            path.touch()
+        for step in (local.open, local.remove_leftovers, lambda: plan_retry(local, local.plan())):
+            with pytest.raises(RunInUse):
+                step()
+        assert all(path.exists() for path in leftovers)
+        assert local.plan().num_retries == 0
+
+
+def test_of_two_retries_of_the_same_plan_one_is_written(run):
+    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    before = run.plan()
+    retries = [Retry(unit=1, supersedes=0, rows=(1,))]
+    run.add_retries(retries, number=1)
+    with pytest.raises(RunInUse, match="retry 1"):
+        run.add_retries(retries, number=before.num_retries + 1)
+    assert run.plan().num_retries == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(tmp_path / "file" / "run").create({}, local.plan())
+
+
+def test_what_is_no_run_says_so(tmp_path, s3):
+    for root in (tmp_path, "s3://bucket/none"):
+        with pytest.raises(ConfigError, match="no run directory"):
+            RunDirectory(root).manifest()
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
+def test_a_damaged_unit_is_named_with_the_way_out(run, content):
+    write_atomic(run.unit_path(0), content)
+    with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete that file"):
+        list(run.usages())
+
+
+def test_a_foreign_parquet_file_is_named(run):
+    sink = io.BytesIO()
+    pq.write_table(TABLE, sink)
+    write_atomic(run.unit_path(0), sink.getvalue())
+    with pytest.raises(PeagleError, match="not written by peagle"):
+        list(run.usages())
+
+
+def letter(row_id, reason="x"):
+    return {"id": f"{row_id:09d}", "reason": reason}
+
+
+def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
+    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = plan_retry(run, run.plan())
+    assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
+    assert run.plan() == plan
+    assert plan.num_rows == 2
+    assert list(run.dead_letters()) == []
+    assert [one.num_failed_rows for one in run.usages()] == [0]
+
+    assert plan_retry(run, plan) == plan
+    assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
+    assert list(run.dead_letters()) == [letter(1, "again")]
+    assert [one.num_failed_rows for one in run.usages()] == [0, 1]
+    assert run.remove_leftovers() == 0
+
+    third = plan_retry(run, run.plan())
+    assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
+    assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(run.dead_letters()) == []
+    assert sum(one.num_rows for one in run.usages()) == 2
+
+
+def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run):
+    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    plan = plan_retry(run, run.plan())
+    run.unit_path(0).unlink()
+    (again, retry) = plan.left(run.committed())
+    assert ((again.unit, again.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
+
+    reopened = RunDirectory(run.root)
+    assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
+    assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
+    assert list(reopened.dead_letters()) == [letter(0, "new")]
+    assert [one.num_failed_rows for one in reopened.usages()] == [1, 0]
+
+    third = plan_retry(reopened, plan)
+    assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
+    assert list(reopened.dead_letters()) == []
+    assert [one.num_failed_rows for one in reopened.usages()] == [0, 0]
+    assert plan_retry(reopened, third) == third
+
+
+def test_without_dead_letters_there_is_nothing_to_retry(run):
+    run.commit(0, TABLE, usage(), [])
+    assert plan_retry(run, run.plan()) == run.plan()
+    assert run.plan().num_retries == 0
+
+
+def test_a_damaged_plan_of_a_retry_is_named(run):
+    write_atomic(run.root / "plan-0001.parquet", b"PAR1 cut off")
+    with pytest.raises(ConfigError, match=r"plan-0001\.parquet is damaged"):
+        run.plan()
+
+
+def test_a_stop_carries_its_grace_to_the_workers_of_its_driver_alone(run):
+    worker, of_the_next = (RunDirectory(run.root, driver=number) for number in (1, 2))
+    with hold(run) as lease:
+        run.hold(lease)
+        assert worker.stop.grace_s() is None
+        run.stop.request(7.5)
+        assert worker.stop.grace_s() == 7.5
+        assert of_the_next.stop.grace_s() is None
+    with hold(run):  # what a driver that was killed has left is cleared
+        assert worker.stop.grace_s() is None
+
+
+# --- on S3
+
+
+@pytest.fixture
+def remote(s3, one_unit_plan):
+    return make_run("s3://bucket/runs/first", one_unit_plan)
+
+
+@pytest.mark.parametrize("how", [500, 503, "cut", "lost"])
+def test_a_unit_whose_answers_are_lost_is_committed_once_with_its_letters(remote, s3, how):
+    letters = [{"id": "1", "reason": "x"}]
+    s3.fail(how, method="PUT", path="/data/", times=2)
+    s3.fail(how, method="PUT", path="/failed/")
+    assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
+    assert list(remote.dead_letters()) == letters
+    assert [one.num_rows for one in remote.usages()] == [1]
+    assert remote.remove_leftovers() == 0
+
+
+def test_a_unit_that_a_refusing_store_does_not_take_is_neither_committed_nor_damaged(remote, s3):
+    s3.fail(403, method="PUT", path="/data/")
+    with pytest.raises(StorageError, match=r"unit-00000000\.parquet"):
+        remote.commit(0, TABLE, usage(), [])
+    assert remote.committed() == set()
+    assert remote.commit(0, TABLE, usage(), [])
+    s3.fail(403, method="GET", path="/data/unit")
+    with pytest.raises(StorageError, match="cannot be read") as refused:
+        list(remote.usages())
+    assert "damaged" not in str(refused.value)
+
+
+def test_what_a_unit_says_is_asked_once(remote, s3):
+    for unit in range(40):
+        remote.commit(unit, TABLE, usage(), [])
+    assert [one.num_rows for one in remote.usages()] == [2] * 40
+    assert remote.remove_leftovers() == 0
+    assert list(remote.dead_letters()) == []
+    assert s3.count("GET", "/data/unit") == 40
+
+
+def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3, one_unit_plan):
+    hears = remote.stop.reader()
+    s3.fail(403, method="GET", path=".stop.json")
+    remote.stop.request(7.5)
+    deadline = time.monotonic() + 10
+    while hears() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert hears() == 7.5
+    assert make_run("s3://bucket/runs/second", one_unit_plan).stop.reader()() is None
+
+
+def test_a_copy_of_a_units_file_is_no_unit(run):
+    run.commit(0, TABLE, usage(), [])
+    write_atomic(run.data / "unit-00000001 (copy).parquet", b"")
+    write_atomic(run.data / "unit-x.parquet", b"")
+    assert run.committed() == {0}
+    assert len(list(run.usages())) == 1
+
+
+def test_dead_letters_that_are_missing_or_damaged_are_an_error_of_ours(run):
+    run.commit(0, TABLE, usage(num_failed_rows=1), [{"id": "000000001"}])
+    path = run.failed / run.letters_name(0)
+    write_atomic(path, b'{"id"')
+    with pytest.raises(PeagleError, match="dead letters of unit 0"):
+        list(run.dead_letters())
+    path.unlink()
+    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*put it back"):
+        list(run.letters(0))
+
+
+@pytest.mark.parametrize("data", [b"PAR1xx", b""])
+def test_a_damaged_record_of_the_ledger_is_named(run, data):
+    write_atomic(run.ledger / "session-x.parquet", data)
+    with pytest.raises(PeagleError, match=r"session-x\.parquet is damaged"):
+        run.sessions()

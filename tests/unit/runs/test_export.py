@@ -1,0 +1,346 @@
+import datetime
+import io
+import json
+import os
+import time
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from peagle.corpus.rows import Span
+from peagle.economics.usage import UnitUsage
+from peagle.errors import ConfigError, PeagleError
+from peagle.runs import export as export_module
+from peagle.runs.directory import RunDirectory
+from peagle.runs.export import describe_answers, export
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.runs.prepare import plan_retry
+from peagle.runs.rows import OUTPUT_SCHEMA
+from peagle.speculation import SpeculationStats
+from peagle.storage import atomic_file, s3_files, write_atomic
+
+NUM_UNITS, ROWS = 3, 2
+
+
+def usage(unit):
+    return UnitUsage(
+        session_id="s", num_rows=ROWS, num_failed_rows=int(unit == 1), num_prompt_tokens=8, num_cached_tokens=0,
+        num_output_tokens=6, busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=100.5 + unit,
+    )  # fmt: skip
+
+
+def output(ids, **columns):
+    rows = [
+        {
+            **dict.fromkeys(OUTPUT_SCHEMA.names),
+            "id": id_, "response": "é", "finish_reason": "stop", "num_prompt_tokens": 4, "num_output_tokens": 3,
+            "model": "m",
+        }
+        for id_ in ids
+    ]  # fmt: skip
+    table = pa.Table.from_pylist(rows, schema=OUTPUT_SCHEMA)
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values))
+    return table
+
+
+@pytest.fixture
+def make_run(root):
+    def make(kind="jsonl", **manifest):
+        units = tuple(
+            WorkUnit(
+                unit=unit,
+                first_id=unit * 3,
+                span=Span(path="/srv/corpus.jsonl", format=kind, first_row=unit * 3, num_rows=3),
+            )
+            for unit in range(NUM_UNITS)
+        )
+        plan = Plan(units=units, rows_per_unit=3, schema=pa.schema([("x", pa.string())]), corpus_fingerprint="c")
+        run = RunDirectory(root)
+        run.create({"run_id": "r", "fingerprint": {"prompts": {"chat": True}}, **manifest}, plan)
+        return run
+
+    return make
+
+
+def commit(run, unit, *, row=None, **columns):
+    letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
+    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS)]
+    assert run.commit(unit, output(ids, **columns), usage(unit), letters)
+
+
+@pytest.fixture
+def whole_run(make_run):
+    """A run whose units are all committed, in the order of the corpus."""
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit)
+    return run
+
+
+def lines(run, output_format, name="output.jsonl"):
+    return [json.loads(line) for line in (run.root / "export" / output_format / name).read_bytes().splitlines()]
+
+
+def exported(run):
+    return io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes())
+
+
+def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
+    run = make_run()
+    moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    for unit in (2, 0, 1):
+        commit(run, unit, row="{bad", when=[moment] * 2, raw=[b"\xff"] * 2, score=[float("nan"), 0.5])
+    done = export(run, "jsonl")
+    rows = lines(run, "jsonl")
+    assert [row["id"] for row in rows] == [f"{n:09d}" for n in (0, 1, 3, 4, 6, 7)]
+    assert (rows[0]["response"], rows[0]["when"], rows[0]["raw"], rows[0]["score"], rows[1]["score"]) == (
+        "é", moment.isoformat(), "/w==", None, 0.5,
+    )  # fmt: skip
+    assert [letter["row"] for letter in lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
+    assert (done.num_rows, done.num_failed_rows, done.num_units) == (6, 1, 3)
+
+
+def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run):
+    run = make_run("openai-batch")
+    urls = ["/v1/chat/completions", "/v1/completions"]
+    for unit in range(NUM_UNITS):
+        row = {"custom_id": "bad", "body": {}}
+        commit(run, unit, row=row, custom_id=[f"a{unit}", f"b{unit}"], url=urls)
+    export(run, "openai-batch")
+    rows = lines(run, "openai-batch")
+    assert [row["custom_id"] for row in rows] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert [row["response"]["body"]["object"] for row in rows[:2]] == ["chat.completion", "text_completion"]
+    assert [row["response"]["body"]["created"] for row in rows[::2]] == [100, 101, 102]
+    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    assert len({row["id"] for row in [*rows, error]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("letter", "manifest", "says"),
+    [
+        (
+            {"reason": "invalid_row", "message": "PATH line 3: not valid JSON"},
+            {},
+            "corpus.jsonl line 3: not valid JSON",
+        ),
+        ({"reason": "refused", "message": "too long"}, {"served_name": "m"}, "too long"),
+        (
+            {"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"},
+            {"served_name": "m"},
+            "the eng",
+        ),
+        ({"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"}, {}, "vLLM failed on it: OSE"),
+    ],
+)
+def test_a_client_is_told_of_no_place_on_the_server(make_run, letter, manifest, says):
+    run = make_run("openai-batch", **manifest)
+    span = run.plan().units[0].span
+    assert span.path.startswith("/")
+    sent = {**letter, "id": "4", "unit": 0, "row": "{", "message": letter["message"].replace("PATH", span.path)}
+    rows = output(["000000000"], custom_id=["a"], url=["/v1/completions"])
+    assert run.commit(0, rows, usage(0), [sent])
+    export(run, "openai-batch", partial=True)
+    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    told = error["error"] or error["response"]["body"]["error"]
+    assert told["message"].startswith(says)
+    assert span.path not in json.dumps(error)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "model"), [({"served_name": "plain"}, "plain"), ({"served_name": None}, "m"), ({}, "m")]
+)
+def test_an_openai_batch_calls_the_model_what_was_asked_for(make_run, manifest, model):
+    run = make_run("openai-batch", **manifest)
+    commit(run, 0, custom_id=["a", "b"], url=["/v1/completions"] * 2)
+    export(run, "openai-batch", partial=True)
+    assert [row["response"]["body"]["model"] for row in lines(run, "openai-batch")] == [model] * 2
+
+
+def test_rows_of_another_corpus_are_named_by_their_ids(make_run):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        commit(run, unit, row={"x": 1})
+    export(run, "openai-batch")
+    assert lines(run, "openai-batch")[0]["custom_id"] == "000000000"
+    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == "4"
+
+
+def test_a_line_of_a_batch_that_is_no_request_has_no_custom_id(make_run):
+    run = make_run("openai-batch")
+    for unit in range(NUM_UNITS):
+        commit(run, unit, row="{bad", custom_id=["a", "b"], url=["/v1/completions"] * 2)
+    export(run, "openai-batch")
+    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] is None
+
+
+def test_parquet_is_one_file_of_large_row_groups(whole_run, monkeypatch):
+    monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
+    export(whole_run, "parquet")
+    file = pq.ParquetFile(exported(whole_run))
+    assert file.schema_arrow.equals(OUTPUT_SCHEMA)
+    assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [4, 2]
+    file.close()
+
+
+@pytest.mark.parametrize("root", ["disk"], indirect=True)
+def test_an_export_is_made_again_only_where_it_is_not_whole(whole_run):
+    first = export(whole_run, "jsonl")
+    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
+    content, made_at = file.read_bytes(), file.stat().st_mtime_ns
+    assert export(whole_run, "jsonl", again=False) == first
+    assert file.stat().st_mtime_ns == made_at
+    file.write_bytes(b"cut off")
+    killed, others = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
+    for temporary in (killed, others):
+        temporary.write_bytes(b"begun")
+    os.utime(killed, (time.time() - 2 * 24 * 3600,) * 2)
+    assert export(whole_run, "jsonl", again=False) == first
+    assert file.read_bytes() == content
+    assert list(file.parent.glob(".*")) == [others]
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+def test_an_export_to_a_store_leaves_the_uploads_of_others_alone(whole_run, s3, monkeypatch):
+    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # the least that a store takes
+    folder = whole_run.root / "export" / "jsonl"
+    with atomic_file(folder / "output.jsonl") as theirs:
+        theirs.write(bytes(6 << 20))  # a part of it has been sent
+        export(whole_run, "jsonl")
+        theirs.write(b"the rest")
+    assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(whole_run, s3):
+    first = export(whole_run, "jsonl")
+    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
+    content, num_writes = file.read_bytes(), s3.count("PUT", "export")
+    assert export(whole_run, "jsonl", again=False) == first
+    assert s3.count("PUT", "export") == num_writes
+    write_atomic(file, b"cut off")
+    assert export(whole_run, "jsonl", again=False) == first
+    assert file.read_bytes() == content
+
+
+def test_an_export_is_made_again_where_a_unit_was_done_again(whole_run):
+    export(whole_run, "jsonl")
+    whole_run.unit_path(1).unlink()
+    ids = [f"{3 + index:09d}" for index in range(ROWS)]
+    assert whole_run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
+    done = export(RunDirectory(whole_run.root), "jsonl", again=False)
+    assert [row.get("x") for row in lines(whole_run, "jsonl")] == [None, None, "new", "new", None, None]
+    assert done.num_failed_rows == 0
+    assert lines(whole_run, "jsonl", "errors.jsonl") == []
+
+
+def test_an_export_of_an_older_peagle_is_made_again(whole_run):
+    first = export(whole_run, "jsonl")
+    made = whole_run.root / "export" / "jsonl" / "export.json"
+    older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
+    write_atomic(made, json.dumps(older).encode())
+    assert export(whole_run, "jsonl", again=False) == first
+    assert json.loads(made.read_bytes())["commits"] == first.commits
+
+
+def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
+    run = make_run()
+    commit(run, 0)
+    with pytest.raises(ConfigError, match=r"1 of 3 units are committed(.|\n)*--partial"):
+        export(run, "jsonl")
+    assert cli.run(["export", str(run), "--format", "jsonl", "--partial"]) == 0
+    assert "2 rows as jsonl" in capsys.readouterr().out
+    commit(run, 2)
+    assert export(run, "jsonl", partial=True, again=False).num_rows == 4
+
+
+def test_a_damaged_unit_is_named(whole_run):
+    data = whole_run.unit_path(1).read_bytes()
+    write_atomic(whole_run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
+    with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
+        export(whole_run, "jsonl")
+    assert not (whole_run.root / "export" / "jsonl" / "output.jsonl").exists()
+
+
+def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
+    assert cli.run(["export", str(tmp_path), "--format", "json"]) == 2
+    assert "did you mean jsonl" in capsys.readouterr().err
+    assert cli.run(["export", str(tmp_path), "--format", "jsonl"]) == 2
+    assert "no run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
+def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
+    run = make_run()
+    for unit in range(NUM_UNITS):
+        ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
+        letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
+        assert run.commit(unit, output(ids), replace(usage(unit), num_failed_rows=1), letters)
+    plan = plan_retry(run, run.plan())
+    for again in plan.units[3:5]:
+        assert run.commit(again.unit, output([again.row_id(0)]), usage(again.unit), [])
+    with pytest.raises(ConfigError, match="5 of 6 units are committed"):
+        export(run, output_format)
+    done = export(run, output_format, partial=True)
+    rows = lines(run, "jsonl") if output_format == "jsonl" else pq.read_table(exported(run)).to_pylist()
+    assert [int(row["id"]) for row in rows] == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert (done.num_rows, done.num_failed_rows, done.num_units) == (8, 0, 5)
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_answers_have_numbers_for_log_probabilities_and_nothing_that_json_has_not(make_run, url):
+    run = make_run("openai-batch")
+    least = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
+    kinds = OUTPUT_SCHEMA.field("completions").type
+    completion = {"text": "a", "finish_reason": "stop", "num_output_tokens": 1, "logprobs": [least]}
+    table = output(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
+    index = table.schema.get_field_index("completions")
+    table = table.set_column(index, "completions", pa.array([[completion], None], kinds))
+    assert run.commit(0, table, usage(0), [])
+    export(run, "openai-batch", partial=True)
+    text = (run.root / "export" / "openai-batch" / "output.jsonl").read_bytes().splitlines()[0]
+    logprobs = json.loads(text, parse_constant=pytest.fail)["response"]["body"]["choices"][0]["logprobs"]
+    if url == "/v1/completions":
+        assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([-9999.0], [{"b": -9999.0}])
+    else:
+        (token,) = logprobs["content"]
+        assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+USAGE = UnitUsage(
+    session_id="s", num_rows=1, num_failed_rows=0, num_prompt_tokens=8, num_cached_tokens=0, num_output_tokens=6,
+    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+)  # fmt: skip
+
+
+def run_with(root, responses):
+    units = tuple(
+        WorkUnit(unit=unit, first_id=unit, span=Span(path="a", format="jsonl", first_row=unit, num_rows=1))
+        for unit in range(len(responses))
+    )
+    plan = Plan(units=units, rows_per_unit=1, schema=pa.schema([("x", pa.string())]), corpus_fingerprint="c")
+    run = RunDirectory(root)
+    run.create({"run_id": "r"}, plan)
+    for unit, response in enumerate(responses):
+        row = {**dict.fromkeys(OUTPUT_SCHEMA.names), "id": f"{unit:09d}", "response": response}
+        run.commit(unit, pa.Table.from_pylist([row], schema=OUTPUT_SCHEMA), USAGE, [])
+    return run
+
+
+def test_where_the_answers_are_and_the_first_two(root):
+    said = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
+    assert said[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
+    assert said[1:4] == ["  000000000", "  |   one", "  |     two"]
+    assert said[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
+
+
+def test_an_answer_cannot_steer_the_terminal(root):
+    assert "\x1b" not in describe_answers(run_with(root, ["\x1b[2J\x07gone" + "x" * 500]))
+
+
+def test_a_run_without_answers_says_nothing(root):
+    assert describe_answers(run_with(root, [])) == ""

@@ -1,0 +1,249 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from peagle.errors import ConfigError, PeagleError, RunInUse
+from peagle.runs import lease as lease_module
+from peagle.runs.lease import hold_lease, read_lease
+from peagle.storage import place, write_atomic
+
+
+def hold(root, *, expiry_s=30.0, announce=lambda _: None):
+    return hold_lease(root, expiry_s=expiry_s, command=["peagle", "generate", "--input", "a b"], announce=announce)
+
+
+def put(root, lease):
+    write_atomic(root / ".lease" / f"{lease.number}.json", lease_module._to_bytes(lease))
+
+
+@pytest.fixture
+def foreign(root):
+    """The lease of a driver of another host, which was never given back."""
+    with hold(root):
+        mine = read_lease(root)
+    theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+    put(root, theirs)
+    return theirs
+
+
+def test_a_lease_says_who_drives_and_then_how_it_ended(root):
+    with hold(root):
+        held = read_lease(root)
+        assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
+        assert held.seems_alive()
+    after = read_lease(root)
+    assert (after.number, after.outcome) == (1, "ended")
+    assert not after.seems_alive()
+
+
+def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(root):
+    with pytest.raises(PeagleError), hold(root):
+        raise PeagleError("the disk is full", hint="buy one")
+    assert read_lease(root).outcome == "PeagleError: the disk is full"
+    started = time.monotonic()
+    with hold(root) as second:
+        assert second.number == 2
+    assert time.monotonic() - started < 1
+    assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
+
+
+def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
+    with hold(root, expiry_s=3.0):
+        said, started = [], time.monotonic()
+        with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
+            pass
+        assert time.monotonic() - started < 3
+        for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 3 s after", "Ctrl-C"):
+            assert part in str(refused.value)
+        assert "watching for 3 s" in said[0]
+        assert read_lease(root).number == 1
+
+
+def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_clocks_say(root, foreign):
+    put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
+    started = time.monotonic()
+    with hold(root) as mine:
+        assert mine.number == foreign.number + 1
+    assert 1.0 <= time.monotonic() - started < 3
+
+
+def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(root, foreign):
+    beat = threading.Timer(0.3, lambda: put(root, replace(foreign, beat=1, renewed_at=0.0)))
+    beat.start()
+    with pytest.raises(RunInUse, match="elsewhere"), hold(root):
+        pass
+    beat.join()
+
+
+def test_a_killed_driver_of_this_host_is_replaced_at_once(tmp_path):
+    code = (
+        "import os, signal, sys, pathlib; from peagle.runs.lease import hold_lease\n"
+        "with hold_lease(pathlib.Path(sys.argv[1]), expiry_s=600, command=['x'], announce=print):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert read_lease(tmp_path).is_gone()
+    (tmp_path / ".lease" / ".1.json.0123.tmp").touch()
+    with hold(tmp_path) as mine:
+        assert mine.number == 2
+        assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
+
+
+def test_a_process_id_that_was_given_to_another_process_is_not_the_driver(root):
+    with hold(root):
+        mine = read_lease(root)
+    assert not mine.is_gone()
+    assert replace(mine, birth=mine.birth - 1).is_gone()
+
+
+def test_a_driver_that_was_replaced_learns_of_it_and_leaves_its_successors_lease_alone(root):
+    with hold(root, expiry_s=1.0) as slow:
+        theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, theirs)
+        assert slow.lost.wait(2)
+    assert read_lease(root) == theirs
+
+
+def test_of_drivers_that_start_at_once_one_wins(root, foreign):
+    outcomes, all_done = [], threading.Barrier(4)
+
+    def drive():
+        try:
+            with hold(root):
+                outcomes.append("won")
+                all_done.wait(20)
+        except RunInUse:
+            outcomes.append("refused")
+            all_done.wait(20)
+
+    threads = [threading.Thread(target=drive) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["refused"] * 3 + ["won"]
+
+
+def test_a_damaged_lease_is_named(root):
+    (root / ".lease").mkdir(parents=True)
+    write_atomic(root / ".lease" / "3.json", json.dumps({"number": 3}).encode())
+    with pytest.raises(PeagleError, match=r"3\.json is damaged"):
+        read_lease(root)
+
+
+def test_a_folder_that_cannot_be_written_is_bad_usage(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"), hold(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_lease_that_vanishes_before_it_is_read_makes_the_next_driver_look_again(root, monkeypatch):
+    with hold(root):
+        pass
+    with hold(root):
+        pass
+    looks = [[1]]  # as listed before the second driver removed the first one's lease
+    monkeypatch.setattr(lease_module, "_numbers", lambda _: looks.pop() if looks else [2])
+    assert read_lease(root).number == 2
+
+
+def test_who_took_an_old_number_finds_the_later_one_and_takes_the_next(root, monkeypatch):
+    for _ in range(3):
+        with hold(root):
+            pass
+    first_look = [None]
+    monkeypatch.setattr(lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place))
+    with hold(root) as mine:
+        assert mine.number == 4
+        assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
+
+
+def test_who_was_stopped_before_it_took_an_old_number_is_refused_while_another_drives(root, monkeypatch):
+    for _ in range(2):
+        with hold(root):
+            pass
+    with hold(root) as theirs:
+        first_look = [None]
+        monkeypatch.setattr(
+            lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place)
+        )
+        with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
+            pass
+        theirs.require()
+
+
+def test_a_driver_whose_lease_was_taken_over_knows_at_once_when_it_looks(root):
+    with hold(root) as slow:
+        slow.require()
+        put(root, replace(read_lease(root), number=2, token="another's"))
+        with pytest.raises(RunInUse, match="taken over"):
+            slow.require()
+
+
+def test_a_driver_whose_folder_of_leases_was_deleted_has_lost_it_also_where_the_number_comes_again(tmp_path):
+    with hold(tmp_path) as first:
+        shutil.rmtree(tmp_path / ".lease")
+        with pytest.raises(RunInUse):
+            first.require()
+    with hold(tmp_path) as first:
+        shutil.rmtree(tmp_path / ".lease")
+        with hold(tmp_path) as second:
+            assert (first.number, second.number) == (1, 1)
+            assert first.is_lost()
+            assert not second.is_lost()
+
+
+def test_what_goes_wrong_because_another_driver_took_over_says_so(root):
+    def drive():
+        with hold(root):
+            put(root, replace(read_lease(root), number=2, token="another's"))
+            raise ConfigError("a file vanished")
+
+    with pytest.raises(RunInUse, match="taken over"):
+        drive()
+
+
+def test_a_file_system_without_hard_links_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(ConfigError, match="no hard links"), hold(tmp_path / "run"):
+        pass
+    assert list((tmp_path / "run" / ".lease").iterdir()) == []
+
+
+# --- on S3
+
+
+def test_a_lease_whose_answer_is_lost_is_held(s3):
+    s3.fail("lost", method="PUT", times=2)
+    with hold(place("s3://bucket/run")) as mine:
+        assert mine.number == 1
+
+
+def test_a_store_that_refuses_for_a_moment_neither_ends_nor_frees_a_lease(s3):
+    root = place("s3://bucket/run")
+    with hold(root, expiry_s=1.0) as mine:
+        before = read_lease(root).beat
+        s3.fail(403, method="PUT", times=2)
+        deadline = time.monotonic() + 10
+        while read_lease(root).beat < before + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not mine.lost.is_set()
+    assert read_lease(root).outcome == "ended"
+
+
+def test_trials_of_killed_drivers_are_cleared(s3):
+    root = place("s3://bucket/run")
+    write_atomic(root / ".lease" / "0.0123.json", b"{}")
+    with hold(root):
+        assert [path.name for path in (root / ".lease").iterdir()] == ["1.json"]

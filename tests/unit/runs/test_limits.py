@@ -1,0 +1,137 @@
+import datetime
+import time
+
+import pytest
+
+from peagle.runs.limits import Limits, MaxFailedRows, Situation, parse_deadline, reached
+
+NOW = datetime.datetime(2026, 11, 21, 17, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))
+
+
+def situation(**changes):
+    return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_done_rows": 50, "num_failed_rows": 3, **changes})
+
+
+def test_without_limits_a_run_goes_on():
+    assert reached(Limits(), situation(now=1e12, spent_usd=1e9, num_failed_rows=50)) is None
+
+
+@pytest.mark.parametrize(("spent", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
+def test_a_budget_keeps_back_what_ending_costs(spent, stops):
+    found = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
+    assert (found is not None) == stops
+    if found:
+        assert found.limit == "budget"
+        assert "the budget of $10.00 is reached" in found.message
+        assert "ending may cost $0.4" in found.message
+
+
+@pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
+def test_a_deadline_keeps_back_the_time_that_ending_takes(now, stops):
+    found = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
+    assert (found and found.limit) == ("deadline" if stops else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "done", "stops"),
+    [
+        ("0", 0, 10, False),
+        ("0", 1, 1, True),
+        ("5", 5, 5, False),
+        ("5", 6, 1000, True),
+        ("5%", 99, 99, False),
+        ("5%", 5, 100, False),
+        ("5%", 6, 100, True),
+        ("2.5%", 26, 1000, True),
+        ("100%", 200, 200, False),
+    ],
+)
+def test_dead_letters_are_limited_by_number_or_by_share_of_enough_rows(text, failed, done, stops):
+    limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
+    found = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
+    assert (found is not None) == stops
+    if found:
+        assert found.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "5 %%"])
+def test_what_is_no_number_of_rows_is_refused(text):
+    with pytest.raises(ValueError, match="a number of rows or a share"):
+        MaxFailedRows.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2h30m", "2026-11-21T20:00:00+01:00"),
+        ("90s", "2026-11-21T17:31:30+01:00"),
+        ("1d", "2026-11-22T17:30:00+01:00"),
+        ("18:00", "2026-11-21T18:00:00+01:00"),
+        ("17:30", "2026-11-22T17:30:00+01:00"),
+        ("9:05:30", "2026-11-22T09:05:30+01:00"),
+        ("2026-11-30T18:30:00", "2026-11-30T18:30:00+01:00"),
+        ("2026-11-30T18:30:00Z", "2026-11-30T18:30:00+00:00"),
+        ("2026-11-30", "2026-11-30T00:00:00+01:00"),
+    ],
+)
+def test_a_deadline_is_a_duration_a_time_of_day_or_a_timestamp(text, expected):
+    assert parse_deadline(text, NOW) == datetime.datetime.fromisoformat(expected).timestamp()
+
+
+def test_no_deadline_can_be_said():
+    assert parse_deadline("none", NOW) is None
+
+
+@pytest.mark.parametrize("text", ["", "25:00", "h", "2h 30m", "soon", "10"])
+def test_what_is_no_deadline_is_refused(text):
+    with pytest.raises(ValueError, match=r"hour must be|a time of day \(18:30\)"):
+        parse_deadline(text, NOW)
+
+
+@pytest.fixture
+def berlin(monkeypatch):
+    """A machine in a zone whose clocks go forward on 2026-03-29 and back on 2026-10-25."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def utc(text):
+    return datetime.datetime.fromisoformat(f"{text}+00:00").timestamp()
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize(
+    ("now", "text", "at"),
+    [
+        # on the other side of a change
+        ("2026-10-20T12:00", "2026-10-30T18:30", "2026-10-30T17:30"),
+        ("2026-10-30T12:00", "2027-04-01T18:30", "2027-04-01T16:30"),
+        ("2026-03-28T22:00", "18:30", "2026-03-29T16:30"),
+        ("2026-10-24T22:00", "18:30", "2026-10-25T17:30"),
+        # a duration is so many seconds
+        ("2026-03-28T22:00", "1d", "2026-03-29T22:00"),
+        ("2026-10-24T22:00", "24h", "2026-10-25T22:00"),
+        # 02:30 is skipped on 2026-03-29
+        ("2026-03-28T22:00", "02:30", "2026-03-29T01:30"),
+        ("2026-03-28T22:00", "2026-03-29T02:30", "2026-03-29T01:30"),
+        # and comes twice on 2026-10-25
+        ("2026-10-24T22:00", "02:30", "2026-10-25T00:30"),
+        ("2026-10-25T00:31", "02:30", "2026-10-25T01:30"),
+        ("2026-10-25T01:29", "02:30", "2026-10-25T01:30"),
+        ("2026-10-25T01:31", "02:30", "2026-10-26T01:30"),
+        ("2026-10-24T22:00", "2026-10-25T02:30", "2026-10-25T00:30"),
+        ("2026-10-25T00:31", "2026-10-25T02:30", "2026-10-25T01:30"),
+        ("2026-10-26T12:00", "2026-10-25T02:30", "2026-10-25T00:30"),
+        # in the hour that comes twice, from now
+        ("2026-10-25T01:10", "30m", "2026-10-25T01:40"),
+        ("2026-10-25T01:10", "02:05", "2026-10-26T01:05"),
+        ("2026-10-25T00:10", "02:05", "2026-10-25T01:05"),
+        # an offset that is named counts
+        ("2026-10-20T12:00", "2026-10-30T18:30+02:00", "2026-10-30T16:30"),
+    ],
+)
+def test_local_times_are_taken_in_the_zone_at_that_moment(now, text, at):
+    assert parse_deadline(text, datetime.datetime.fromtimestamp(utc(now))) == utc(at)

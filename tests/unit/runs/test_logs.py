@@ -1,0 +1,72 @@
+import threading
+
+import pytest
+
+from peagle.runs import logs
+from peagle.runs.logs import LogCopy, copied, logs_folder
+from peagle.storage import place
+
+ROOT = place("s3://bucket/run")
+
+
+def copy_of(name):
+    return (ROOT / "logs" / name).read_bytes()
+
+
+def test_logs_lie_in_the_run_directory_or_on_the_node_for_a_store(tmp_path):
+    assert logs_folder(tmp_path) == tmp_path / "logs"
+    here = logs_folder(ROOT)
+    assert here.is_absolute()
+    assert here != logs_folder(place("s3://bucket/other"))
+
+
+def test_a_log_is_copied_when_it_has_grown_and_its_end_when_it_is_long(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_MAX_BYTES", 10)
+    log = tmp_path / "engine.log"
+    copy = LogCopy(ROOT, log, "engine.log")
+    copy.update()
+    log.write_text("begun")
+    copy.update()
+    copy.update()
+    assert copy_of("engine.log") == b"begun"
+    assert s3.count("PUT", "engine.log") == 1
+    log.write_text("begun and ended")
+    copy.update()
+    assert copy_of("engine.log") == b" and ended"
+
+
+def test_a_log_that_cannot_be_copied_is_tried_again(s3, tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("why")
+    copy = LogCopy(ROOT, log, "engine.log")
+    s3.fail(403, method="PUT")
+    copy.update()
+    copy.update()
+    assert copy_of("engine.log") == b"why"
+
+
+def test_a_log_is_copied_while_its_process_lives_and_when_that_ends_in_error(s3, tmp_path):
+    log = tmp_path / "driver.log"
+    log.write_text("one")
+    with pytest.raises(ZeroDivisionError), copied(ROOT, log, "driver-1.log", every_s=0.05):
+        _wait_for_copy_and_fail(log)
+    assert copy_of("driver-1.log") == b"one two"
+
+
+def _wait_for_copy_and_fail(log):
+    waited = threading.Event()
+    for _ in range(200):
+        if (ROOT / "logs" / "driver-1.log").exists():
+            log.write_text("one two")
+            raise ZeroDivisionError
+        waited.wait(0.05)
+    raise AssertionError("no copy was made")
+
+
+def test_logs_on_a_disk_are_where_they_belong(tmp_path):
+    log = tmp_path / "logs" / "driver.log"
+    log.parent.mkdir()
+    log.write_text("one")
+    with copied(tmp_path, log, "driver-1.log"):
+        pass
+    assert [path.name for path in log.parent.iterdir()] == ["driver.log"]

@@ -1,0 +1,55 @@
+import itertools
+
+import pytest
+
+from peagle.runs.meter import EngineMeter
+
+
+@pytest.fixture
+def meter(clock):
+    return EngineMeter(monotonic=clock)
+
+
+def test_the_example_of_the_docstring(meter, clock):
+    meter.ready(0)
+    meter.start(1)
+    clock.now += 2
+    for _ in range(3):
+        meter.start(2)
+    clock.now += 2
+    assert meter.snapshot().busy_s == pytest.approx(4)
+    assert meter.take(1) == pytest.approx(2.5)
+    assert meter.take(2) == pytest.approx(1.5)
+    assert meter.take(2) == 0
+
+
+def test_every_second_is_in_exactly_one_state(meter, clock):
+    clock.now += 30
+    meter.ready(compile_s=12)
+    clock.now += 5
+    meter.start(7)
+    clock.now += 3
+    meter.finish(7, 40)
+    clock.now += 2
+    found = meter.snapshot()
+    assert (found.load_s, found.compile_s, found.idle_s, found.busy_s) == (18, 12, 7, 3)
+    assert found.elapsed_s == 40
+    assert found.num_output_tokens == 40
+
+
+def test_compiling_cannot_take_longer_than_the_start(meter, clock):
+    clock.now += 10
+    meter.ready(compile_s=99)
+    assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)
+
+
+def test_shares_of_interleaved_units_sum_to_the_busy_time(meter, clock):
+    meter.ready(0)
+    for unit, step in itertools.product(range(5), range(3)):
+        meter.start(unit)
+        clock.now += 0.1 * (step + 1)
+    for unit, _ in itertools.product(range(5), range(3)):
+        meter.finish(unit, 1)
+        clock.now += 0.3
+    busy = meter.snapshot().busy_s
+    assert sum(meter.take(unit) for unit in range(5)) == pytest.approx(busy)

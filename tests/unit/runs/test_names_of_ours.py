@@ -1,0 +1,60 @@
+"""A column of the input may have any name, those of a run's own columns, keys and records included."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.corpus.text import BATCH_COLUMNS
+from peagle.runs.rows import OUTPUT_SCHEMA, output_names
+from tests.unit.runs.carried import Carried
+
+LETTER_KEYS = ["id", "unit", "attempt", "reason", "message", "row", "error"]
+OURS = dict.fromkeys(
+    [
+        *OUTPUT_SCHEMA.names, "prompt_token_ids", "sampling", "error", *LETTER_KEYS, *BATCH_COLUMNS[:3], "input_id",
+        "input_input_id", "unit", "usage", "peagle.unit", "peagle.usage", "peagle", "__peagle_error",
+        "__peagle_prompt_token_ids", "__peagle_sampling", "__peagle_unit", "response.text", "completions.text",
+        "", "a.b", "self", "loop", "range", "columns", "value", "name",
+    ]
+)  # fmt: skip
+
+
+def corpus(folder, suffix):
+    """Two good rows and one that becomes a dead letter; each value is its column's name."""
+    rows = [{"prompt": f"p{n}", **{name: f"{name}{n}" for name in OURS if name != "sampling"}} for n in range(3)]
+    rows[2]["prompt"] = None
+    path = folder / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path, rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_every_name_of_ours_is_carried_beside_our_own(tmp_path, suffix):
+    path, rows = corpus(tmp_path, suffix)
+    carried = Carried(path, tmp_path / "run")
+    names = output_names(list(rows[0]))
+    assert carried.findings() == []
+    (found, letters), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    for index, row in enumerate(rows[:2]):
+        for name, value in row.items():
+            assert (found[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
+        assert (found[index]["id"], found[index]["response"]) == (f"{index:09d}", "x")
+    (letter,) = letters
+    assert letter["row"] == rows[2]
+    assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")
+    batch, errors = carried.exported("openai-batch")
+    assert [one["custom_id"] for one in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
+
+
+def test_a_column_with_a_mark_of_ours_in_a_file_of_another_run_keeps_its_type(tmp_path):
+    marked = [pa.field("n", pa.int64(), metadata={"peagle": mark}) for mark in ("json", "wide")]
+    for index, column in enumerate(marked):
+        schema = pa.schema([("prompt", pa.string()), column])
+        pq.write_table(pa.Table.from_pylist([{"prompt": "p", "n": 7}], schema), tmp_path / f"{index}.parquet")
+        carried = Carried(tmp_path / f"{index}.parquet", tmp_path / f"run{index}")
+        assert carried.table().column("n").to_pylist() == [7]

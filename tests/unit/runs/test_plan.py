@@ -1,0 +1,134 @@
+import io
+import itertools
+import json
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.corpus.cutting import Cut
+from peagle.corpus.rows import Span
+from peagle.runs.plan import (
+    Retry,
+    WorkUnit,
+    chunks,
+    longest_first,
+    make_plan,
+    plan_from_bytes,
+    plan_to_bytes,
+    retries_from_bytes,
+    retries_to_bytes,
+    unit_from_json,
+    unit_to_json,
+)
+from pipelines.batch.config import GenerateConfig
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n)}) + "\n" for n in range(10)))
+    return path
+
+
+def test_a_plan_survives_its_file(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    assert plan_from_bytes(plan_to_bytes(plan)) == plan
+    assert [unit.span.num_rows for unit in plan.units] == [4, 4, 2]
+
+
+def test_ids_are_row_numbers_of_the_whole_corpus(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    ids = [unit.row_id(index) for unit in plan.units for index in range(unit.span.num_rows)]
+    assert ids == [f"{n:09d}" for n in range(10)]
+
+
+def test_planning_twice_gives_the_same_plan(corpus, tmp_path):
+    config = GenerateConfig(input=str(corpus), output=tmp_path, limit=7)
+    assert make_plan(config) == make_plan(config)
+    assert make_plan(config).num_rows == 7
+
+
+def test_the_small_units_of_the_end_are_the_first_of_the_corpus_and_a_plan_remembers_how_it_was_cut(corpus, tmp_path):
+    config = GenerateConfig(input=str(corpus), output=tmp_path, max_num_seqs=1, engines=1)
+    plan = make_plan(config, Cut(rows_per_unit=4, small=(2, 1)))
+    assert [unit.num_rows for unit in plan.units] == [2, 1, 4, 3]
+    again = plan_from_bytes(plan_to_bytes(plan))
+    assert again == plan
+    assert make_plan(config, again.cut) == plan
+    assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
+
+
+def test_a_plan_written_before_units_had_sizes_and_work_of_their_own_is_read_and_cut_the_same_way(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    table = pq.read_table(io.BytesIO(plan_to_bytes(plan))).drop_columns(["work"])
+    metadata = {key: value for key, value in table.schema.metadata.items() if key != b"peagle.small_units"}
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(metadata), sink)
+    old = plan_from_bytes(sink.getvalue())
+    assert [unit.num_rows for unit in old.units] == [4, 4, 2]
+    assert {unit.work for unit in old.units} == {0}
+    resumed = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, engines=8), old.cut)
+    assert [unit.span for unit in resumed.units] == [unit.span for unit in plan.units]
+
+
+def test_the_work_of_a_unit_is_that_of_its_rows_and_a_retry_has_its_share(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a", "sampling": {"max_tokens": 1000}}, {"prompt": "b"}, {"prompt": "c" * 4000}, {"prompt": "d"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=1, max_tokens=100))
+    assert [unit.work for unit in plan.units] == [1001, 100, 200, 100]
+    (whole,) = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=9, max_tokens=100)).units
+    assert whole.work == 1401
+    assert replace(whole, rows=(0,)).work == 350
+
+
+def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    retries = [Retry(unit=3, supersedes=1, rows=(0, 3)), Retry(unit=4, supersedes=3, rows=(3,))]
+    assert retries_from_bytes(retries_to_bytes(retries)) == retries
+    again = plan.with_retries(retries)
+    assert again.units[:3] == plan.units
+    first, second = again.units[3:]
+    assert (first.span, first.num_rows, first.attempt) == (plan.units[1].span, 2, 2)
+    assert [first.row_id(index) for index in range(2)] == ["000000004", "000000007"]
+    assert (second.row_id(0), second.attempt, second.supersedes) == ("000000007", 3, 3)
+    assert again.num_rows == 10
+    assert [unit_from_json(unit_to_json(unit)) for unit in again.units] == list(again.units)
+
+
+def test_a_unit_that_is_done_again_leaves_out_the_rows_for_which_a_retry_answers(corpus, tmp_path):
+    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
+    plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
+    assert plan.taken_up() == {0: {1, 2}, 3: {2}}
+    assert [(unit.unit, unit.rows) for unit in plan.left({1, 2, 4})] == [(0, (0, 3)), (3, (1,))]
+    assert [unit.unit for unit in plan.left({0, 2, 3})] == [1, 4]
+    ids = [unit.row_id(index) for unit in plan.left(()) for index in range(unit.num_rows)]
+    assert sorted(ids) == [f"{n:09d}" for n in range(10)]
+    assert plan.left(())[0].work == plan.units[0].work // 2
+
+
+def unit(number, work):
+    return WorkUnit(
+        unit=number, first_id=number, span=Span(path="a", format="csv", first_row=number, num_rows=1, work=work)
+    )
+
+
+def test_long_units_come_first_and_similar_ones_in_the_order_of_the_corpus():
+    units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0)]
+    assert [one.unit for one in longest_first(units)] == [1, 3, 4, 0, 2, 5]
+
+
+def test_units_of_a_plan_that_does_not_know_their_work_stay_in_its_order():
+    units = [unit(number, 0) for number in range(5)]
+    assert longest_first(units) == units
+
+
+def test_pieces_hold_every_unit_once_in_order_and_the_last_ones_hold_one():
+    units = [unit(number, 0) for number in range(20_000)]
+    pieces = chunks(units)
+    assert list(itertools.chain(*pieces)) == units
+    assert all(len(piece) == 1 for piece in pieces[-512:])
+    assert len(pieces) < 3_000
+    assert max(map(len, pieces)) <= 256
+    assert chunks(units[:3]) == [units[:1], units[1:2], units[2:3]]

@@ -1,0 +1,44 @@
+import pytest
+
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.runs.progress import Tally, duration, seconds_left
+from peagle.speculation import SpeculationStats
+
+UNIT = UnitUsage(
+    session_id="s", num_rows=8, num_failed_rows=2, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=400,
+    busy_s=4.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=5.0,
+)  # fmt: skip
+
+
+def up(busy_s, num_output_tokens):
+    return EngineSession(
+        session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1.0,
+        last_seen_at=2.0 + busy_s, load_s=1.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0,
+        num_output_tokens=num_output_tokens, ended=False,
+    )  # fmt: skip
+
+
+def test_no_time_is_left_out_before_a_heartbeat_has_told_of_the_work():
+    tally = Tally(num_rows_planned=100)
+    tally.add(UNIT)
+    tally.observe(0.0, [up(1e-4, 0)])  # its last heartbeat was when it came up
+    assert "left" not in tally.line()
+    tally.observe(0.0, [up(4.0, 400)])
+    assert "36s left" in tally.line()  # 90 rows of 40 tokens at 100/s
+
+
+def test_nothing_is_left_of_a_run_whose_rows_are_done():
+    tally = Tally(num_rows_planned=10)
+    tally.add(UNIT)
+    tally.observe(0.0, [up(4.0, 400)])
+    assert "left" not in tally.line()
+
+
+@pytest.mark.parametrize("known", [(5, 0, 0, 10.0), (5, 5, 0, 10.0), (5, 5, 100, 0.0), (0, 5, 100, 10.0)])
+def test_a_time_that_nobody_knows_is_none(known):
+    assert seconds_left(*known) is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.02, "1s"), (59.5, "1m00s"), (3600, "1h00m"), (61, "1m01s")])
+def test_what_is_not_over_takes_a_second_at_least(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,85 @@
+import pytest
+
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession
+from peagle.errors import CapacityError
+from peagle.runs import report
+from peagle.runs.directory import RunDirectory
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path, one_unit_plan, monkeypatch):
+    run = RunDirectory(tmp_path / "run")
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
+    run.create({"price": price.to_dict(), "run": {"num_engines": 1}, "created_at": 1.0}, one_unit_plan)
+    (run.root / "report.json").mkdir()  # who may write everything cannot write this either
+    monkeypatch.setattr(report, "report_dict", lambda *_: {"notes": []})
+    with pytest.raises(CapacityError, match=r"cannot be written(.|\n)*peagle status"):
+        report.make_report(run)
+
+
+@pytest.mark.parametrize(("asked_for", "lived", "reported"), [(1, 2, 2), (2, 0, 2), (None, 2, 2), (None, 0, 0)])
+def test_the_engines_of_a_report_are_those_that_lived_at_once(
+    tmp_path, one_unit_plan, monkeypatch, asked_for, lived, reported
+):
+    run = RunDirectory(tmp_path / "run")
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
+    run.create({"price": price.to_dict(), "run": {"num_engines": asked_for}, "created_at": 1.0}, one_unit_plan)
+    for number in range(lived):
+        run.write_session(
+            EngineSession(
+                session_id=f"s{number}",
+                engine_index=number,
+                hostname="h",
+                num_devices=1,
+                device="vcpu",
+                started_at=1.0,
+                last_seen_at=9.0,
+                load_s=0.0,
+                compile_s=0.0,
+                busy_s=8.0,
+                idle_s=0.0,
+                num_output_tokens=0,
+                ended=True,
+            )
+        )
+    told = {}
+    monkeypatch.setattr(report, "report_dict", lambda _, information: told.update(information) or {"notes": []})
+    monkeypatch.setattr(report, "render_html", lambda _: "")
+    report.make_report(run)
+    assert told["num_engines"] == reported
+
+
+class Run:
+    """A run directory of which a test says how it stands at each look."""
+
+    def __init__(self, *looks):
+        self._looks = list(looks)
+        self.num_retries = 0
+
+    def plan(self):
+        return self._looks[0][0]
+
+    def committed(self):
+        return self._looks.pop(0)[1]
+
+
+class Plan:
+    def __init__(self, num_units, num_retries=0):
+        self.units = [type("Unit", (), {"unit": number}) for number in range(num_units)]
+        self.num_retries = num_retries
+
+
+@pytest.mark.parametrize(
+    ("looks", "times"),
+    [
+        ([(Plan(1), {0}), (Plan(1), {0})], 1),
+        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # whoever finishes it makes it
+        ([(Plan(1), {0}), (Plan(2, 1), {0})], 1),  # a retry was added
+        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and was done
+        ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
+    ],
+)
+def test_what_is_made_of_a_finished_run_is_made_again_where_the_run_has_changed(looks, times):
+    made = []
+    report.until_settled(Run(*looks), lambda: made.append(1))
+    assert len(made) == times

@@ -1,0 +1,142 @@
+import datetime
+
+import pyarrow as pa
+import pytest
+from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
+
+from peagle.corpus.rows import RawRow, Span
+from peagle.economics.usage import UnitUsage
+from peagle.engine.fake import ByteTokenizer
+from peagle.engine.interface import Generation
+from peagle.errors import InputError
+from peagle.requests.builder import RequestBuilder, SamplingSpec
+from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
+from peagle.requests.sampling import SamplingLimits
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import WorkUnit
+from peagle.runs.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, require_storable, unpacked
+from peagle.speculation import SpeculationStats
+
+UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
+USAGE = UnitUsage(
+    session_id="s", num_rows=0, num_failed_rows=2, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0,
+    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+)  # fmt: skip
+SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
+
+
+@pytest.fixture
+def prepared():
+    prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    limits = SamplingLimits(max_model_len=100)
+    base = {"temperature": 0.0, "max_tokens": 8}
+    builder = RequestBuilder(prompts, SamplingSpec(base=base, column="sampling", limits=limits))
+    rows = [RawRow({"prompt": "ab", "id": 7}), RawRow(raw="{bad", error="not valid JSON"), RawRow({"prompt": "c"})]
+    return PreparedUnit(prepare(UNIT, rows, SCHEMA, builder))
+
+
+def generation(**changes):
+    values = {
+        "text": "x",
+        "finish_reason": "stop",
+        "num_prompt_tokens": 2,
+        "num_cached_tokens": None,
+        "num_output_tokens": 5,
+        "speculation": None,
+        "ttft_s": None,
+        "latency_s": 1.0,
+    }
+    return Generation(**{**values, **changes})
+
+
+def test_a_prepared_unit_survives_the_way_to_an_engine(prepared):
+    assert prepared.unit == UNIT
+    assert prepared.prompts == [[97, 98], None, [99]]
+    assert list(prepared.dead_letters) == [1]
+
+
+def test_output_holds_the_inputs_columns_and_the_outputs_in_order(prepared):
+    drafts = SpeculationStats.from_histogram([1, 2], 3)
+    table = prepared.output({2: generation(), 0: generation(speculation=drafts)}, "m", "d")
+    assert table.schema.names == ["prompt", "input_id", *OUTPUT_SCHEMA.names]
+    first, second = table.to_pylist()
+    assert (first["id"], first["input_id"], first["prompt"]) == ("000000040", 7, "ab")
+    assert (first["num_drafts"], first["num_draft_tokens"], first["num_accepted_tokens"]) == (3, 3, 2)
+    assert (second["id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
+
+
+def test_a_unit_without_any_response_keeps_its_columns(prepared):
+    table = prepared.output({}, "m", None)
+    assert table.num_rows == 0
+    assert table.schema.field("num_drafts").type == pa.int32()
+
+
+def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
+    prepared.refuse(0, RowError(reason="refused", message="no"))
+    assert prepared.letters() == [
+        {
+            "id": "000000040",
+            "unit": 3,
+            "attempt": 1,
+            "reason": "refused",
+            "message": "no",
+            "row": {"prompt": "ab", "id": 7},
+        },
+        {
+            "id": "000000041",
+            "unit": 3,
+            "attempt": 1,
+            "reason": "invalid_row",
+            "message": "not valid JSON",
+            "row": "{bad",
+        },
+    ]
+
+
+def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or_by_it(tmp_path):
+    moment = datetime.datetime(2026, 1, 1, 5)
+    row = {"prompt": 7, "id": 7, "img": b"\x89PNG", "at": moment, "x": float("nan"), "m": [("a", float("inf"))]}
+    expected = {"id": 7, "img": "iVBORw==", "at": "2026-01-01T05:00:00", "x": None, "m": [["a", None]]}
+    types = [pa.string(), pa.int64(), pa.binary(), pa.timestamp("us"), pa.float64(), pa.map_(pa.string(), pa.float64())]
+    schema = pa.schema(list(zip(row, types, strict=True)))
+    prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
+    builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
+    unprompted, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
+    unit = PreparedUnit(unpacked(packed(prepare(UNIT, [unprompted, good], schema, builder))))
+    unit.refuse(1, RowError(reason="time_limit", message=""))
+    run = RunDirectory(tmp_path / "run")
+    for folder in (run.data, run.failed):
+        folder.mkdir(parents=True)
+    run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
+    assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
+
+
+def test_names_that_the_output_needs_are_renamed_until_they_are_free():
+    assert output_names(["id", "input_id", "a"]) == {"id": "input_id", "input_id": "input_input_id", "a": "a"}
+
+
+def test_a_packed_unit_is_one_row_and_comes_out_as_it_went_in():
+    table = pa.table({"x": [[1, 2], None], "y": ["a", "b"]}, metadata={"k": "v"})
+    batch = packed(table)
+    assert batch.num_rows == 1
+    assert unpacked(batch).equals(table, check_metadata=True)
+    assert unpacked(packed(table.slice(0, 0))).num_rows == 0
+
+
+def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
+    """`cluster.keep_rows_apart`: a block of one byte ends after each row, and no row is ever split."""
+    buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
+    for num_rows in (3, 1, 5000):
+        table = pa.table({"x": ["a" * 100] * num_rows})
+        buffer.add_batch(packed(table))
+        assert [unpacked(block) for block in buffer.iter_ready_blocks()] == [table]
+
+
+def test_a_column_that_parquet_cannot_hold_is_refused_before_it_costs_anything():
+    require_storable(SCHEMA)
+    deep = pa.int64()
+    for _ in range(120):
+        deep = pa.list_(deep)
+    for bad in (pa.struct([]), deep):
+        with pytest.raises(InputError, match="column 'x' has a type that Parquet cannot hold"):
+            require_storable(SCHEMA.append(pa.field("x", bad)))

@@ -1,0 +1,167 @@
+import json
+import time
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+
+from jobs import cli
+from peagle.corpus.rows import Span
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import PeagleError
+from peagle.runs import lease as lease_module
+from peagle.runs.directory import RunDirectory
+from peagle.runs.lease import hold_lease, read_lease
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.runs.prepare import plan_retry
+from peagle.runs.status import StatusReader
+from peagle.speculation import SpeculationStats
+from peagle.storage import write_atomic
+
+SPECULATION = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(5, 0, 0))
+
+
+def session(name, *, engine_index=0, num_output_tokens=0, age_s=0.0, ended=False):
+    started_at = time.time() - age_s
+    return EngineSession(
+        session_id=name, engine_index=engine_index, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
+        last_seen_at=started_at + 10.0, load_s=2.0, compile_s=0.0, busy_s=7.0, idle_s=1.0,
+        num_output_tokens=num_output_tokens, ended=ended,
+    )  # fmt: skip
+
+
+def commit(run, unit, *, session_id="now", num_failed_rows=0):
+    usage = UnitUsage(
+        session_id=session_id, num_rows=2 - num_failed_rows, num_failed_rows=num_failed_rows, num_prompt_tokens=4,
+        num_cached_tokens=0, num_output_tokens=20, busy_s=2.0, speculation=SPECULATION, started_at=1.0, finished_at=2.0,
+    )  # fmt: skip
+    letters = [{"id": f"{unit * 2 + n:09d}", "reason": "refused"} for n in range(num_failed_rows)]
+    assert run.commit(unit, pa.table({"id": ["x"] * (2 - num_failed_rows)}), usage, letters)
+
+
+@pytest.fixture
+def run(root):
+    """Four units of two rows: one committed before a kill, one now; an engine that died, and one that lives."""
+    span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
+    units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(4))
+    schema = pa.schema([("prompt", pa.string())])
+    run = RunDirectory(root)
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent a second
+    plan = Plan(units=units, rows_per_unit=2, schema=schema, corpus_fingerprint="c")
+    run.create({"price": price.to_dict()}, plan)
+    run.write_session(session("killed", num_output_tokens=50, age_s=1000))
+    run.write_session(session("now", num_output_tokens=56))
+    commit(run, 0, session_id="killed", num_failed_rows=1)
+    commit(run, 1)
+    return run
+
+
+def hold(run, **keys):
+    return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **keys)
+
+
+def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
+    with hold(run):
+        status = StatusReader(run).read()
+    assert status.state == "running"
+    assert (status.num_units_done, status.num_units) == (2, 4)
+    assert (status.num_rows_done, status.num_failed_rows, status.num_rows_left, status.num_rows) == (3, 1, 4, 8)
+    assert status.failed_by_reason == {"refused": 1}
+    assert (status.num_output_tokens, status.num_lost_tokens, status.num_open_tokens) == (40, 30, 36)
+    assert status.tokens_per_s == 56 / 8
+    assert status.acceptance_length == 1.5
+    assert status.usd == pytest.approx(0.2)
+    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
+    said = status.describe()
+    for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "6s", "process"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("of_attempt", "of_run", "num_engines"),
+    [({"heartbeat_s": 300}, None, 4), ({"heartbeat_s": 5}, 300, 1), ({}, 300, 4), ({}, None, 1)],
+)
+def test_engines_live_for_as_long_as_their_heartbeats_may_lie_apart(run, of_attempt, of_run, num_engines):
+    manifest = {**run.manifest(), **({"config": {"heartbeat_s": of_run}} if of_run else {})}
+    write_atomic(run.root / "run.json", json.dumps(manifest).encode())
+    for place in range(1, 4):
+        run.write_session(session(f"s{place}", engine_index=place, age_s=75.0 * place))
+    with hold(run, **of_attempt):
+        assert StatusReader(run).read().num_engines == num_engines
+
+
+def test_a_stopped_run_says_how_it_ended_and_has_no_engine_at_work(run):
+    with pytest.raises(PeagleError), hold(run):
+        raise PeagleError("the budget is reached\n  4 rows are left")
+    status = StatusReader(run).read()
+    assert (status.state, status.num_engines, status.num_open_tokens) == ("stopped", 0, 0)
+    assert status.num_lost_tokens == 66
+    assert status.driver.endswith("PeagleError: the budget is reached")
+    assert "no engine at work" in status.describe()
+
+
+@pytest.mark.parametrize("ago_s", [0.0, 1000.0])
+def test_a_driver_of_another_host_is_believed_for_as_long_as_its_lease(run, ago_s):
+    with hold(run):
+        pass
+    lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - ago_s)
+    write_atomic(run.root / ".lease" / "1.json", lease_module._to_bytes(lease))
+    status = StatusReader(run).read()
+    assert status.state == ("silent" if ago_s else "running")
+    assert ("not heard of since" in status.driver) == bool(ago_s)
+
+
+def test_a_reader_sees_what_was_committed_meanwhile_and_a_retry_makes_failures_pending(run):
+    reader = StatusReader(run)
+    assert reader.read().state == "stopped"
+    commit(run, 2, num_failed_rows=2)
+    assert reader.read().failed_by_reason == {"refused": 3}
+    plan_retry(run, run.plan())
+    after = reader.read()
+    assert (after.num_failed_rows, after.num_rows_left, after.num_units) == (0, 5, 6)
+
+
+def test_a_finished_run_is_finished(run):
+    commit(run, 2)
+    commit(run, 3)
+    status = StatusReader(run).read()
+    assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_finished_run_whose_driver_has_not_ended_is_not_to_be_continued(run, monkeypatch, gone):
+    commit(run, 2)
+    commit(run, 3)
+    with hold(run):
+        if gone:
+            monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
+        status = StatusReader(run).read()
+    assert status.state == "finished"
+    assert "continues the run" not in status.describe()
+    assert ("is making the report" in status.driver) is not gone
+    assert ("`peagle report` makes a report that is missing" in status.driver) is gone
+
+
+def test_a_driver_that_was_interrupted_says_so(run):
+    with pytest.raises(KeyboardInterrupt), hold(run):
+        raise KeyboardInterrupt
+    assert StatusReader(run).read().driver.endswith(": interrupted")
+
+
+def test_the_command_prints_data_alone_or_lines(run, capsys):
+    assert cli.run(["status", str(run), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_rows_left"] == 4
+    assert cli.run(["status", str(run), "--watch", "0.1"]) == 0
+    assert "2 of 4 committed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [["--watch", "0"], ["--watch", "-1"]])
+def test_a_watch_needs_a_pause(run, capsys, flags):
+    assert cli.run(["status", str(run), *flags]) == 2
+    assert "above 0" in capsys.readouterr().err
+
+
+def test_what_is_no_run_says_so(tmp_path, capsys):
+    assert cli.run(["status", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err

