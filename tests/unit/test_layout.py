@@ -1,0 +1,70 @@
+"""The tree of modules: their size and their imports.
+
+Which folder may import which is in `pyproject.toml`, for `lint-imports`.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 350
+LONGEST_CHAIN = 20
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {
+    name_of(path): path for top in ("peagle", "pipelines", "jobs") for path in sorted((ROOT / top).rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imported(nodes: list[ast.stmt], *, in_functions: bool) -> Iterator[str]:
+    """The modules of ours that are imported there; imports for types alone do not count."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported(node.orelse, in_functions=in_functions)
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported(children(node), in_functions=in_functions)
+
+
+def children(node: ast.AST) -> list[ast.stmt]:
+    """The statements right below a statement, in whichever of its blocks."""
+    below: list[ast.stmt] = []
+    for child in ast.iter_child_nodes(node):
+        below += [child] if isinstance(child, ast.stmt) else children(child)
+    return below
+
+
+def imports(*, in_functions: bool) -> dict[str, set[str]]:
+    return {
+        name: {one for one in imported(tree.body, in_functions=in_functions) if one in MODULES and one != name}
+        for name, tree in TREES.items()
+    }
+
+
+def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(imports(in_functions=True)).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_chain_of_imports_is_too_long_to_follow() -> None:
+    graph = imports(in_functions=False)
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter(graph).static_order():
+        chains[name] = [name, *max((chains[below] for below in graph[name]), key=len, default=[])]
+    longest = max(chains.values(), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
