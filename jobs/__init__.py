@@ -1,1 +1,4 @@
-"""Entry points: the `peagle` command and the scripts for `ray job submit`. They parse, build, call and report."""
+"""Entry points: the `peagle` command and the scripts for `ray job submit`.
+
+They parse, build, call and report.
+"""

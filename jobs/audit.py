@@ -1,4 +1,4 @@
-"""`peagle audit`: whether a run is what its plan says, and its text what the target says by itself."""
+"""`peagle audit`: check a run against its plan, and its text against the target."""
 
 import argparse
 from typing import Any

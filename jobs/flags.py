@@ -1,4 +1,6 @@
-"""Flags from a configuration model: one definition gives the YAML key, the flag, its help and its check.
+"""Flags from a configuration model.
+
+One definition gives the YAML key, the flag, its help and its check.
 
 Priority: flag > environment (PEAGLE_<KEY>) > YAML > default.
 """
@@ -33,7 +35,9 @@ def add_flags(
     short: Mapping[str, str] = MappingProxyType({}),
     yaml_only: Collection[str] = (),
 ) -> None:
-    """A flag for each field of `model`, under the headings of `groups`, and `--config`.
+    """Add a flag for each field of `model`, and `--config`.
+
+    The flags are under the headings of `groups`.
 
     Args:
         short: one-letter names.
@@ -93,7 +97,10 @@ def _variable(name: str) -> str:
 
 
 def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """The keys that variables set; an empty one sets nothing, nor does what Kubernetes says of a service."""
+    """The keys that environment variables set.
+
+    An empty variable sets nothing, nor do those that Kubernetes sets for a service.
+    """
     found: dict[str, Any] = {}
     for name, field in known.items():
         value = os.environ.get(_variable(name), "")

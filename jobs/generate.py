@@ -1,4 +1,4 @@
-"""`peagle generate`, and the same as `python -m jobs.generate` for `ray job submit`."""
+"""`peagle generate`; also `python -m jobs.generate` for `ray job submit`."""
 
 import argparse
 import sys

@@ -71,7 +71,10 @@ def _print_card(card: "ModelCard") -> None:
 
 
 def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
-    """The card as (label, fact, source) lines; "not confirmed" stands for what is null on it."""
+    """The card as (label, fact, source) lines.
+
+    "not confirmed" stands for a null on it.
+    """
     precision = card.precision
     native = f"; published in {precision.native_quantization}" if precision.native_quantization else ""
     return [
@@ -104,7 +107,7 @@ def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
 
 
 def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
-    """What `--drafter auto` does, as (platform, choice, source) lines."""
+    """The choices of `--drafter auto` as (platform, choice, source) lines."""
     if not card.speculation:
         return [("speculation", "not measured: --drafter auto drafts nothing; name a head to use it", "")]
     rows = []

@@ -1,4 +1,7 @@
-"""`peagle plan`: machines, hours and dollars for tokens wanted, from what was measured."""
+"""`peagle plan`: machines, hours and dollars for a number of tokens.
+
+The figures come from measurements.
+"""
 
 import argparse
 from typing import Any

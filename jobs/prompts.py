@@ -1,4 +1,7 @@
-"""`peagle prompts`: the prompts that ship, for having a target write what its drafter is trained on."""
+"""`peagle prompts`: the shipped prompts, to be answered by a target.
+
+Its answers are the training data of a drafter.
+"""
 
 import argparse
 import json

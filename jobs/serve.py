@@ -1,4 +1,4 @@
-"""`peagle serve`: the endpoint on this machine, or on the cluster that RAY_ADDRESS names."""
+"""`peagle serve`: the endpoint on this machine or on the cluster of RAY_ADDRESS."""
 
 import argparse
 import os
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:
-    """Start the application and wait until its engines are up; where that breaks off, take it back.
+    """Start the application and wait for its engines; on a failure take it back.
 
     Raises:
         ConfigError: the cluster has an endpoint already, or its Serve listens elsewhere.
@@ -182,7 +182,10 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
 
 
 def _require_no_other() -> None:
-    """Serve puts an application in the place of one that has its name, and ours would end with it."""
+    """Refuse to replace another application.
+
+    Serve replaces an application of the same name, so ours would end the other one.
+    """
     from ray import serve
 
     there = serve.status().applications.get(APP_NAME)
@@ -195,7 +198,10 @@ def _require_no_other() -> None:
 
 
 def _http_options(config: ServeConfig) -> dict[str, Any]:
-    """As Serve has them; the files must be there under these names wherever its proxy runs."""
+    """The HTTP options as Serve takes them.
+
+    The files must exist under these names wherever its proxy runs.
+    """
     files = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
     return {
         "host": config.host,
@@ -205,7 +211,10 @@ def _http_options(config: ServeConfig) -> dict[str, Any]:
 
 
 def _require_address(config: ServeConfig) -> None:
-    """A Serve that ran before keeps its address and its certificate, and only warns of others that it is told."""
+    """Require the address that a running Serve has.
+
+    Serve keeps its address and certificate, and only warns of others that it is told.
+    """
     from ray.serve.context import _get_global_client  # no public name has the options
 
     there = _get_global_client().http_config
@@ -280,7 +289,9 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
 
 
 def _take_back(config: ServeConfig) -> None:
-    """Delete the application and wait until it is gone: Serve lets its requests end, and kills it after `drain_s`.
+    """Delete the application and wait until it is gone.
+
+    Serve lets its requests end, and kills it after `drain_s`.
 
     With `serve.delete` alone the wait would end after a minute, with an error. Where Serve's controller dies meanwhile,
     the next one begins with the time anew: so it may pass twice.

@@ -1,4 +1,4 @@
-"""The command's standard streams: text that they cannot encode, and readers that have gone.
+"""The command's standard streams: unencodable text, and readers that have gone.
 
 It knows streams; it knows no command.
 """
@@ -22,7 +22,9 @@ PIPE_CODE = 128 + signal.SIGPIPE  # as a shell tells of a process that the signa
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[SimpleNamespace]:
-    """Where a command runs: what is printed comes out, in escapes if need be, or ends the command like SIGPIPE.
+    """Run a command with standard streams that cannot break it.
+
+    Text that cannot be encoded is escaped; a reader that has gone ends the command like SIGPIPE.
 
     Yields:
         Where the command leaves its exit code as `code`; it may have become `PIPE_CODE` at the end.
@@ -41,7 +43,10 @@ def standard_streams() -> Iterator[SimpleNamespace]:
 
 
 def broken_pipe(message: str) -> int:
-    """The exit code of a command that met a broken pipe; `message` is printed where it was not that of its output."""
+    """The exit code of a command that met a broken pipe.
+
+    `message` is printed where the pipe was not that of its output.
+    """
     if not _is_reader_gone():
         print(message, file=sys.stderr)
         return 1
@@ -52,7 +57,10 @@ def broken_pipe(message: str) -> int:
 
 
 def console(**options: Any) -> "Console":
-    """Rich's console. Its own one ends the process with 1 when nobody reads, whatever the command is in."""
+    """Rich's console.
+
+    Its own one ends the process with 1 when nobody reads, whatever the command is in.
+    """
     from rich.console import Console
 
     class Ours(Console):
@@ -68,7 +76,10 @@ def prints_unicode() -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it is all text: a name of other bytes comes with half surrogate pairs in their place."""
+    """Whether the name is all text.
+
+    Other bytes appear as half surrogate pairs in it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

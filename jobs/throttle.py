@@ -1,4 +1,4 @@
-"""What people read on the terminal: where it goes, and progress of not more than a line every few seconds."""
+"""Progress for people on the terminal, at most a line every few seconds."""
 
 import argparse
 import contextlib
@@ -41,7 +41,9 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def human_output(args: argparse.Namespace) -> Iterator[None]:
-    """Where a command runs. With `--json -` what it prints goes to standard error, so that data alone is left.
+    """Where a command runs.
+
+    With `--json -` what it prints goes to standard error, so that data alone is left.
 
     That is standard error as it is now: while an engine is up, the descriptor is its log (`peagle.quiet`).
     """

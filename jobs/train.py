@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Check what was asked for, have the target answer, train, and print what came out."""
+    """Check the request, have the target answer, train, and print the result."""
     config = flags.load(TrainConfig, args)
     _require_ray(config)
     if config.responses == "regenerate":
@@ -90,7 +90,10 @@ def _regenerate(config: TrainConfig, command: list[str]) -> None:
 
 
 def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]]:
-    """What trains so many workers; Ray is imported only where there are several."""
+    """The trainer for so many workers.
+
+    Ray is imported only where there are several.
+    """
     if config.workers > 1:
         from pipelines.training.distributed import train_on_workers
 

@@ -1,4 +1,7 @@
-"""`peagle tune`: the best method, K, concurrency, batch and precision for a target, its prompts and this hardware."""
+"""`peagle tune`: the best method, K, concurrency, batch and precision.
+
+The answer holds for one target, its prompts and this hardware.
+"""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""A line chart of measurements: a line a series with a point at each measured place.
+"""Line charts of measurements, and the SVG pen that all plots are drawn with.
 
 It knows the pen (`peagle.charts`); it does not know what the axes mean.
 
@@ -48,7 +48,7 @@ def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
 
 
 def title(words: str) -> str:
-    """What a mark says when it is pointed at; goes inside of it."""
+    """A mark's tooltip; it goes inside the mark."""
     return f"<title>{escape(words)}</title>"
 
 
@@ -64,7 +64,10 @@ def x_axis_name(words: str, height: int = HEIGHT) -> str:
 
 
 def y_axis_name(words: str, *, at_right: bool = False) -> str:
-    """The name of the vertical axis, above the chart; at the right where the left is full."""
+    """The name of the vertical axis, above the chart.
+
+    At the right where the left is full.
+    """
     return text(WIDTH - RIGHT, 9, words, "axis", "end") if at_right else text(LEFT, 9, words, "axis", "start")
 
 
@@ -95,7 +98,9 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def shortened(words: str, num_letters: int) -> str:
-    """Words that fit, without their middle: of a path its end says most, of a name its beginning.
+    """Words shortened to fit, without their middle.
+
+    A path's end says most; a name's beginning does.
 
     >>> shortened("heads/2026-11-21/warm/head", 16)
     'heads/2…arm/head'
@@ -153,7 +158,7 @@ _MOST_STEPS = 4  # of the vertical axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What a chart says beside its points.
+    """The text of a chart beside its points.
 
     Attributes:
         name: of the chart, for those who cannot see it.
@@ -217,7 +222,7 @@ def grid_step(span: float) -> float:
 
 
 def _share(places: Sequence[int], place: int, is_even: bool) -> float:
-    """How far along the axis a place stands, from 0 to 1; alone it stands in the middle."""
+    """A position's share of the axis, from 0 to 1; a single one is in the middle."""
     if len(places) == 1:
         return 0.5
     if is_even:

@@ -1,4 +1,6 @@
-"""From the keys with which a user describes an engine to its spec: model, drafter, K, precision, slots, memory.
+"""Engine options: from a user's keys to an EngineSpec.
+
+They are model, drafter, K, precision, slots and memory.
 
 Bulk runs and the endpoint share it, so that equal keys are equal engines. It starts nothing, and knows nothing of how
 many engines there are or where they are placed.
@@ -45,7 +47,7 @@ FAKE_MODEL = ResolvedModel(
 
 
 class EngineKeys(BaseModel):
-    """What a user can ask of an engine; commands that run engines have these keys among their own."""
+    """The keys of an engine, among those of commands that run engines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -111,7 +113,10 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether it drafts as its profile says; else the profile's acceptance says nothing of it."""
+        """Whether it drafts as its profile says.
+
+        Otherwise the profile's acceptance says nothing of it.
+        """
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
@@ -229,6 +234,9 @@ def compose_engine(
 
 
 def _reference(name: str, model: ResolvedModel) -> str:
-    """What any node can resolve: a packaged model's name (each node converts its own), else its folder or hub id."""
+    """A name that any node can resolve: its folder or hub id.
+
+    A packaged model keeps its name, since each node converts its own.
+    """
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path

@@ -1,4 +1,4 @@
-"""What can go wrong, and what the user is told.
+"""Errors: the fault, its place, and a hint for the user.
 
 PeagleError                 anything peagle reports by itself: exit code 1
 ├── ConfigError             bad usage or configuration: exit code 2
@@ -78,7 +78,7 @@ class PriceError(ConfigError):
 
 
 class InputError(ConfigError):
-    """The corpus cannot be read as asked: missing file or column, wrong format, nothing in it."""
+    """The corpus cannot be read: missing file or column, wrong format, or empty."""
 
 
 class CapacityError(PeagleError):
@@ -112,7 +112,7 @@ class StoppedEarly(PeagleError):  # noqa: N818 - it is an outcome, not a fault
 
 
 def shown(value: Any) -> str:
-    """A value of the user's own as a message may repeat it: the beginning of what is long.
+    """A user's value for a message: the beginning of a long one.
 
     >>> shown("gpt-4"), len(shown("x" * 1_000_000)), len(shown([[0] * 1_000] * 1_000)) < 1_000
     ("'gpt-4'", 105, True)

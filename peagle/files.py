@@ -35,7 +35,7 @@ _LINKS = "name a folder on a local disk, on NFS version 4 or newer (EFS), on Lus
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace `path` with `data`; a reader sees the old bytes or the new ones, never a part.
+    """Replace `path` with `data`; a reader sees old bytes or new ones, never both.
 
     Args:
         mode: permissions from the first byte on; the umask takes some away.
@@ -63,8 +63,10 @@ def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line, or nothing. A disk that is nearly full takes a part and says so by its length only; the next line
-    would then be joined to that part, and both lost.
+    """Add a line, or nothing.
+
+    A disk that is nearly full takes a part and says so by its length only; the next line would then be joined to that
+    part, and both lost.
 
     Raises:
         OSError: it could not be written.
@@ -97,7 +99,9 @@ def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when it is whole; for what is too big for `write_atomic`.
+    """A file to write that replaces `path` when it is whole.
+
+    For data too big for `write_atomic`.
 
     Raises:
         FileNotFoundError: somebody has swept the unfinished file away meanwhile.
@@ -130,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put on the disk which names a folder has: what was created in it, renamed and deleted.
+    """Put a folder's names on the disk: creations, renames and deletions.
 
     Raises:
         OSError: the disk failed.
@@ -146,7 +150,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_links(folder: Path) -> None:
-    """Try what the first-writer-wins rule rests on: a hard link, a refused second one, and a rename.
+    """Require a file system that keeps the first-writer-wins rule.
+
+    It is tried: a hard link, a refused second one, and a rename.
 
     The trial's file is named like lease 0, so that the next driver clears it should it be left.
 
@@ -185,7 +191,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
-    """Delete what writers that were killed left in `folder`; the number of files deleted.
+    """Delete the files that killed writers left in `folder`; return their number.
 
     Args:
         older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long.
@@ -284,7 +290,7 @@ class GroupSync:
         self._is_named = False
 
     def sync(self) -> "Future[None]":
-        """Done when all that was written to the file before this call outlasts a power cut.
+        """Return when all that was written before outlasts a power cut.
 
         The future has an OSError where the disk failed: then nobody knows what of the file is on it.
         """

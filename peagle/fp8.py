@@ -1,4 +1,4 @@
-"""The arithmetic of FP8 heads: which weights can be FP8, their values and scales, and the error that costs.
+"""FP8 arithmetic of heads: matrices, values, scales, errors.
 
 A matrix [N, K] becomes float8_e4m3fn with one float32 scale for each of its N outputs, so that the largest element
 of a row stands at 448, the format's largest. Activations are quantised by the engine, token by token, as it runs. It
@@ -92,12 +92,12 @@ def quantize(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def dequantize(stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What the FP8 matrix stands for, in float32."""
+    """The FP8 matrix's values in float32."""
     return stored_NK.float() * scale.float()
 
 
 def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors without scales: each FP8 matrix as the values that it stands for, rounded to bf16.
+    """Tensors without scales: FP8 matrices as their values, rounded to bf16.
 
     Raises:
         DrafterError: a matrix has no scale.
@@ -112,7 +112,10 @@ def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, scale: torch.Tensor) -> WeightError:
-    """How far `stored_NK` is from `original_NK`; `scale` tells which elements lie in FP8's normal range."""
+    """The error of `stored_NK` against `original_NK`.
+
+    `scale` tells which elements lie in FP8's normal range.
+    """
     original_NK, stored_NK = original_NK.float(), stored_NK.float()
     difference_NK = (stored_NK - original_NK).abs()
     is_normal_NK = original_NK.abs() >= _SMALLEST_NORMAL * scale.float()
@@ -128,7 +131,7 @@ def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, 
 
 
 def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> dict[str, Any]:
-    """What `config.json` says of the weights, in the words of compressed-tensors.
+    """The weights' part of `config.json`, in the words of compressed-tensors.
 
     Layers are named by pattern, since vLLM counts a drafter's layers on from the target's. An lm_head is no `Linear`
     to vLLM and needs a target of its own; a head without one shares the target's, which is none of its business.

@@ -1,4 +1,4 @@
-"""What this node is: accelerator, memory, cores and the number formats they compute in.
+"""This node's accelerator, memory, cores and number formats.
 
 Reads the operating system and `nvidia-smi` only. It knows nothing of vLLM, models or prices, and imports
 neither torch nor CUDA bindings, so that asking costs milliseconds and works where no engine is installed.
@@ -53,7 +53,10 @@ class Hardware:
 
     @property
     def supports_bf16(self) -> bool:
-        """The CPU build computes in bf16 on every x86-64 and ARM machine; GPUs from Ampere on do."""
+        """Whether it computes in bf16.
+
+        The CPU build does on every x86-64 and ARM machine; GPUs do from Ampere on.
+        """
         return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
 
     @property
@@ -68,7 +71,10 @@ class Hardware:
 
     @property
     def supports_fp8_kv_cache(self) -> bool:
-        """As the weights on a GPU; on CPU with AVX-512 (vLLM's `v1/attention/backends/cpu_attn.py`)."""
+        """Whether the KV cache can be FP8.
+
+        As the weights on a GPU; on CPU with AVX-512 (vLLM's `v1/attention/backends/cpu_attn.py`).
+        """
         return self.supports_fp8_weights or (self.platform == "cpu" and "avx512f" in self.cpu_flags)
 
     def describe(self) -> str:
@@ -107,7 +113,10 @@ class Hardware:
 
 
 def detect(*, root: Path = Path("/")) -> Hardware:
-    """Look at this node. `root` stands for the file system whose `/proc` and `/sys` are read."""
+    """Look at this node.
+
+    `root` stands for the file system whose `/proc` and `/sys` are read.
+    """
     num_affine, core_ids = _affine_cores(root)
     quota = _cpu_quota(root)
     num_cpus = num_affine if quota is None else max(1, min(num_affine, int(quota)))
@@ -161,7 +170,10 @@ def _nvidia_smi() -> list[_Gpu]:
 
 
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES (indices or UUIDs; None when it is not set)."""
+    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES.
+
+    Indices or UUIDs; None when it is not set.
+    """
     rows = {}
     for index, line in enumerate(answer.strip().splitlines()):
         name, total_mib, free_mib, capability, uuid = (field.strip() for field in line.split(","))
@@ -179,7 +191,7 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
 
 
 def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:
-    """Logical CPUs in the affinity mask, and one of them for each physical core, by NUMA node."""
+    """Logical CPUs in the affinity mask, and one per physical core, by NUMA node."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     cores: dict[str, tuple[int, int]] = {}
     for cpu in allowed:
@@ -233,7 +245,10 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Where this process's limits may stand: cgroup 2 and 1, the mount's root and our own group."""
+    """Folders that may hold this process's limits.
+
+    For cgroup 2 and 1: the mount's root and our own group.
+    """
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)

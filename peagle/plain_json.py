@@ -1,4 +1,4 @@
-"""Values as JSON that every reader takes: no NaN, no infinity, and nothing in a shortened, printed form."""
+"""Strict JSON: no NaN, no infinity, no printed forms."""
 
 import base64
 import datetime
@@ -12,11 +12,13 @@ _LEAST_LOGPROB = -9999.0
 
 
 class HalfSurrogate(ValueError):  # noqa: N818 - as a part of a sentence
-    """JSON text with half of a surrogate pair, which no text can hold and no UTF-8 can say."""
+    """JSON text with half of a surrogate pair, which no UTF-8 can hold."""
 
 
 def to_json(value: Any, **layout: Any) -> str:
-    """A value as JSON text: bytes in base64, times as ISO 8601, null for NaN and infinity.
+    """A value as JSON text: bytes in base64, times as ISO 8601, null for NaN.
+
+    Infinity is null too.
 
     Args:
         layout: `indent`, `separators`, `sort_keys` and `ensure_ascii` as `json.dumps` has them; text stays as it is by
@@ -36,8 +38,10 @@ def to_json(value: Any, **layout: Any) -> str:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """What JSON text says. Python's own parser also takes NaN and infinities, written so or as 1e999, halves of
-    surrogate pairs, and bytes of any encoding.
+    """Parse strict JSON text.
+
+    Python's own parser also takes NaN and infinities, written so or as 1e999, halves of surrogate pairs, and bytes of
+    any encoding.
 
     Args:
         text: bytes are UTF-8, with a BOM or without.
@@ -54,7 +58,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
 
 
 def require_unicode(text: str, value: Any) -> None:
-    """Refuse what JSON text says where it has half of a surrogate pair, in a key or a value.
+    """Refuse parsed JSON with half of a surrogate pair in a key or a value.
 
     Raises:
         HalfSurrogate: it has.
@@ -68,7 +72,9 @@ def require_unicode(text: str, value: Any) -> None:
 
 
 def logprob_number(logprob: float) -> float:
-    """A log-probability for formats that promise a number: what cannot be has the least one, as in OpenAI's API.
+    """A log-probability as a number.
+
+    Impossible tokens get the least one, as in OpenAI's API.
 
     >>> logprob_number(-0.5), logprob_number(float("-inf"))
     (-0.5, -9999.0)
@@ -112,7 +118,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _duration(value: datetime.timedelta) -> str:
-    """As ISO 8601 has durations, and as pandas writes its own, which count nanoseconds.
+    """A duration in ISO 8601, with nanoseconds as pandas writes its own.
 
     >>> _duration(datetime.timedelta(days=1, seconds=61, microseconds=5))
     'P1DT0H1M1.000005S'

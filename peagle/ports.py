@@ -12,7 +12,7 @@ _ATTEMPTS = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nobody listens on, and that nobody gets who only asks for any.
+    """A free port of `host` that nobody gets who only asks for any.
 
     Args:
         host: an address of this machine; empty for all.
@@ -28,7 +28,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_service_link(value: str) -> bool:
-    """Whether a variable NAME_PORT is Kubernetes' word for where a service called NAME listens: it is in every pod.
+    """Whether a variable NAME_PORT is Kubernetes' address of a service NAME.
+
+    It is in every pod.
 
     >>> is_service_link("tcp://10.0.0.1:8000"), is_service_link("8000")
     (True, False)
@@ -37,8 +39,9 @@ def is_service_link(value: str) -> bool:
 
 
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
-    """Refuse a port that somebody listens on, or an address that is not this machine's. Whoever asks for it later may
-    not: Ray Serve shares its port with any other Serve, so that each gets some of the connections.
+    """Refuse a port in use, or an address that is not this machine's.
+
+    Ray Serve would share its port with any other Serve, so that each gets some of the connections.
 
     Args:
         key: of the configuration.

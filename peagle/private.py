@@ -1,4 +1,4 @@
-"""What this process and its children make is not for the machine's other users.
+"""Privacy of new files from the machine's other users.
 
 New files and folders get no permissions for others; what the group may do is left to the user's umask. Temporary files
 go into a folder that belongs to the user alone: in a shared `/tmp` anybody could create a name before we do, and what
@@ -19,7 +19,9 @@ _MAX_SOCKET_PATH = 107  # bytes; Linux has 108 with the one that ends it
 
 
 def keep_private() -> None:
-    """From now on, new files of this process and its children are private, and temporary ones go to a private folder.
+    """Make new files of this process and its children private from now on.
+
+    Temporary ones go to a private folder.
 
     Raises:
         ConfigError: somebody else has taken the name of that folder.
@@ -31,7 +33,9 @@ def keep_private() -> None:
 
 
 def temporary_folder(name: str | None = None) -> Path:
-    """The user's own folder for temporary files, or the folder `name` in it; it is made where it is missing.
+    """The user's own folder for temporary files, or its folder `name`.
+
+    It is made where it is missing.
 
     A TMPDIR that only the user can enter is taken as it is.
 
@@ -58,7 +62,7 @@ def user_path(path: str | Path) -> Path:
 
 
 def require_short_sockets(what: str, folder: str, num_bytes: int) -> None:
-    """Refuse a folder for temporary files whose path is too long for the sockets that are made in it.
+    """Refuse a temporary folder whose path is too long for sockets in it.
 
     Args:
         what: makes them.
@@ -76,7 +80,10 @@ def require_short_sockets(what: str, folder: str, num_bytes: int) -> None:
 
 
 def _own(folder: Path) -> Path:
-    """A folder that only the user can enter. Nothing is followed or entered before it is known whose it is."""
+    """A folder that only the user can enter.
+
+    Nothing is followed or entered before it is known whose it is.
+    """
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, so that another attempt continues the same run or is refused.
+"""`run.json`: fingerprints by which an attempt continues a run or is refused.
 
 It compares records; it decides nothing about them.
 """
@@ -27,7 +27,10 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Commit of the checkout that this code runs from, with `-dirty` if it was changed; None outside of one."""
+    """Commit of this code's checkout, with `-dirty` if it was changed.
+
+    None outside of one.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(

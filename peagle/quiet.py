@@ -14,7 +14,10 @@ from typing import BinaryIO, Self
 
 
 class QuietStderr:
-    """Standard error goes to a file between enter and exit: first a temporary one, then the one given to `move_to`."""
+    """Standard error goes to a file between enter and exit.
+
+    First to a temporary one, then to the one given to `move_to`.
+    """
 
     def __enter__(self) -> Self:
         self._terminal = _duplicate_stderr()

@@ -1,4 +1,6 @@
-"""What SIGINT and SIGTERM do to this process: they interrupt it, or ask it to stop. It knows no command.
+"""SIGINT and SIGTERM: interrupt this process, or ask it to stop.
+
+It knows no command.
 
 Whoever ends a process group often tells the process twice: `timeout`, wrappers such as `uv run`, and a terminal with a
 wrapper in between. So what comes within a second of a signal is the same wish.
@@ -42,7 +44,7 @@ class _Handler:
 
 @contextlib.contextmanager
 def interrupted_by_signal() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, so that what ends a command in order has its turn.
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM, so that cleanup runs.
 
     Elsewhere than in the main thread, signals are left as they are; and a signal that is ignored stays so.
     """
@@ -52,7 +54,9 @@ def interrupted_by_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal(stop: threading.Event, *, last_words: str) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop`, and a second one, a second later or more, ends the process at once.
+    """Set `stop` on SIGINT and SIGTERM.
+
+    A second one, a second later or more, ends the process at once.
 
     Elsewhere than in the main thread, signals are left as they are; and a signal that is ignored stays so.
 
@@ -72,7 +76,9 @@ def stop_on_signal(stop: threading.Event, *, last_words: str) -> Iterator[None]:
 
 
 def interrupt_on_signal() -> None:
-    """From now on, SIGINT and SIGTERM raise KeyboardInterrupt, unless they are ignored. For the main thread.
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on.
+
+    Not where they are ignored. For the main thread.
 
     While the interpreter ends they do nothing: one that comes with a signal that was heard changes no exit code.
     """

@@ -1,4 +1,4 @@
-"""What speculation won, and whether it paid: counts of accepted drafts, and the break-even model.
+"""Speculation's gain: counts of accepted drafts, and the break-even model.
 
 Pure arithmetic on counts and seconds. It knows nothing of engines, models or money.
 
@@ -60,7 +60,9 @@ class SpeculationStats:
 
     @classmethod
     def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int) -> Self:
-        """From vLLM's `RequestSpecDecodeMetrics`: entry j counts the drafts of which j tokens were accepted.
+        """Statistics of vLLM's `RequestSpecDecodeMetrics`.
+
+        Entry j counts the drafts of which j tokens were accepted.
 
         Worked by hand, K=2: [4, 3, 2] is 9 drafts; 3 + 2 got past position 0 and 2 past position 1.
 
@@ -81,12 +83,12 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens a verify step yields, its own token included; None before the first draft."""
+        """Mean tokens of a verify step, its own included; None before the first draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """By position, the share of drafts in which it was accepted; empty before the first draft."""
+        """Acceptance rates by draft position; empty before the first draft."""
         if not self.num_drafts:
             return ()
         return tuple(accepted / self.num_drafts for accepted in self.accepted_per_position)
@@ -97,7 +99,10 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """Both together; the shorter K counts as never accepted in the positions it did not draft."""
+        """Both together.
+
+        The shorter K counts as never accepted in the positions it did not draft.
+        """
         if not isinstance(other, SpeculationStats):
             return NotImplemented
         pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
@@ -153,7 +158,7 @@ def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> f
 
 
 def speedup(acceptance_length: float, step_s_with: float, step_s_without: float) -> float:
-    """Output tokens/s with the drafter over output tokens/s without; below 1 the drafter costs.
+    """Output tokens/s with the drafter over those without; below 1 it costs.
 
     >>> speedup(3.0, 0.039, 0.026)
     2.0
@@ -162,7 +167,7 @@ def speedup(acceptance_length: float, step_s_with: float, step_s_without: float)
 
 
 def expected_acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Acceptance length at a smaller K, from the rates by position measured at a larger one.
+    """Acceptance length at a smaller K, from rates by position at a larger one.
 
     Position i is accepted or not whatever is drafted after it, so the first k rates hold for every K >= k.
 

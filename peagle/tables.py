@@ -1,4 +1,7 @@
-"""Rows of text as a table: aligned for a terminal, or in Markdown. It knows nothing of what the cells say."""
+"""Rows of text as a table: aligned for a terminal, or in Markdown.
+
+It knows nothing of what the cells say.
+"""
 
 from collections.abc import Sequence
 

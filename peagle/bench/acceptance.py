@@ -1,4 +1,6 @@
-"""An evaluation, from its configuration to its report: one engine after another, a finished cell kept at once.
+"""An evaluation of drafters, from its configuration to its report.
+
+One engine runs after another; each finished cell is kept at once.
 
     config -> plan and prompts -> (engine, all prompts) for each cell -> report
 
@@ -80,7 +82,7 @@ def evaluate(
     start: Start = start_engine,
     tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure every cell that is not measured yet; the report, and the folder that holds it.
+    """Measure every missing cell; return the report and its folder.
 
     Args:
         start: starts an engine.
@@ -110,7 +112,7 @@ def evaluate(
 
 
 class _Run:
-    """The cells of one command: those that are done, and the engines that do the others."""
+    """The cells of one command: those that are done, and engines for the others."""
 
     def __init__(
         self, plan: Plan, dataset: Dataset, folder: EvaluationFolder, listener: Listener, start: Start
@@ -143,7 +145,10 @@ class _Run:
                     raise
 
     def write_report(self) -> dict[str, Any]:
-        """What was measured so far, by this command and earlier ones; it lies in the folder, too."""
+        """The report of all cells so far, by this command and earlier ones.
+
+        It is written to the folder too.
+        """
         results = [self.done[cell] for cell in self._plan.cells if cell in self.done]
         report = make_report(self._plan, self._dataset, results, self._failed)
         _write(self._folder.root, report)

@@ -1,4 +1,6 @@
-"""One cell of an evaluation, a drafter at one K: what it is, and what was counted. Pure arithmetic and data.
+"""One cell of an evaluation, a drafter at one K: what it is, and what was counted.
+
+Pure arithmetic and data.
 
 It knows nothing of engines, files or how results are shown.
 
@@ -44,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryResult:
-    """What the prompts of one category came to."""
+    """The results of the prompts of one category."""
 
     num_responses: int
     num_output_tokens: int
@@ -53,7 +55,7 @@ class CategoryResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What was measured of one cell.
+    """The measurements of one cell.
 
     Attributes:
         k: draft tokens a step.
@@ -128,7 +130,9 @@ class CellResult:
 
 
 def merged_speculation(generations: Sequence[Generation], totals: SpeculationStats | None) -> SpeculationStats:
-    """Drafts of all responses: by response where the engine says so, else the engine's own count.
+    """Drafts of all responses.
+
+    They are counted by response where the engine tells, else by the engine's own counters.
 
     Raises:
         EngineError: neither is known, or nothing was drafted.
@@ -146,7 +150,9 @@ def merged_speculation(generations: Sequence[Generation], totals: SpeculationSta
 def by_category(
     generations: Sequence[Generation | None], categories: Sequence[str | None]
 ) -> dict[str, CategoryResult]:
-    """Responses by category, in alphabetical order; empty where no row names one, or drafts are not known by response.
+    """Responses by category, in alphabetical order.
+
+    Empty where no row names a category, or drafts are not known by response.
 
     Args:
         generations: by prompt, None where the engine refused it.
@@ -198,7 +204,7 @@ class EvaluationFolder:
         return self._folder.log(_name(cell))
 
     def find(self, cell: Cell) -> CellResult | None:
-        """What was measured before, under the label that the drafter has now.
+        """An earlier measurement of the cell, under the drafter's present label.
 
         Raises:
             ConfigError: the file is damaged.

@@ -1,4 +1,4 @@
-"""What a user can ask of an evaluation: one flat set of keys, the same in YAML and on the command line."""
+"""The keys of an evaluation, the same in YAML and on the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ MAX_K = 32
 
 
 class EvaluateConfig(MeasurementKeys):
-    """One evaluation. A description is the help text of its flag; an unknown key is an error."""
+    """One evaluation.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     drafter: list[str] = Field(
         default_factory=lambda: ["auto"],

@@ -1,4 +1,4 @@
-"""From what a user asked for to the cells of an evaluation: target, heads, K, engine. Starts nothing.
+"""The plan of an evaluation: target, heads, K, engine. Starts nothing.
 
 Everything that can be refused is refused here or in `peagle.bench.prompts`, before an engine starts.
 """
@@ -23,7 +23,7 @@ from peagle.hardware import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be measured.
+    """The cells to measure and the engine that they share.
 
     Attributes:
         spec: the engine without a drafter; each cell adds its own.
@@ -44,7 +44,7 @@ class Plan:
         return replace(self.spec, drafter=cell.spec)
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
-        """What all cells of one folder have in common; JSON-ready."""
+        """The settings that all cells of one folder share; JSON-ready."""
         shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
         shared["dataset"]["category_column"] = self.config.category_column
         return shared | {"concurrency": self.config.concurrency}
@@ -98,7 +98,9 @@ def _cells(label: str, drafter: ResolvedDrafter, config: EvaluateConfig) -> list
 
 
 def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
-    """The drafters' names; where two are equal (`a/head`, `b/head`), as much of their paths as tells them apart.
+    """The drafters' names.
+
+    Equal names (`a/head`, `b/head`) get as much of their paths as tells them apart.
 
     Raises:
         ConfigError: two of them are the same head.

@@ -1,4 +1,4 @@
-"""An evaluation's results: as data, as a table for the terminal, and as Markdown for a model card.
+"""The results of an evaluation: data, a terminal table, Markdown and plots.
 
 The report is JSON-ready data; every other form is made from it alone. It knows nothing of engines or files.
 """
@@ -100,7 +100,7 @@ def _acceptance(stats: SpeculationStats) -> dict[str, Any]:
 
 
 def _conditions(report: Mapping[str, Any]) -> str:
-    """What the figures hold for, in one line."""
+    """The conditions under which the figures hold, in one line."""
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
     dates = [cell["measured_at"][:10] for cell in report["cells"]]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -144,7 +144,10 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _figures(found: Mapping[str, Any], num_positions: int) -> list[str]:
-    """Acceptance length, drafts, and a cell for each position; positions beyond K are blank."""
+    """Acceptance length, drafts, and a cell for each position.
+
+    Positions beyond K are blank.
+    """
     length = found["acceptance_length"]
     rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
     blank = [""] * (num_positions - len(rates))
@@ -162,7 +165,10 @@ _LENGTH_AXES = Axes(
 
 
 def length_plot(report: Mapping[str, Any]) -> str:
-    """A line a drafter: acceptance length over K. A drafter measured at one K is a point."""
+    """A line a drafter: acceptance length over K.
+
+    A drafter measured at one K is a point.
+    """
     curves = {
         label: [(cell["k"], cell["acceptance_length"]) for cell in cells]
         for label, cells in _by_drafter(report).items()
@@ -183,7 +189,10 @@ def position_plot(report: Mapping[str, Any]) -> str:
 
 
 def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The cells by drafter, K ascending; the first `MAX_SERIES` drafters, as more colours cannot be told apart."""
+    """The cells by drafter, K ascending.
+
+    Only the first `MAX_SERIES` drafters: more colours cannot be told apart.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         groups.setdefault(cell["drafter"], []).append(cell)

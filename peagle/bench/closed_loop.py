@@ -1,4 +1,6 @@
-"""A closed loop: every prompt once, so many in the engine at a time, the next as soon as one is answered.
+"""A closed loop: so many prompts in the engine at a time, each prompt once.
+
+The next prompt starts as soon as one is answered.
 
 It knows the `Engine` seam and asyncio; it does not know which engine it is, or what the answers are for.
 """
@@ -30,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What came of one pass over all prompts.
+    """The outcome of one pass over all prompts.
 
     Attributes:
         answers: by prompt, None where the engine refused it.
@@ -85,7 +87,10 @@ async def run_loop(
 
 
 def difference(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:
-    """What was drafted between two readings of an engine's counters; None where it keeps none."""
+    """The drafts between two readings of an engine's counters.
+
+    None where it keeps none.
+    """
     if after is None or before is None:
         return None
     pairs = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)

@@ -1,4 +1,6 @@
-"""What a user can ask of a benchmark: one flat set of keys, the same in YAML and on the command line.
+"""The keys of a benchmark, the same in YAML and on the command line.
+
+Acceptance by lot is read here too, from lengths to vLLM's rates by position.
 
 Synthetic acceptance, as a user writes it:
 
@@ -33,7 +35,9 @@ Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
 def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
-    """What was written, by method and K; a single number is a length, from 1 up.
+    """Parse synthetic acceptance: values by method and K.
+
+    A single number is a length, from 1 up.
 
     Raises:
         ValueError: an entry is of none of the forms, or says the same as another.
@@ -71,7 +75,9 @@ def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, 
 
 
 def rates_of_length(length: float, k: int) -> tuple[float, ...]:
-    """Rates by position that add up to a length, as vLLM lays them out: full ones first, then what is left.
+    """Rates by position that add up to a length.
+
+    As vLLM lays them out: full ones first, then the remainder.
 
     >>> rates_of_length(3.25, 4)
     (1.0, 1.0, 0.25, 0.0)
@@ -133,7 +139,7 @@ MAX_CONCURRENCY = 4096
 
 
 class DraftingKeys(BaseModel):
-    """Methods of speculation, their heads and K: the keys of whatever compares several."""
+    """Methods of speculation, their heads and K: the keys of commands that compare."""
 
     methods: list[str]
     drafter: list[str] = Field(
@@ -172,7 +178,10 @@ class DraftingKeys(BaseModel):
 
 
 class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
-    """One benchmark. A description is the help text of its flag; an unknown key is an error."""
+    """One benchmark.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
@@ -255,7 +264,10 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         return bool(self.synthetic_acceptance) or self.load_format == "dummy"
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters. Where the text means nothing, so does its end: every response has full length."""
+        """The sampling parameters.
+
+        Where the text means nothing, so does its end: every response has full length.
+        """
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
 
 

@@ -1,4 +1,6 @@
-"""An engine that is up for a while: its prints in a file of their own, its failure to start told by its cause.
+"""An engine that is up for a measurement: its log, its failures, its memory.
+
+Its prints go to a file of their own; a failure to start is told by its cause.
 
 It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
 
@@ -90,14 +92,14 @@ def _warn(quiet: QuietStderr, warning: str) -> None:
 
 
 def read_from(log: Path, position: int) -> str:
-    """What was printed to a log since it ended at a position."""
+    """The text printed to a log after a position."""
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")
 
 
 class Measuring(Protocol):
-    """What one command measures, part by part."""
+    """A measurement by one command, part by part."""
 
     @property
     def done(self) -> Mapping[Any, Any]:
@@ -107,7 +109,7 @@ class Measuring(Protocol):
         """Do the others."""
 
     def write_report(self) -> dict[str, Any]:
-        """What was measured so far; it lies in the folder, too."""
+        """Write the report of everything measured so far to the folder."""
 
 
 def reported(run: Measuring, root: Path, listener: Listener, *, parts: str) -> dict[str, Any]:
@@ -170,7 +172,7 @@ class PeakMemory:
 
 
 def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
-    """What to read on this hardware; made before the first engine starts."""
+    """A reader of this hardware's memory, made before the first engine starts."""
     if hardware.platform == "cpu":
         return tree_rss_gib
     before = device_gib()
@@ -183,7 +185,10 @@ def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
 
 
 def tree_rss_gib(pid: int | None = None, proc: Path = Path("/proc")) -> float | None:
-    """Resident memory of a process and all below it; of this one where none is named. None without a `/proc`."""
+    """Resident memory of a process and all below it; of this one where none is named.
+
+    None without a `/proc`.
+    """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     parents: dict[int, int] = {}
     pages: dict[int, int] = {}

@@ -55,7 +55,7 @@ class MeasurementFolder:
         return self._logs / f"{name}.log"
 
     def find(self, name: str, from_dict: Callable[[Mapping[str, Any]], Record]) -> Record | None:
-        """What was kept under that name, None where nothing was.
+        """The result kept under that name; None where there is none.
 
         Raises:
             ConfigError: the file is damaged.

@@ -1,4 +1,4 @@
-"""The keys that every measuring command has: target, data, sampling and the engine around them.
+"""The keys of every measuring command: target, data, sampling, engine.
 
 A command's own configuration adds what it varies (drafters, K, concurrency). It knows no engine.
 """
@@ -14,7 +14,7 @@ from peagle.storage import on_disk
 
 
 class MeasurementKeys(PromptKeys):
-    """What a user can ask of any measurement. A description is the help text of its flag."""
+    """The keys of any measurement. A description is the help text of its flag."""
 
     model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
     precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
@@ -43,7 +43,7 @@ class MeasurementKeys(PromptKeys):
 
 
 def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
-    """Numbers from "3,5" and from a flag given several times, in ascending order, each once.
+    """Whole numbers from "3,5" and from repeated flags, ascending, each once.
 
     Raises:
         ValueError: one of them is no whole number from 1 to `largest`.

@@ -1,4 +1,6 @@
-"""From what a user asked for to what will be measured: target, engines, prices. Starts nothing.
+"""From what a user asked for to what will be measured: target, engines, prices.
+
+Starts nothing.
 
 Everything that can be refused is refused here, in `setups` or in `peagle.bench.prompts`, before an engine starts.
 
@@ -55,7 +57,7 @@ class Setup:
 
 
 def make_setups(config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> tuple[list[Setup], list[str]]:
-    """The engines, method by method with K ascending, and what the user should know of the heads.
+    """The engines, method by method with K ascending, and notes on the heads.
 
     Raises:
         DrafterError: a method has no head, or one of another method.
@@ -113,7 +115,9 @@ def _without_head(method: str, k: int) -> Setup:
 
 
 def _by_lot(setup: Setup, config: BenchConfig) -> Setup:
-    """The same, with acceptance by lot where it is asked for; then every method that drafts needs it.
+    """The same setup with synthetic acceptance, where it is asked for.
+
+    Then every method that drafts needs one.
 
     Raises:
         ConfigError: nothing was said for this method.
@@ -147,7 +151,10 @@ class Visit:
 
 
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
-    """Every pass in its order; within an engine, the concurrencies of a repeat before the next repeat."""
+    """Every pass in its order.
+
+    Within an engine, the concurrencies of a repeat come before the next repeat.
+    """
     num_rounds = min(rounds, repeats)
     ordered = []
     for round_index in range(num_rounds):
@@ -164,7 +171,7 @@ def visits(passes: Sequence[Pass]) -> list[Visit]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be measured.
+    """The cells to measure and the engine that they share.
 
     Attributes:
         spec: the engine without a drafter; each setup adds its own.
@@ -190,7 +197,10 @@ class Plan:
 
     @property
     def usd_per_s(self) -> float | None:
-        """What the devices of one engine cost, by the arithmetic of the ledger; None where no price is known."""
+        """The price of one engine's devices in USD per second, as the ledger counts it.
+
+        None where no price is known.
+        """
         on_gpu = self.hardware.platform == "cuda"
         num_devices = self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
         return num_devices * self.price.usd_per_device_s if self.price else None
@@ -200,7 +210,10 @@ class Plan:
         return replace(self.spec, drafter=setup.drafter)
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
-        """What all passes of a folder share; JSON-ready. Methods, K, concurrencies and repeats can be added to it."""
+        """The settings that all passes of a folder share; JSON-ready.
+
+        Methods, K, concurrencies and repeats can be added to a folder.
+        """
         shared = target_fingerprint(self.config, self.model, self.spec, self.precision, self.hardware, dataset)
         own = {
             "requests_per_slot": self.config.requests_per_slot,
@@ -253,7 +266,10 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
 
 
 def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[str]]:
-    """The price, or why there is none: speeds can be measured without one, unless the user speaks of it."""
+    """The price, or why there is none.
+
+    Speeds can be measured without one, unless the user speaks of it.
+    """
     try:
         price = resolve_price(config, hardware)
     except PriceError as error:

@@ -1,4 +1,6 @@
-"""The prompts of a measurement: HumanEval or a file's rows, through the target's chat template, with their categories.
+"""The prompts of a measurement, with their categories.
+
+HumanEval or a file's rows, through the target's chat template.
 
 It knows files, templates and a tokenizer; it knows nothing of drafters or engines. Everything that is wrong with the
 data is found here, before an engine starts.
@@ -32,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """What is asked of every engine alike.
+    """The prompts that every engine gets alike.
 
     Attributes:
         name: for people.
@@ -131,7 +133,10 @@ def _build(
 
 
 def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
-    """The tokens of the row's prompt; of a request in an OpenAI batch its own sampling parameters count for nothing."""
+    """The tokens of the row's prompt.
+
+    A request in an OpenAI batch loses its own sampling parameters.
+    """
     if builder.spec.body_column is None:
         return builder.build(row)
     body = parse_body(row["url"], row[builder.spec.body_column])

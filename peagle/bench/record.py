@@ -1,4 +1,6 @@
-"""What is kept of one pass: what each request took, and what was drafted. Data, and how it is made of a closed loop.
+"""The record of one pass, and the summary of a cell's passes.
+
+A record holds the times and drafts of each request; a summary medians, spread, percentiles and price.
 
 It knows nothing of files, or of how passes are put together.
 
@@ -46,13 +48,13 @@ class RequestTimes:
 
     @property
     def tokens_per_s(self) -> float:
-        """What this user saw."""
+        """Output tokens a second that this user saw."""
         return self.num_output_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """What was measured in one pass.
+    """The measurements of one pass.
 
     Attributes:
         wall_s: from the first request to the last response; the warm-up before it is not in it.
@@ -210,7 +212,9 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
 
 
 def step_s(records: Sequence[PassRecord]) -> float | None:
-    """Mean seconds of a decoding step of a request: one pass of the target, drafting and verifying included.
+    """Mean seconds of a request's decoding step.
+
+    A step is one pass of the target, drafting and verifying included.
 
     None where the engine states no times, or there was no step.
     """

@@ -1,4 +1,6 @@
-"""A benchmark's results as JSON-ready data; every table and plot is made from it alone.
+"""The results of a benchmark as JSON-ready data, with their caveats.
+
+Every table and plot is made from it alone.
 
 It knows nothing of engines or files.
 """
@@ -46,7 +48,9 @@ def few_prompts(config: BenchConfig, num_prompts: int) -> list[str]:
 
 
 def model_runners(config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]) -> list[str]:
-    """That methods ran, or may run, on different model runners of vLLM; nothing where they did not.
+    """A note that methods used, or may use, different model runners of vLLM.
+
+    None where they did not.
 
     Args:
         platform: of the hardware.
@@ -118,13 +122,13 @@ def make_report(
 
 
 def labels(plan: Plan) -> list[str]:
-    """What must stand over every figure; nothing where they are of real text."""
+    """The label over every figure; None where the figures are of real text."""
     is_dummy = plan.config.load_format == "dummy"
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
 
 
 def caveats(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    """What makes figures worth less than they look, as far as they are there."""
+    """The reasons why figures are worth less than they look."""
     config, platform = plan.config, plan.hardware.platform
     return [
         *few_prompts(config, len(dataset.prompts)),
@@ -133,13 +137,16 @@ def caveats(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list
 
 
 def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
-    """The K of a method with the most output tokens a second at a concurrency; None where it was not measured."""
+    """The K of a method with the most output tokens a second at a concurrency.
+
+    None where it was not measured.
+    """
     among = [cell for cell in cells if (cell["method"], cell["concurrency"]) == (method, concurrency)]
     return max(among, key=lambda cell: cell["output_tokens_per_s"], default=None)
 
 
 def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By concurrency, the best K of P-EAGLE over that of EAGLE-3, and of each method over no speculation.
+    """Ratios by concurrency: best K of P-EAGLE to EAGLE-3, and each method to none.
 
     `range_by_concurrency` has the least and the most of it in a repeat, with each method's best K held.
     """
@@ -196,7 +203,10 @@ def _cells(plan: Plan, records: Sequence[PassRecord]) -> list[dict[str, Any]]:
 
 
 def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, Any]:
-    """A setup, and its acceptance over all concurrencies: it is the same drafter on the same prompts."""
+    """A setup and its acceptance over all concurrencies.
+
+    It is the same drafter on the same prompts.
+    """
     setup = plan.setups[index]
     spec = plan.engine_spec(setup)
     own = [record for record in records if (record.method, record.k) == (setup.method, setup.k)]

@@ -1,4 +1,6 @@
-"""A benchmark, from its configuration to its report: one engine after another, a finished pass kept at once.
+"""A benchmark, from its configuration to its report.
+
+One engine runs after another; each finished pass is kept at once.
 
     config -> plan and prompts -> passes left -> (engine, its passes) for each visit -> report
 
@@ -54,7 +56,9 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
 
 
 def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
-    """Seconds that a pass is likely to take, its engine's start included; 0 before anything is known.
+    """Estimated seconds of a pass, its engine's start included.
+
+    0 before anything is known.
 
     Args:
         is_up: its engine is up already.
@@ -80,7 +84,7 @@ def bench(
     start: Start = start_engine,
     tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Run every pass that is not there yet, or as many as there is time for; the report, and the folder that holds it.
+    """Run the missing passes within the time limit; return the report and folder.
 
     Args:
         start: starts an engine.
@@ -105,7 +109,7 @@ def bench(
 
 
 class _Run:
-    """The passes of one command: those that are done, and the engines that do the others."""
+    """The passes of one command: those that are done, and engines for the others."""
 
     def __init__(
         self, plan: Plan, dataset: Dataset, folder: MeasurementFolder, listener: Listener, start: Start
@@ -119,11 +123,14 @@ class _Run:
         self.failed: dict[Setup, EngineError] = {}
 
     def left(self) -> list[Pass]:
-        """Passes that this command has still to do, in their order: none of an engine that failed."""
+        """The passes that this command has still to do, in their order.
+
+        None of an engine that failed.
+        """
         return [one for one in self._plan.passes if one not in self.done and one.setup not in self.failed]
 
     def announce(self) -> None:
-        """What will be measured, and what is there already."""
+        """Announce the passes to measure and those that exist already."""
         plan, say = self._plan, self._listener.say
         known = [*labels(plan), *plan.notes, *caveats(plan, self._dataset, list(self.done.values()))]
         announce(say, self._dataset, plan.model, plan.precision, plan.hardware, known)
@@ -131,14 +138,19 @@ class _Run:
         say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
 
     def has_time_for(self, one: Pass, *, is_up: bool) -> bool:
-        """Whether a pass is likely to end within the budget. Each command runs one at least, so that it gets on."""
+        """Whether a pass is likely to end within the budget.
+
+        Each command runs one at least, so that it gets on.
+        """
         budget_s = self._plan.config.time_budget_s
         if budget_s is None or not self._num_run:
             return True
         return time.monotonic() - self._began + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
 
     def measure(self) -> None:
-        """Every visit that there is time for; an engine that fails is not started again by this command.
+        """Measure every visit within the time limit.
+
+        This command does not start an engine again that failed.
 
         Raises:
             EngineError: it failed, and so did all others, and nothing was measured by earlier commands.
@@ -155,7 +167,10 @@ class _Run:
                     raise
 
     def write_report(self) -> dict[str, Any]:
-        """What was measured so far, by this command and earlier ones; it lies in the folder, too."""
+        """The report of all cells so far, by this command and earlier ones.
+
+        It is written to the folder too.
+        """
         records = [self.done[one] for one in self._plan.passes if one in self.done]
         failed = {setup.label: error.message for setup, error in self.failed.items()}
         report = make_report(self._plan, self._dataset, records, failed)
@@ -206,7 +221,10 @@ class _Run:
 
 
 def setup_name(setup: Setup) -> str:
-    """The name of a setup's files; another head has another, and so has another acceptance by lot."""
+    """The name of a setup's files.
+
+    Another head, or another synthetic acceptance, has another name.
+    """
     head = f"-{digest(setup.fingerprint)}" if setup.fingerprint else ""
     rates = setup.drafter.synthetic_rates if setup.drafter else None
     lot = f"-lot-{digest(repr(rates))}" if rates else ""

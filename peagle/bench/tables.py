@@ -1,4 +1,4 @@
-"""A benchmark's tables, for the terminal and in Markdown: made from its report alone.
+"""The tables and plots of a benchmark, made from its report alone.
 
 The first two have the published layout: a row a method and K, a column a concurrency; then a row a concurrency, with
 the best K of each method and the best of one over that of another.
@@ -55,7 +55,10 @@ def speed_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def best_rows(report: Mapping[str, Any]) -> Rows:
-    """By concurrency: the best K of each method, and the bests over each other; none where nothing is compared."""
+    """By concurrency: the best K of each method, and ratios between them.
+
+    Empty where nothing is compared.
+    """
     if not report["ratios"]:
         return []
     methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
@@ -68,7 +71,7 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def acceptance_rows(report: Mapping[str, Any]) -> Rows:
-    """Acceptance length and by position of every setup that drafted; none where none did."""
+    """Acceptance length and acceptance by position of every setup that drafted."""
     drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
     num_positions = max((len(setup["acceptance_rates"]) for setup in drafting), default=0)
     if not drafting:
@@ -82,7 +85,7 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def cost_rows(report: Mapping[str, Any]) -> Rows:
-    """What users waited and what it took, a row a cell."""
+    """Latencies and costs, a row a cell."""
     percentiles = [f"{name} {p}" for name in ("TTFT ms", "TPOT ms") for p in _LATENCIES]
     rows = [["latency and cost", "K", "conc.", "per user", *percentiles, "step ms", "GiB", "tokens per $"]]
     for cell in report["cells"]:
@@ -103,7 +106,7 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def conditions(report: Mapping[str, Any]) -> str:
-    """What the figures hold for, in one line."""
+    """The conditions under which the figures hold, in one line."""
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
     dates = sorted(date[:10] for cell in report["cells"] for date in cell["measured_at"])
     found = [f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))]
@@ -206,7 +209,9 @@ def speed_plot(report: Mapping[str, Any]) -> str:
 
 
 def cost_plot(report: Mapping[str, Any]) -> str | None:
-    """A line a method: what a step takes by K, at the smallest concurrency; a step without drafts is level.
+    """Step time by K at the smallest concurrency, a line a method.
+
+    A step without drafts is level.
 
     It is the whole step, in which K + 1 tokens are verified; `benchmarks/gpu/step_profile.py` has the drafter's part.
     None where no method that drafts has times of its steps.

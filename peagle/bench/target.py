@@ -1,4 +1,4 @@
-"""The target of a measurement: its engine without a drafter, what it has in a fingerprint, what a user is told of it.
+"""The target of a measurement: engine without a drafter, fingerprint, notes.
 
 It starts nothing. What varies (drafters, K, concurrency) is each command's own.
 """
@@ -19,7 +19,9 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def target_spec(config: MeasurementKeys, model: ResolvedModel, *, max_num_seqs: int, **own: Any) -> EngineSpec:
-    """The engine that a configuration asks for; `own` are fields of it that a command sets itself.
+    """The engine that a configuration asks for.
+
+    `own` are fields of it that a command sets itself.
 
     Raises:
         ConfigError: the context is longer than the model's.
@@ -47,7 +49,7 @@ def target_fingerprint(
     hardware: Hardware,
     dataset: Dataset,
 ) -> dict[str, Any]:
-    """What all measurements of one folder share, whatever they vary; JSON-ready."""
+    """The settings that all measurements of one folder share; JSON-ready."""
     # Named only where it was chosen, so that folders from before it was named go on.
     runner = chosen_model_runner()
     return {
@@ -66,7 +68,10 @@ def target_fingerprint(
 
 
 def chosen_model_runner() -> str | None:
-    """What the user set `VLLM_USE_V2_MODEL_RUNNER` to; None where vLLM chooses a model runner by itself."""
+    """The user's setting of `VLLM_USE_V2_MODEL_RUNNER`.
+
+    None where vLLM chooses a model runner by itself.
+    """
     return os.environ.get(MODEL_RUNNER) or None
 
 

@@ -1,1 +1,4 @@
-"""One card per model: target, heads, licence, context, precision, hardware, and K by concurrency."""
+"""The catalog: one card per model.
+
+A card has target, heads, licence, context, precision, hardware, and K by concurrency.
+"""

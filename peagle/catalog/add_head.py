@@ -1,4 +1,6 @@
-"""Puts a drafter head into the user's catalog: checked, copied, and written on a card that `--drafter auto` reads.
+"""Add a drafter head to the user's catalog.
+
+It is checked, copied, and written on a card that `--drafter auto` reads.
 
 The head is copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`, so that what the catalog names stays what was
 checked, whatever becomes of the folder it came from; heads added before stay too. The card is the target's own, or a
@@ -93,7 +95,7 @@ def add_head(
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """What a model card's YAML head says; nothing where there is none."""
+    """The YAML front matter of a model card; empty where there is none."""
     try:
         parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
         values = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -127,14 +129,17 @@ def rows_with(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """A target's card, and what a head must fit: its `config.json`, or as much of it as the card states."""
+    """A target's card and its `config.json`, which a head must fit.
+
+    Without a `config.json`, as much of it as the card states.
+    """
 
     card: ModelCard
     config: Mapping[str, Any]
 
 
 def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str, Any]) -> str:
-    """The model that a head says it drafts for: in its configuration, as peagle writes it, or on its card."""
+    """The target that a head names: in its configuration, or on its card."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     base_model = matter.get("base_model")
     stated = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
@@ -229,7 +234,10 @@ def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> Speculat
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy the head's files, whole or not at all; they are there when the same head was added before."""
+    """Copy the head's files, whole or not at all.
+
+    They exist already where the same head was added before.
+    """
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

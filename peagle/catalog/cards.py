@@ -1,4 +1,6 @@
-"""What a catalog card says about a model, and what makes one invalid.
+"""The catalog's cards: facts about models, their checks, and reading them all.
+
+The cards that ship with peagle, and the user's own in `$PEAGLE_HOME/models`.
 
 A card is a YAML file of facts. Every group of numbers names its source; what could not be confirmed is null,
 never a guess. It knows nothing of files on disk or of engines.
@@ -115,7 +117,7 @@ class HeadCard(_Strict):
 
 
 class SpeculationRow(_Strict):
-    """What to draft with up to a concurrency, measured on one kind of hardware.
+    """Advice on drafting up to a concurrency, measured on one kind of hardware.
 
     Attributes:
         platform: the hardware that the figure holds for.
@@ -270,7 +272,10 @@ def describe_error(error: ValidationError) -> str:
 
 
 def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
-    """A hint with the valid keys nearest to the first unknown one; nothing when no key is unknown."""
+    """A hint with the valid keys nearest to the first unknown one.
+
+    Empty when no key is unknown.
+    """
     for fault in error.errors():
         if fault["type"] == "extra_forbidden":
             *parents, key = fault["loc"]
@@ -292,6 +297,9 @@ def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
 
 
 def lasting_name(name: str) -> str:
-    """The same model by a name that holds wherever a command runs: of a folder its whole path."""
+    """The model's name in a form that holds wherever a command runs.
+
+    A folder gets its whole path.
+    """
     folder = user_path(name)
     return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name

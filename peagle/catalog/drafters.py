@@ -1,4 +1,6 @@
-"""Which drafter goes with a model: the one that was asked for, or what the card recommends, checked to fit.
+"""Choose the drafter of a model and check that it fits.
+
+The one asked for, or the card's recommendation.
 
 "auto" is the card's measured recommendation for this concurrency and hardware, which may be none; "peagle"
 and "eagle3" are the card's heads of that kind; anything else is a local folder or a hub id. Every outcome
@@ -122,7 +124,10 @@ def _build(
 
 
 def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:
-    """A clause for K beyond what the head was trained for; nothing where that is not known."""
+    """A warning for K beyond the depth that the head was trained for.
+
+    Empty where that is not known.
+    """
     heads = model.card.heads.values() if model.card else ()
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
     trained = card.max_speculative_tokens if card else None

@@ -1,4 +1,4 @@
-"""Targets that come inside a Python package, converted once into a folder that an engine loads.
+"""Targets inside a Python package, converted once into a loadable folder.
 
 The package carries quantised GGUF weights; engines and trainers want bf16 safetensors. The conversion (20 to
 30 s) runs in a process of its own (`gguf.py`), lands by one rename, and leaves a manifest of checksums behind
@@ -70,13 +70,15 @@ def embedded_name(distribution: str) -> str:
 
 
 def embedded_of_upstream(model_id: str) -> str | None:
-    """The embedded target that is this model of the hub, None where no package carries it."""
+    """The embedded target of a hub model; None where no package carries it."""
     upstream = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
     return upstream.get(model_id.lower())
 
 
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
-    """The folder of the converted target, converted now where it is missing or damaged.
+    """The folder of the converted target.
+
+    It is converted now where it is missing or damaged.
 
     Safe when several processes ask at once: one converts, the others wait for it.
 
@@ -108,13 +110,16 @@ def is_embedded_ready(name: str) -> bool:
 
 
 def embedded_folder(name: str) -> Path:
-    """Where the converted target lies; named by the GGUF's SHA-256 and the converter's version."""
+    """The folder of the converted target.
+
+    Its name holds the GGUF's SHA-256 and the converter's version.
+    """
     key = f"{_recorded_sha256(_find(name))}:{CONVERTER_VERSION}"
     return peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def gguf_path(name: str) -> Path:
-    """The GGUF file that an embedded target is converted from, checked against the wheel's record.
+    """The GGUF file of an embedded target, checked against the wheel's record.
 
     Raises:
         CatalogError: unknown name, or the package is not installed or damaged.
@@ -148,7 +153,7 @@ def _find(name: str) -> EmbeddedTarget:
 
 
 def _recorded_sha256(target: EmbeddedTarget) -> str:
-    """SHA-256 (hex) of the GGUF as the wheel records it, so that asking does not read 98 MB."""
+    """SHA-256 (hex) of the GGUF by the wheel's record, without reading 98 MB."""
     try:
         files = metadata.files(target.distribution) or []
     except metadata.PackageNotFoundError:
@@ -172,7 +177,10 @@ def _require_converter(name: str) -> None:
 
 
 def _convert(target: EmbeddedTarget, gguf: Path, folder: Path) -> None:
-    """Convert into a temporary folder beside `folder` and rename it. The caller holds the lock."""
+    """Convert into a temporary folder beside `folder` and rename it.
+
+    The caller holds the lock.
+    """
     for leftover in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -265,7 +273,10 @@ def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among processes; the kernel frees it when its holder dies."""
+    """Hold an exclusive lock among processes.
+
+    The kernel frees it when its holder dies.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

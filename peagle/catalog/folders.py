@@ -1,4 +1,7 @@
-"""What a model folder says of itself: its `config.json`, and a fingerprint of its files. It never loads weights."""
+"""A model folder's `config.json` and fingerprint, and the user's own home.
+
+Weights are never loaded.
+"""
 
 import hashlib
 import json
@@ -13,7 +16,7 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 def read_config(folder: Path, error_type: type[ConfigError], name: str = "config.json") -> dict[str, Any]:
-    """`config.json` of a folder, or another file like it; faults are raised as `error_type`."""
+    """Read `config.json`, or another file like it; faults raise `error_type`."""
     path = folder / name
     try:
         return dict(json.loads(path.read_text()))
@@ -24,7 +27,9 @@ def read_config(folder: Path, error_type: type[ConfigError], name: str = "config
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A short hash of a model folder: every file's name and size, small files whole, large ones by both ends.
+    """A short hash of a model folder.
+
+    It covers every file's name and size, small files whole, large ones by both ends.
 
     Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
     """

@@ -1,5 +1,6 @@
-"""Dequantise one GGUF file into a folder of bf16 safetensors: `python -m peagle.catalog.gguf FILE FOLDER
-UPSTREAM_ID`.
+"""Convert a GGUF file to bf16 safetensors: `python -m peagle.catalog.gguf`.
+
+Its arguments are FILE FOLDER UPSTREAM_ID.
 
 Run as a process of its own, so that torch and transformers and their memory stay out of the caller. What the
 GGUF states loosely is set to what the upstream model says: its name, an epsilon that went through float32, a
@@ -13,7 +14,9 @@ from typing import Any
 
 
 def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
-    """Write config, weights, generation config and tokenizer with its chat template into `folder`.
+    """Write config, weights, generation config and tokenizer into `folder`.
+
+    The tokenizer has its chat template.
 
     Raises:
         RuntimeError: the GGUF carries no chat template.

@@ -1,4 +1,6 @@
-"""Does a drafter head belong to a target: judged from the two `config.json` files, before anything is loaded.
+"""Whether a head's files fit a target and each other, before loading them.
+
+The two `config.json` files tell whether it fits; names and shapes tell whether its weights are complete.
 
 Pure. Reads both layouts in which heads are published: the one of the `speculators` library
 (`transformer_layer_config`) and the plain Hugging Face one (`ptd_token_id`, `eagle_config`), by the keys that
@@ -27,7 +29,7 @@ _USUAL_K = {"peagle": 5, "eagle3": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFacts:
-    """What a head's `config.json` says, whichever layout it has.
+    """The facts of a head's `config.json`, in any layout.
 
     Attributes:
         method: how it drafts.
@@ -53,7 +55,7 @@ class HeadFacts:
 
     @property
     def default_k(self) -> int:
-        """K without a measurement: the one it was saved with, else the usual one of its method."""
+        """K without a measurement: the one it was saved with, else its method's usual."""
         return self.num_speculative_tokens or _USUAL_K[self.method]
 
 
@@ -178,7 +180,9 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def read_dtypes(folder: Path) -> Mapping[str, str]:
-    """The dtype of each tensor in a folder's `*.safetensors`, by name, as they call it: `BF16`, `F8_E4M3`.
+    """The dtype of each tensor in a folder's `*.safetensors`, by name.
+
+    As they call it: `BF16`, `F8_E4M3`.
 
     Raises:
         DrafterError: there are none, or one is damaged.

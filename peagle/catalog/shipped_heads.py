@@ -33,7 +33,10 @@ _TIED_LM_HEAD = "model.embed_tokens.weight"
 
 
 def find_shipped_head(name: str) -> Path | None:
-    """The whole folder of a head by its id, or by the name of its whole folder on another machine; None for others."""
+    """The whole folder of a shipped head, by its id or by the folder's name.
+
+    The name may be from another machine. None for other heads.
+    """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
             return whole_head(folder)
@@ -41,7 +44,9 @@ def find_shipped_head(name: str) -> Path | None:
 
 
 def whole_head(folder: Path) -> Path:
-    """The folder of a head as vLLM takes it: its own, or a copy with the target's rows of lm_head put back, in bf16.
+    """The folder of a head as vLLM takes it.
+
+    Its own, or a copy with the target's rows of lm_head put back, in bf16.
 
     Safe when several processes ask at once: each makes the same copy, and one of them stays.
 
@@ -68,7 +73,7 @@ def whole_head(folder: Path) -> Path:
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
-    """Write a head as the package has it, without the rows of lm_head that are its target's.
+    """Write a head for the package, without the lm_head rows of its target.
 
     Raises:
         DrafterError: the rows are not the target's, so leaving them out would lose what was trained.
@@ -108,7 +113,10 @@ def _lacks_rows(folder: Path) -> bool:
 
 
 def _whole_folder(folder: Path) -> Path:
-    """Named after what it is made of, so that another head or another target has another one."""
+    """The whole folder of a head, named after its sources.
+
+    Another head or another target has another folder.
+    """
     key = f"{folder_fingerprint(folder)}:{embedded_folder(target_of(folder)).name}"
     return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
@@ -148,7 +156,10 @@ def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -
 
 
 def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
-    """The target's rows of lm_head for a draft vocabulary, whose ids are d2t + their index."""
+    """The target's rows of lm_head for a draft vocabulary.
+
+    The ids are d2t + their index.
+    """
     import torch
     from safetensors import safe_open
 

@@ -1,4 +1,6 @@
-"""From the name of a model to what an engine loads: a catalog name, a local folder or a hub id.
+"""Resolve a model's name to its files: catalog name, folder or hub id.
+
+`config.json` of a hub model comes from the Hugging Face cache, else from the hub.
 
 It reads configurations, never weights. Drafters are resolved in `drafters.py`.
 
@@ -63,7 +65,9 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def hub_commit(model_id: str, revision: str | None = None) -> str | None:
-    """The commit that a revision (None: the main branch) of a hub id is at; None where neither hub nor cache can tell.
+    """The commit of a hub id's revision (None: the main branch).
+
+    None where neither hub nor cache can tell.
 
     The hub is asked first, as an engine that loads the branch would: what that is to be is decided here, once. The
     file is asked for by the branch's name, so that the cache remembers for later, without a network, where it was.
@@ -81,7 +85,10 @@ def is_commit(revision: str | None) -> bool:
 
 
 def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path | None:
-    """Where the cache has `config.json`: SNAPSHOTS/COMMIT/config.json. None where it is not to be had."""
+    """Where the cache has `config.json`: SNAPSHOTS/COMMIT/config.json.
+
+    None where it is not to be had.
+    """
     from huggingface_hub import hf_hub_download
 
     try:
@@ -139,7 +146,10 @@ class ResolvedModel:
 
     @property
     def upstream_id(self) -> str | None:
-        """Its id on the hub, by which an engine elsewhere finds it; None of a folder of the user's."""
+        """Its id on the hub, by which an engine elsewhere finds it.
+
+        None for a folder of the user's.
+        """
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
         return None if Path(self.path).is_absolute() else self.path
@@ -154,7 +164,9 @@ class ResolvedModel:
 def resolve_model(
     name: str, *, commits: Mapping[str, str] = NO_COMMITS, announce: Callable[[str], None] = lambda message: None
 ) -> ResolvedModel:
-    """The model that `name` stands for. A target inside a package is converted on first use (half a minute).
+    """The model that `name` stands for.
+
+    A target inside a package is converted on first use (half a minute).
 
     Args:
         name: catalog name, local folder or hub id, looked for in this order.
@@ -183,7 +195,9 @@ def resolve_model(
 
 
 def local_path(name: str) -> str:
-    """Where this node has a model or a drafter: a folder, or a hub id that vLLM downloads here.
+    """This node's path of a model or a drafter.
+
+    A folder, or a hub id that vLLM downloads here.
 
     A driver on another machine may have named a head by the path of its own installation or home; one that ships
     or that was added here too is found.
@@ -210,7 +224,7 @@ def local_path(name: str) -> str:
 
 
 def context_tokens(model: ResolvedModel) -> int:
-    """Prompt and output tokens of one request at most, by the model's own configuration.
+    """The most prompt and output tokens of one request, by the model's own config.
 
     Raises:
         ConfigError: the configuration does not say.
@@ -234,7 +248,7 @@ def max_model_len(model: ResolvedModel, asked: int | None) -> int:
 
 
 def name_of(model: str) -> str:
-    """What people may be told of a model that was asked for: of a path the folder's name.
+    """A model's name for people: of a path the folder's name.
 
     >>> name_of("smollm2-135m"), name_of("org/model"), name_of("/srv/models/mine/"), name_of("./mine")
     ('smollm2-135m', 'org/model', 'mine', 'mine')
@@ -269,7 +283,7 @@ def _hub_model(
 
 @functools.lru_cache(maxsize=4)
 def localize(model: str, revision: str | None = None) -> str:
-    """Where this node has the model: a folder, or a hub id that vLLM looks up in its own cache.
+    """This node's path of a model: a folder, or a hub id in vLLM's own cache.
 
     `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
     """
@@ -278,7 +292,10 @@ def localize(model: str, revision: str | None = None) -> str:
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
-    """The target's tokenizer, once a process; bytes where the fake engine has no model."""
+    """The target's tokenizer, loaded once a process.
+
+    Bytes where the fake engine has no model.
+    """
     if model is None:
         from peagle.engine.fake import ByteTokenizer
 

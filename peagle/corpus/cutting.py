@@ -1,4 +1,4 @@
-"""How large a corpus's units are: large ones for most of the run, ever smaller ones for its end.
+"""Sizes of a corpus's work units: large at first, ever smaller at the end.
 
 The small units are cut from the first rows of the corpus: how many rows follow need not be known for that, and
 `plan.py` makes them the last to be done. `docs/decisions/0009-short-tail.md` has the reasons. Pure: counts in,
@@ -20,7 +20,7 @@ _SLOWNESS = 3  # an engine that takes so many times as long as the others still 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The sizes of units in the order of the corpus: first `small`, then `rows_per_unit` each.
+    """The sizes of units in the order of the corpus: `small`, then `rows_per_unit`.
 
     A unit that meets the end of its file is smaller.
     """
@@ -75,12 +75,17 @@ def enough_rows(num_engines: int) -> int:
 
 
 def _num_shares(num_engines: int) -> int:
-    """Units that all that is left is divided into; each engine holds as many as it works on and one that waits."""
+    """The number of units to divide the remaining rows into.
+
+    Each engine holds as many as it works on, and one that waits.
+    """
     return _SLOWNESS * (_SMALL_UNITS_AT_ONCE + 1) * num_engines
 
 
 def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
-    """Units that an engine works on at once, so that the rows of the last and smallest ones keep it full.
+    """Units that an engine works on at once.
+
+    Enough that the rows of the last and smallest ones keep it full.
 
     >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)

@@ -16,7 +16,7 @@ _VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns with no type that only this process may know, and no views of text or bytes."""
+    """The columns without types known to this process alone, and without views."""
     return pa.schema([_converted(column, _as_stored) for column in schema], schema.metadata)
 
 
@@ -32,7 +32,7 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows in Python: a UUID and a truth value as such, other extension types as what they store.
+    """Rows in Python: UUIDs and truth values as such, other extensions as stored.
 
     Raises:
         OverflowError, ValueError: a value that Python does not have.

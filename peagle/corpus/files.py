@@ -1,4 +1,6 @@
-"""The files of a corpus: where they are, what format and compression they have, and how their bytes are read.
+"""The files of a corpus: location, format, compression, bytes.
+
+Readers that only go forward are kept between units.
 
 It knows local disks and `s3://`; it does not know what a row is.
 
@@ -43,7 +45,7 @@ class SourceFile:
 
 
 def discover(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
-    """The files of a corpus, sorted by name: a file, a folder (not its sub-folders) or a glob.
+    """Find the files of a corpus, sorted: a file, a folder (no sub-folders), a glob.
 
     A name that is there is taken as it stands, whatever its characters. A glob leaves hidden files and folders out
     unless it names their dot, as shells do.
@@ -83,7 +85,10 @@ def open_raw(path: str) -> io.BufferedReader:
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
-    """The bytes of `raw` without the compression that the name of its file says; to be read forward."""
+    """The decompressed bytes of `raw`, to be read forward.
+
+    The name of the file tells the compression.
+    """
     compression = compression_of(path)
     if compression == "gzip":
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20))
@@ -111,7 +116,10 @@ def naming(path: str) -> Iterator[None]:
 
 
 def filesystem(path: str) -> Any:
-    """The fsspec file system of an `s3://` path; endpoint and credentials come from the AWS variables."""
+    """The fsspec file system of an `s3://` path.
+
+    Endpoint and credentials come from the AWS variables.
+    """
     import fsspec
 
     return fsspec.filesystem("s3")
@@ -155,7 +163,7 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
 
 
 def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
-    """What a store has under a name, and whether the name is a folder's."""
+    """A store's objects under a name, and whether the name is a folder's."""
     if not uri.endswith("/") and store.isfile(uri):
         return [store.info(uri)], False
     if not any(c in uri for c in "*?[") or store.isdir(uri):
@@ -167,7 +175,7 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
 
 
 def _is_hidden(name: str, shown: list[str]) -> bool:
-    """Whether a part of the name begins with a dot, and no part of the glob that does so matches it."""
+    """Whether a part of the name begins with a dot that the glob does not match."""
     dotted = [part for part in PurePosixPath(name).parts if part.startswith(".")]
     return not all(any(fnmatch.fnmatchcase(part, pattern) for pattern in shown) for part in dotted)
 
@@ -186,7 +194,10 @@ def _no_such_file(uri: str) -> InputError:
 
 
 def _of_folder(uri: str, files: list[tuple[str, int]], input_format: str) -> list[tuple[str, int, str]]:
-    """The corpus files among those of a folder. Text counts only where nothing else is: a README is no corpus."""
+    """The corpus files among those of a folder.
+
+    Text counts only where nothing else is: a README is no corpus.
+    """
     visible = [(path, size) for path, size in files if not PurePosixPath(path).name.startswith(".")]
     known = [(path, size, kind) for path, size in visible if (kind := _kind(path))]
     if input_format == "auto":
@@ -233,7 +244,10 @@ Reader = TypeVar("Reader", bound=_Reader)
 
 
 class ForwardReaders(Generic[Reader]):
-    """Readers by path. One that is taken is nobody else's, and one that failed is not put back."""
+    """Readers by path.
+
+    One that is taken is nobody else's, and one that failed is not put back.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Reader] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A file as numbered lines with their byte positions, decompressed; and the lines of one span of it.
+"""A file as numbered, decompressed lines with byte positions; spans of them.
 
 It knows bytes; what a line means is the business of `text.py`.
 """

@@ -1,4 +1,4 @@
-"""Parquet: spans from the footer alone, a fingerprint of all bytes, rows from a reader that goes forward."""
+"""Parquet: spans from the footer, a fingerprint of all bytes, forward reading."""
 
 import contextlib
 import hashlib
@@ -117,7 +117,10 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
 
 
 def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
-    """Columns that do not come through a row: the first one is tried, for Arrow lacks functions for some types."""
+    """Columns that cannot be read through a row.
+
+    The first one is tried, for Arrow lacks functions for some types.
+    """
     with _reading(path):
         first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
     if first is None:
@@ -134,25 +137,34 @@ def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
 
 
 def _content_of(file: SourceFile, num_rows: int) -> bytes:
-    """What stands for a file's rows in a fingerprint: all its bytes, and how many of its rows there are."""
+    """A file's part in the fingerprint: all its bytes, and the number of its rows."""
     with naming(file.path), open_raw(file.path) as handle:
         return f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest()
 
 
 def _end_of(file: SourceFile, num_rows: int) -> bytes:
-    """What stood for them in older plans: the footer, which an edit of equal length need not change."""
+    """A file's part in older fingerprints: the footer.
+
+    An edit of equal length need not change it.
+    """
     with naming(file.path), open_raw(file.path) as handle:
         handle.seek(-min(file.size, _FOOTER_BYTES), 2)
         return f"{file.size} {num_rows} ".encode() + handle.read()
 
 
 def _unmarked(column: pa.Field) -> pa.Field:
-    """The column without our own mark, which a file of another run has, and which means nothing in this one."""
+    """The column without our own mark.
+
+    A file of another run has it, and it means nothing in this one.
+    """
     return column.with_metadata({key: mark for key, mark in (column.metadata or {}).items() if key != b"peagle"})
 
 
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
-    """Whether integers that a double does not hold exactly are, or may be, in a column, by its statistics."""
+    """Whether a column may hold integers that a double does not hold exactly.
+
+    Its statistics decide.
+    """
     return has_long_integers(column.type) and any(
         _may_have_wide(chunk)
         for group in groups
@@ -169,7 +181,9 @@ def _may_have_wide(chunk: Any) -> bool:
 
 
 class _Lengths:
-    """Bytes of rows, where all rows of a row group count alike; asked for in rising order.
+    """Bytes of rows; all rows of a row group count alike.
+
+    Asked for in rising order.
 
     Args:
         groups: rows and bytes of each row group.
@@ -215,7 +229,10 @@ class _ForwardParquet:
             del batch
 
     def rows(self, num_rows: int) -> Iterator[RawRow]:
-        """The next rows; fewer where the file ends. One with a value that Python does not have is no row."""
+        """The next rows; fewer where the file ends.
+
+        One with a value that Python does not have is no row.
+        """
         for piece in self._pieces(num_rows):
             try:
                 rows = [RawRow(columns) for columns in to_values(piece)]
@@ -245,7 +262,10 @@ _readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
 
 
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
-    """The one row of a piece, by the columns that can be read; `where` counts from 0, as ids do."""
+    """The one row of a piece, by its readable columns.
+
+    `where` counts from 0, as ids do.
+    """
     columns: dict[str, Any] = {}
     wrong = None
     for column in piece.schema:

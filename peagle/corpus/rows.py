@@ -1,4 +1,4 @@
-"""What is read of a corpus: a range of rows of one file, and one row.
+"""Rows of a corpus: a range of one file, one row, and its guessed work.
 
 Records only; it knows no format.
 
@@ -38,7 +38,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as it was read: its columns; or why it is not a row, with its text where it has no columns."""
+    """A row's columns, or why it is not a row.
+
+    A row without columns keeps its text.
+    """
 
     columns: dict[str, Any] = field(default_factory=dict)
     raw: str | None = None
@@ -62,7 +65,7 @@ class Workload:
     column: str = "sampling"
 
     def of_row(self, row: RawRow, num_bytes: int) -> int:
-        """The work of a row of text that takes `num_bytes` of its file; a row that is none is no work."""
+        """The work of a text row that takes `num_bytes` of its file; 0 for an invalid one."""
         if row.error is not None:
             return 0
         own = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
@@ -91,5 +94,8 @@ def _parameters(value: Any) -> dict[str, Any]:
 
 
 def _are_counts(*values: Any) -> bool:
-    """Whether they can be multiplied: a row's own may be anything, and are checked when the row is prepared."""
+    """Whether the values can be multiplied.
+
+    A row's own may be anything; they are checked when the row is prepared.
+    """
     return all(type(value) is int and 0 < value < 2**31 for value in values)

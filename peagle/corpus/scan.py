@@ -1,4 +1,4 @@
-"""A corpus: its files, columns and rows; and how rows are read back from one range of one file.
+"""A corpus: its files, columns, rows and unique ids; rows of one range.
 
 It hands each file to its format (`parquet.py`, `text.py`). It does not know prompts, units' commits or engines.
 
@@ -54,7 +54,7 @@ class UniqueIds:
         self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
 
     def first_repeated(self) -> _Places | None:
-        """File and line of an id's first two places, for the id that is repeated first; None if none is."""
+        """File and line of both places of the first repeated id; None without one."""
         found = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
         return min(found, key=lambda pair: pair[1]) if found else None
 
@@ -75,7 +75,9 @@ _DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginn
 
 
 def find(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
-    """The files of a corpus, each with its format; JSON lines that begin as an OpenAI batch are one.
+    """Find a corpus's files with their formats.
+
+    JSON lines that begin as an OpenAI batch are one.
 
     Args:
         outside: a folder from which a glob takes nothing.
@@ -97,7 +99,10 @@ def find(uri: str, input_format: str = "auto", *, outside: str | None = None) ->
 
 
 def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
-    """Rows of all files, quickly, or `at_most`: footers for Parquet, else lines (so blank ones count here)."""
+    """Count the rows of all files quickly, up to `at_most`.
+
+    By footers for Parquet, else by lines, so blank lines count here.
+    """
     num_rows = 0
     for file in files:
         if file.format == "parquet":
@@ -172,7 +177,7 @@ def read(span: Span) -> Iterator[RawRow]:
 
 
 def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
-    """The rows of all files, for those who take a corpus as a whole: a row that is none ends it.
+    """Read the rows of all files as a whole; an invalid row ends it.
 
     Raises:
         InputError: a file that cannot be read, or a row that is none, with its file and line.
@@ -193,7 +198,7 @@ def _read_text(file: SourceFile) -> Iterator[RawRow]:
 
 
 class _TextScan:
-    """One pass over a file of a text format: spans, columns, and what a batch as a whole must keep to."""
+    """One pass over a text file: spans, columns, and the rules of a batch."""
 
     def __init__(self, file: SourceFile, index: int, ids: UniqueIds, workload: Workload) -> None:
         self._file = file

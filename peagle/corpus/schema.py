@@ -1,4 +1,6 @@
-"""The columns of rows that carry no schema: one Arrow type for each, found in one pass with bounded memory.
+"""Column types of rows without a schema, found in one pass of bounded memory.
+
+Also which Arrow types Parquet can hold, and whether one type holds every value of another.
 
 Columns are the union of all keys, numbers widen (int to float, where none is too large to be exact), and a column
 whose values have no common Arrow type, or none that Parquet can hold, is carried as text: strings as they are, other
@@ -23,7 +25,10 @@ LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every 
 
 
 def can_be_stored(schema: pa.Schema) -> bool:
-    """Whether Parquet can hold columns like these, and gives them back: not empty structs, nor too deep ones."""
+    """Whether Parquet can hold such columns and give them back.
+
+    Empty structs and types that are too deep cannot be held.
+    """
     sink = io.BytesIO()
     try:
         pq.write_table(storage_schema(schema).empty_table(), sink)
@@ -34,7 +39,10 @@ def can_be_stored(schema: pa.Schema) -> bool:
 
 
 def is_too_deep(type_: pa.DataType) -> bool:
-    """Whether a type has more levels than Parquet can hold; it may have more than Python can go down."""
+    """Whether a type has more levels than Parquet can hold.
+
+    It may have more than Python can recurse through.
+    """
     level = [type_]
     for _ in range(_DEEPEST):
         level = [field.type for one in level for field in children(one)]
@@ -44,7 +52,7 @@ def is_too_deep(type_: pa.DataType) -> bool:
 
 
 def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
-    """Whether every value of `old` can be a value of `new`, to which Arrow would widen it.
+    """Whether every value of `old` fits `new`, to which Arrow would widen it.
 
     Args:
         wide: `old` may have integers beyond `LARGEST_EXACT`.
@@ -88,7 +96,10 @@ def has_nanosecond_times(type_: pa.DataType) -> bool:
 
 
 def loses_nanoseconds(array: pa.Array) -> bool:
-    """Whether times of day are in it, at any depth, that are no whole microseconds: Python has no others."""
+    """Whether the type holds times of day below a microsecond, at any depth.
+
+    Python has no others than whole microseconds.
+    """
     if array.type == _NANOSECOND_TIME:
         whole = array.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)
         return not array.equals(whole)
@@ -100,7 +111,10 @@ def loses_nanoseconds(array: pa.Array) -> bool:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str | None:
-    """The name that two of these columns have, or two parts of a column at any depth; None if there is none."""
+    """The name that two columns, or two parts of a column at any depth, share.
+
+    None if there is none.
+    """
     seen: set[str] = set()
     for field in fields:
         name: str = field.name
@@ -171,7 +185,7 @@ def widen(a: pa.Field, b: pa.Field) -> pa.Field:
 
 
 def wide(column: pa.Field) -> pa.Field:
-    """The column, known to have integers that a double does not hold exactly, or not known to have none."""
+    """The column, marked for whether it has integers beyond a double's precision."""
     return column.with_metadata({**(column.metadata or {}), **_WIDE})
 
 

@@ -1,4 +1,4 @@
-"""Rows of the formats that are text: JSON lines, plain text, and the two that have files of their own.
+"""Rows of the text formats: JSON lines, plain text, CSV and OpenAI batches.
 
 It turns lines into rows. A row that is no row is one all the same: it gets an id and, later, a dead letter that names
 its file and line.
@@ -125,7 +125,7 @@ def batch_row(columns: dict[str, Any], where: str) -> RawRow:
 
 
 def envelope_error(columns: dict[str, Any]) -> str | None:
-    """What is wrong with a request around its body, or None."""
+    """The fault of a request around its body; None without one."""
     missing = [name for name in BATCH_COLUMNS if columns.get(name) is None]
     if missing:
         return f"the request has no {' and no '.join(missing)}"
@@ -150,7 +150,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, the line that it begins on, and the header that it was read with (CSV only)."""
+    """A row, its first line's number, and the header it was read with (CSV only)."""
 
     row: RawRow
     line: int
@@ -204,7 +204,7 @@ def _json_row(line: bytes, where: str) -> RawRow:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it is so deep that writing it as JSON again might not be possible, which goes down level by level."""
+    """Whether it is too deep to be written as JSON again, level by level."""
     level = [value]
     for _ in range(_DEEPEST):
         level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
@@ -239,5 +239,8 @@ _PARSERS: dict[str, Callable[[bytes, str], RawRow]] = {
 
 
 def first_object(lines: Lines) -> dict[str, Any] | None:
-    """The first row that is a JSON object: it tells an OpenAI batch from other JSON lines."""
+    """The first row that is a JSON object.
+
+    It tells an OpenAI batch from other JSON lines.
+    """
     return next((one.row.columns for one in records("jsonl", lines) if one.row.error is None), None)

@@ -1,1 +1,4 @@
-"""Drafters: prompts, responses, features, training and saving of P-EAGLE heads. No Ray, no HTTP."""
+"""Drafters: prompts, responses, features, training and saving of P-EAGLE heads.
+
+No Ray, no HTTP.
+"""

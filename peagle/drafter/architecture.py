@@ -1,4 +1,4 @@
-"""What a head has to know of its target's architecture, from config.json alone.
+"""A target's architecture, as far as a head needs it, from config.json alone.
 
 A head's layers are Llama's whatever the target's are, since those are what vLLM builds of a head: sizes, rotary
 embedding and vocabulary are the target's; its biases, norms of queries and keys, sliding windows, experts and
@@ -63,7 +63,10 @@ class Architecture:
     dtype: Any
 
     def layer_config(self, *, num_layers: int, num_key_value_heads: int | None) -> Any:
-        """`LlamaConfig` of a head's layers; as many KV heads as the target has where no number is given."""
+        """`LlamaConfig` of a head's layers.
+
+        It has as many KV heads as the target where no number is given.
+        """
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -83,7 +86,9 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The architecture of the target in a folder; the text model's where it takes images as well.
+    """Read the architecture of the target in a folder.
+
+    The text model's where the target takes images.
 
     Raises:
         ConfigError: transformers cannot read it, or there can be no head for it; says why.
@@ -120,7 +125,10 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def auto_class_of(config: Any) -> Any:
-    """The class of transformers that loads such a target, with images or without; None where it has none."""
+    """The class of transformers that loads such a target; None without one.
+
+    With images or without.
+    """
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -131,7 +139,7 @@ def auto_class_of(config: Any) -> Any:
 
 
 def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
-    """Whether a head can be made of these sizes, and be measured against the target's logits."""
+    """Require sizes that a head can be made of and measured against."""
     model_type = config.model_type
     if config.is_encoder_decoder:
         raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
@@ -164,7 +172,9 @@ def _one_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm_offset(folder: Path, config: Any) -> int:
-    """Asked of the model itself, without its weights: what the final norm makes of ones when its weight is zero.
+    """The final norm's output for ones when its weight is zero.
+
+    Asked of the model itself, without its weights.
 
     Raises:
         ConfigError: no such model, or its states cannot be read or do not end in an RMSNorm.

@@ -1,4 +1,4 @@
-"""Attention of packed documents in blocks, so that little is computed or kept that a mask would throw away.
+"""Block attention of packed documents, without the work that a mask discards.
 
 Rows of a document are its known tokens (depth 0) and, behind them, its chains anchor by anchor (cod.py). Known tokens
 attend causally among themselves. A block of chain rows attends to the known tokens up to its last anchor and to itself:
@@ -45,7 +45,10 @@ class Block:
     answering: Rows | None = None
 
     def mask(self) -> torch.Tensor | None:
-        """[Q, K] bool, True where the row may attend; made when asked for: a mask is larger than what it says."""
+        """[Q, K] bool, True where the row may attend.
+
+        Made when asked for: a mask is larger than its description.
+        """
         if self.asking is None or self.answering is None:
             return None
         return attention_mask(self.asking, self.answering)
@@ -69,7 +72,10 @@ class AttentionPlan:
 
 
 def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
-    """Who attends to whom when all depths are computed in one pass (P-EAGLE); rows packed document by document."""
+    """Who attends to whom when one pass computes all depths (P-EAGLE).
+
+    Rows are packed document by document.
+    """
     blocks, first = [], 0
     for rows in documents:
         known = slice(first, first + rows.num_known)
@@ -128,7 +134,7 @@ def _block_rows(num_known: int) -> int:
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of about the same length, never through the chain of one anchor."""
+    """Cut chain rows into blocks of equal length, never through an anchor's chain."""
     anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):

@@ -1,4 +1,6 @@
-"""Several documents as one training batch: shifted, sampled by COD and packed row after row.
+"""COD sampling, and documents as one training batch.
+
+Documents are shifted, sampled by COD and packed row after row.
 
 The head reads the state at token t beside the embedding of token t+1 (that is what an engine has when it drafts) and
 predicts the target's distribution after t+1, t+2, ... Documents are packed, not padded; each attends to itself alone.
@@ -29,7 +31,7 @@ from peagle.drafter.store import Document
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one document: its known tokens (depth 0), then its chains, anchor by anchor.
+    """The rows of one document: known tokens (depth 0), then chains by anchor.
 
     Attributes:
         anchor_S: position of the last known token of the row's chain.
@@ -101,7 +103,10 @@ def sample_rows(
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
-    """[Q, K] bool, True where the row may attend: known tokens up to its anchor, and its own chain before it."""
+    """[Q, K] bool, True where the row may attend.
+
+    Known tokens up to its anchor, and its own chain before it.
+    """
     query_a, key_a = query.anchor_S[:, None], key.anchor_S[None, :]
     query_d, key_d = query.depth_S[:, None], key.depth_S[None, :]
     known = (key_d == 0) & (key_a <= query_a)
@@ -111,7 +116,7 @@ def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one forward pass of the head needs.
+    """The inputs of one forward pass of the head.
 
     Attributes:
         token_ids_T: the known token at each position (x[t+1] of its document).
@@ -181,7 +186,10 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> Batch:
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros behind the last row, so that few lengths occur: at most an eighth is added, or 7 rows."""
+    """Zeros behind the last row, so that few lengths occur.
+
+    At most an eighth is added, or 7 rows.
+    """
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

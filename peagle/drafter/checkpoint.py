@@ -1,4 +1,4 @@
-"""Training checkpoints: written whole or not at all, and refused when they belong to another training.
+"""Training checkpoints, written whole and refused by another training.
 
 A checkpoint holds the trained weights, the optimizer and the step; data order and sampling follow from the seed and
 the step, so nothing else is needed for the resumed curve to be the uninterrupted one.
@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write by rename, flushed to the disk first, so that a kill leaves the last one or this one."""
+    """Write by rename, flushed first, so that a kill leaves the old or the new one."""
     partial = folder / (FILE + ".partial")
     with partial.open("wb") as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)

@@ -1,4 +1,6 @@
-"""What can be refused of a training before anything slow begins: before the target answers, and again before it trains.
+"""Refusals of a training before anything slow begins.
+
+Once before the target answers, and again before it trains.
 
 It reads configurations and the headers of weights. It loads no weights, but has a head of the package made whole.
 """
@@ -75,7 +77,7 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
 
 
 def _require_tokens(config: TrainConfig, vocab_size: int) -> None:
-    """Whether the target has the mask token, and as many tokens as a new head is to draft."""
+    """Require the mask token, and as many tokens as a new head is to draft."""
     if config.mask_token_id >= vocab_size:
         raise ConfigError(f"--mask-token-id {config.mask_token_id}: the target has tokens 0 to {vocab_size - 1}")
     if config.init in INITS and config.draft_vocab_size > vocab_size:
@@ -86,7 +88,7 @@ def _require_tokens(config: TrainConfig, vocab_size: int) -> None:
 
 
 def _require_fit(init: Path, target: Target) -> None:
-    """Whether the head to go on from is one of this target, in weights that can be trained."""
+    """Require that the head to go on from fits this target and can be trained."""
     check_fit(read_config(init, ConfigError), target.model.config)
     quantised = sorted(name for name, dtype in read_dtypes(whole_head(init)).items() if dtype.startswith("F8"))
     if quantised:
@@ -97,7 +99,10 @@ def _require_fit(init: Path, target: Target) -> None:
 
 
 def _device(config: TrainConfig) -> torch.device:
-    """Of this process; where several workers train, the cluster decides whether these can have what was asked for."""
+    """The device of this process.
+
+    With several workers, the cluster decides whether they can have it.
+    """
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and config.workers == 1 and not has_gpu:
         raise ConfigError("--device cuda: torch sees no GPU here", hint="use --device cpu")

@@ -1,4 +1,4 @@
-"""What a user can ask of a training: one flat set of keys, the same in YAML and on the command line.
+"""The keys of a training, the same in YAML and on the command line.
 
 The defaults are the best recipe found so far; where each comes from is in benchmarks/drafter/LOG.md.
 """
@@ -17,7 +17,10 @@ WAYS = ("greedy", "sampled")
 
 
 class TrainConfig(BaseModel):
-    """One training. A description is the help text of its flag; an unknown key is an error."""
+    """One training.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

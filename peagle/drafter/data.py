@@ -57,7 +57,7 @@ class Rejected:
 
 
 def read_responses(source: str | Path) -> Iterator[Row]:
-    """Rows of a bulk run's directory (`data/unit-*.parquet`), or of a corpus; local or `s3://`.
+    """Rows of a run directory (`data/unit-*.parquet`) or a corpus; local or `s3://`.
 
     Raises:
         InputError: nothing there, an unknown format, a row that is none, or no `response` column.
@@ -69,7 +69,7 @@ def read_responses(source: str | Path) -> Iterator[Row]:
 
 
 def row_text(row: Row, prompt_column: str) -> str:
-    """All that a row says: messages (as `build_samples` takes them), prompt and response."""
+    """All text of a row: messages (as in `build_samples`), prompt and response."""
     messages = parse_messages(row.get("messages"))
     said = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
     parts = (row.get(key) for key in (prompt_column, "response"))
@@ -132,7 +132,7 @@ def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max
 
 
 def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
-    """The messages of a row, of its prompt where it has none; or what is wrong with them."""
+    """The messages of a row, or of its prompt; or their fault."""
     if row.get("messages"):
         messages = parse_messages(row["messages"])
         return f"column 'messages'{messages}" if isinstance(messages, str) else messages
@@ -142,7 +142,9 @@ def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
 
 
 def source_files(source: str | Path) -> list[SourceFile]:
-    """The units of a bulk run's directory, or the files of a corpus as `peagle generate` finds them.
+    """The units of a run directory, or the files of a corpus.
+
+    A corpus as `peagle generate` finds it.
 
     Raises:
         InputError: nothing there, or nothing of a known format.

@@ -1,4 +1,6 @@
-"""Keep evaluation problems out of training data: word n-gram overlap, reported, never silent.
+"""Keep evaluation problems out of training data, by word n-gram overlap.
+
+HumanEval, or evaluation files of the user's. Every drop is reported.
 
 A text is contaminated when it shares any run of `num_words` words with a reference. The check is on words alone
 (case, punctuation and layout ignored), so that a reformatted copy is still caught. This file knows nothing of
@@ -24,7 +26,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped(Generic[T]):
-    """One item that overlaps a reference, the words they share, and the evaluation set that the reference is of."""
+    """An item that overlaps a reference, the shared words, and the evaluation set."""
 
     item: T
     overlap: str
@@ -33,7 +35,7 @@ class Dropped(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decontaminated(Generic[T]):
-    """What was kept, in order, and what was dropped with the reason."""
+    """The items kept, in order, and those dropped with the reason."""
 
     kept: list[T]
     dropped: list[Dropped[T]]
@@ -57,7 +59,10 @@ class NgramIndex:
         self.add(references, "the references")
 
     def add(self, references: Iterable[str], evaluation_set: str) -> int:
-        """Take the references of a set in; the number of their n-grams, of which those of earlier sets stay theirs."""
+        """Add the references of a set; return the number of its n-grams.
+
+        N-grams of earlier sets stay theirs.
+        """
         ngrams = {ngram for reference in references for ngram in self._of(reference)}
         self._sets = dict.fromkeys(ngrams, evaluation_set) | self._sets
         return len(ngrams)
@@ -79,7 +84,7 @@ class NgramIndex:
 
 
 def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], str]) -> Decontaminated[T]:
-    """Part `items` into those that share no n-gram with the references and those that do."""
+    """Part `items` by whether they share an n-gram with the references."""
     kept: list[T] = []
     dropped: list[Dropped[T]] = []
     for item in items:
@@ -112,7 +117,7 @@ DEFAULT = (HUMANEVAL,)
 
 
 def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
-    """What a text must not share n-grams with.
+    """The n-grams that a text must not share.
 
     Args:
         evaluation_sets: "humaneval" and files, or "none" alone.
@@ -149,7 +154,10 @@ def _references(name: str) -> list[str]:
 
 
 def _with_messages(row: Row) -> Row:
-    """The row with messages as a list where they are JSON text: as text their line breaks would be escapes."""
+    """The row with its messages as a list, not as JSON text.
+
+    In text their line breaks would be escapes.
+    """
     messages = parse_messages(row.get("messages"))
     return row if isinstance(messages, str) else {**row, "messages": messages}
 

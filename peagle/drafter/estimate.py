@@ -20,7 +20,7 @@ from peagle.speculation import SpeculationStats
 def draft_logits(
     head: Any, document: Document, num_speculative_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits from which the head drafts K tokens behind each known token of the response.
+    """The logits from which the head drafts K tokens behind each known token.
 
     Returns:
         anchor_R and depth_R: the row scores token anchor + depth + 2 of the document; [R, V] logits of the draft
@@ -32,7 +32,9 @@ def draft_logits(
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """[T - 1, K] token ids of the target's vocabulary: what the head drafts behind each known token, -1 if nothing.
+    """[T - 1, K] drafted token ids behind each known token, -1 without one.
+
+    Ids are of the target's vocabulary.
 
     Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
     """
@@ -46,7 +48,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 def _draft_states(
     head: Any, document: Document, num_speculative_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """anchor_R and depth_R as of `draft_logits`, and the head's states that the logits are made of, [R, H]."""
+    """anchor_R and depth_R as of `draft_logits`, and the states [R, H] for logits."""
     k = num_speculative_tokens
     # A chain ends with the document: repeat the last token so that the last rows draft all K as well.
     padded = Document(
@@ -90,7 +92,10 @@ def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[in
 def estimate_acceptance(
     head: Any, store: Features, documents: Sequence[int], *, num_speculative_tokens: int
 ) -> SpeculationStats:
-    """Acceptance over documents, as a greedy engine would count it; exact only for greedy responses."""
+    """Acceptance over documents, as a greedy engine would count it.
+
+    Exact only for greedy responses.
+    """
     histogram = [0] * (num_speculative_tokens + 1)
     for index in documents:
         (document,) = store.documents([index])

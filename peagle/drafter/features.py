@@ -1,4 +1,6 @@
-"""The target's hidden states, computed once and stored: what the head reads, and what it is measured against.
+"""The target's hidden states: read, and stored or computed on the fly.
+
+The head reads them, and is measured against them.
 
 For each token: the states ENTERING the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1), side by
 side, and the state ENTERING the final norm, from which the target's own distribution follows. Each shard covers a
@@ -130,7 +132,7 @@ SHARD_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureJob:
-    """What is to be stored where.
+    """The states to store, and where.
 
     Attributes:
         target: folder of the target.
@@ -181,7 +183,7 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """The store as far as it is there, and the shards that are missing by their numbers.
+    """Open the store as far as it exists; also list the missing shards' numbers.
 
     Raises:
         ConfigError: the store holds the features of something else.
@@ -248,7 +250,7 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    """What a shard holds of its samples."""
+    """The tensors of a shard, made of its samples."""
     states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),

@@ -1,4 +1,6 @@
-"""The heads' forward passes over a batch, and their loss. Pure functions over the modules of `speculators`' models.
+"""The heads' forward passes over a batch, and their loss.
+
+Pure functions over the modules of `speculators`' models.
 
 Its own forward passes pack documents into one square mask, sample by themselves and hold the logits of every row.
 These take the rows as given, attend document by document, and score only rows under the loss; for the same rows
@@ -83,7 +85,7 @@ def _one_depth(
 
 
 def _parents(batch: Batch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """For each of `rows` the place among `previous` (one depth before) of the row with the same anchor."""
+    """The place in `previous` (one depth before) of the row with the same anchor."""
     place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
     place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
     return place[batch.anchor_S[rows]]
@@ -99,7 +101,7 @@ def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 class _Cache:
-    """Keys and values of the depths so far; what a layer of transformers asks of a cache."""
+    """Keys and values of the depths so far, as a cache for transformers' layers."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -158,7 +160,7 @@ class BatchLoss:
 
 
 def head_states(head: Any, batch: Batch, *, free_run: bool = False) -> torch.Tensor:
-    """The head's states after its norm for the rows under the loss and their padding, [R, H].
+    """The head's states after its norm, [R, H], for rows under the loss and padding.
 
     Args:
         head: P-EAGLE or EAGLE-3.
@@ -178,7 +180,7 @@ def is_parallel(head: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRows:
-    """What goes into the layers of a P-EAGLE head.
+    """The inputs of a P-EAGLE head's layers.
 
     Attributes:
         states: [1, S, 2 H], embedding and state side by side: at depth 0 a row's token and the projected aux states,

@@ -1,4 +1,6 @@
-"""Head folders to FP8 and back: reads a head, writes another folder that vLLM loads, and says what that cost.
+"""Convert head folders to FP8 and back, and report the error of that.
+
+The other folder is one that vLLM loads.
 
 The output appears whole or not at all; everything of the head that is no weight is copied, and its card gains a line.
 The way back holds the values that FP8 holds, so that a machine without FP8 can measure what they do to acceptance; it
@@ -105,7 +107,9 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    """Write the FP8 head in `source` as a bf16 head of the same values, each rounded to bf16 (2^-9 at most).
+    """Write the FP8 head in `source` as a bf16 head of the same values.
+
+    Each is rounded to bf16 (2^-9 at most).
 
     Raises:
         DrafterError: not an FP8 head in the format that `quantize_head` writes.
@@ -133,7 +137,10 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
 
 
 def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Configuration and weights of a head, once it is known that they can be converted into `output`."""
+    """Read the configuration and weights of a head that can be converted.
+
+    `output` is where the converted head goes.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,6 @@
-"""A P-EAGLE or EAGLE-3 head, built for a target, with its first weights: the target's last layers, or a saved head.
+"""Build a P-EAGLE or EAGLE-3 head for a target, with its first weights.
+
+They are the target's last layers, a saved head, or random.
 
 The networks are `speculators`' models. Their form on disk is `head_folder.py`'s.
 """
@@ -34,7 +36,7 @@ _LEFT_OUT = {
 
 
 def what_hinders(weights: TargetWeights, architecture: Architecture, num_layers: int) -> str | None:
-    """Why the target's last layers cannot be a head's first weights; None where they can."""
+    """Why the target's last layers cannot start a head; None where they can."""
     if architecture.hidden_act != "silu":
         return f"its MLPs have {architecture.hidden_act}, a head's silu"
     if architecture.norm_offset:
@@ -53,7 +55,10 @@ def what_hinders(weights: TargetWeights, architecture: Architecture, num_layers:
 
 
 def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
-    """The `init` of a head: the one asked for, or "random" where "warm" cannot be; `say` is told what is otherwise."""
+    """The `init` of a head: the one asked for, or "random" where "warm" cannot be.
+
+    `say` is told of the difference.
+    """
     if spec.init != "warm":
         return spec.init
     weights = TargetWeights(target, architecture)
@@ -68,7 +73,9 @@ def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Call
 
 @torch.no_grad()
 def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
-    """Copy the target's last layers and norm; the first layer's projections keep noise for the embeddings' half.
+    """Copy the target's last layers and norm into a head.
+
+    The first layer's projections keep noise for the embeddings' half.
 
     The first layer reads [embedding, state] side by side: the state's half takes the target's weights.
     """
@@ -92,7 +99,10 @@ def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Te
 
 
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    """Copy the target's weight, its KV heads repeated to the head's number; what is left of a wider input is noise."""
+    """Copy the target's weight, with KV heads repeated to the head's number.
+
+    The rest of a wider input is noise.
+    """
     if own.shape[0] != target.shape[0]:
         target = repeated(target, own.shape[0], head_dim)
     if own.shape != target.shape:
@@ -132,7 +142,9 @@ _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target in the folder `target`.
+    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target.
+
+    `target` is its folder.
 
     Raises:
         ConfigError: there can be no such head for it, or the head to go on from is another one.
@@ -184,7 +196,7 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 
 
 def _freeze(head: Any, num_layers: int) -> None:
-    """Leave the first layers out of the training, and what they read: their outputs stay as they are."""
+    """Freeze the first layers and their inputs, so that their outputs stay."""
     for name, parameter in head.named_parameters():
         if name.startswith(("fc.", "mask_hidden", *(f"layers.{index}." for index in range(num_layers)))):
             parameter.requires_grad_(requires_grad=False)
@@ -221,7 +233,7 @@ def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
 
 
 def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
-    """A saved weight, its KV heads repeated where the head to train has a multiple of them."""
+    """A saved weight with its KV heads repeated to the head's multiple of them."""
     if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
         return tensor
     return repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)

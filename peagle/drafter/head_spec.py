@@ -1,4 +1,7 @@
-"""The shape of a head, and whether there can be such a head for a target. It builds nothing."""
+"""The shape of a head, and whether there can be such a head for a target.
+
+It builds nothing.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +81,9 @@ class HeadSpec:
 
 
 def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
-    """Make sure that there can be such a head for a target, from its configuration alone; what that says of it.
+    """Require that a head can be built for a target, by its configuration alone.
+
+    Returns what the configuration says of it.
 
     Raises:
         ConfigError: there cannot.
@@ -147,7 +152,10 @@ def _require_unrollable(shape: Architecture, spec: HeadSpec) -> None:
 
 
 def _require_same_reading(folder: Path, spec: HeadSpec) -> None:
-    """Whether a saved head can become the one to train: what it reads, how it drafts, and its number of layers."""
+    """Require that a saved head reads and drafts like the one to train.
+
+    They need equal numbers of layers too.
+    """
     saved = read_head(read_config(folder, ConfigError))
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(

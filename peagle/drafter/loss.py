@@ -1,4 +1,6 @@
-"""How far the head's distribution is from the target's, without ever holding all logits.
+"""Losses between the head's distribution and the target's, in chunks of logits.
+
+Also how much each row counts.
 
 The losses are those of `speculators.losses` over the draft vocabulary, by its names. KL(target || draft), the default,
 is fused with the projection: rows are taken in chunks, and the gradient of each chunk is formed while its logits are in
@@ -47,7 +49,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RowLosses:
-    """What came out of the rows, in their order.
+    """The losses of the rows, in their order.
 
     Attributes:
         loss: scalar, weighted sum of the rows' losses; the only one with a gradient.
@@ -69,7 +71,7 @@ def linear_loss(
     *,
     loss: str = DEFAULT_LOSS,
 ) -> RowLosses:
-    """Weighted sum over rows of the loss between the logits hidden @ W and the target's, state @ W_target.
+    """Weighted loss over rows between logits hidden @ W and state @ W_target.
 
     Args:
         hidden_RH: the head's states after its norm; receives a gradient. Its dtype is that of the products.
@@ -163,7 +165,7 @@ class _LinearLoss(torch.autograd.Function):
 def _of_the_library(
     loss: str, logits_RV: torch.Tensor, target_logits_RV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] losses by one of speculators' functions, and their gradient by the logits, [R, V]."""
+    """[R] losses by one of speculators' functions, and gradients by logits [R, V]."""
     from speculators.losses import resolve_loss_config
 
     ((function, _),) = resolve_loss_config(loss, "eager").values()
@@ -176,7 +178,7 @@ def _of_the_library(
 def _chunks(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Rows, the target's logits at their positions and which of these each row has, and the head's logits."""
+    """Chunks of rows with the target's logits, each row's index, the head's logits."""
     dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
     for start in range(0, len(hidden_RH), CHUNK_ROWS):
@@ -194,7 +196,10 @@ def _wide(states: torch.Tensor) -> torch.dtype:
 
 
 def _rounded_up(positions: torch.Tensor) -> torch.Tensor:
-    """Positions with the last one repeated up to a multiple of 32: few shapes, hence few kernels to build."""
+    """Positions, the last one repeated up to a multiple of 32.
+
+    Few shapes mean few kernels to build.
+    """
     return torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
 
 
@@ -243,7 +248,7 @@ def dpace_weight(batch: Batch, weighting: Weighting, confidence_R: torch.Tensor)
 
 
 def by_chain(batch: Batch, value_R: torch.Tensor) -> torch.Tensor:
-    """[T, D] the rows' values by anchor and depth, 0 where there is no row under the loss.
+    """[T, D] values of rows by anchor and depth, 0 where no row is under the loss.
 
     Args:
         batch: the rows.

@@ -1,4 +1,4 @@
-"""The figures of a training, step by step: a JSON line each in metrics.jsonl.
+"""The figures of a training by step, in metrics.jsonl, and their plot.
 
 Written by the training, cut back when it resumes, followed by whoever shows progress while it grows, and read whole for
 the plot. It knows lines; it knows nothing of how a step is computed.
@@ -49,7 +49,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Progress":
-        """What a line of the file says."""
+        """Parse a line of the file."""
         return cls(**{**raw, **{name: tuple(raw[name]) for name in ("accuracy", "accepted", "divergence")}})
 
 
@@ -70,7 +70,10 @@ class Metrics:
             stream.write(to_json(asdict(progress)) + "\n")
 
     def cut(self, num_bytes: int) -> None:
-        """Drop what stands behind `num_bytes`: steps that will be done again. A file that was lost begins anew."""
+        """Drop what stands behind `num_bytes`: steps that will be done again.
+
+        A file that was lost begins anew.
+        """
         if not num_bytes or not self._file.exists():
             self._file.write_bytes(b"")
             return
@@ -143,7 +146,7 @@ def _runs(steps: Sequence[Progress]) -> list[range]:
 
 
 def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
-    """A point a run: the middle of its steps, and the mean of what is known, None where nothing is."""
+    """A point a run: the middle of its steps and the mean of known values, or None."""
     curve: Curve = []
     for run in runs:
         known = [value for place in run if (value := values[place]) is not None]
@@ -152,7 +155,7 @@ def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
 
 
 def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> str:
-    """A chart with its name above, and the numbers of its curves at the right when there are several."""
+    """A chart with its name above, and numbers at the right for several curves."""
     known = [value for curve in curves for _, value in curve if value is not None]
     ticks = _ticks(min(known, default=0.0), max(known, default=1.0), 2 if height < HEIGHT / 2 else 4)
 

@@ -1,4 +1,6 @@
-"""A step in pieces that fit into memory: micro-batches of whole documents, and long documents in parts.
+"""A step in pieces that fit into memory: micro-batches of whole documents.
+
+Long documents come in parts.
 
 Sequence partitioning (P-EAGLE, arXiv 2602.01469, algorithm 1): the loss of a document is a sum over its rows, and a
 chain attends to the known tokens up to its anchor and to itself. So the chains can be dealt out in parts: each part
@@ -19,7 +21,10 @@ from peagle.drafter.store import Document, Features
 
 
 def micro_batches(store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int) -> Iterator[Batch]:
-    """The batches of a step: as few as `config.micro_batch_tokens` allows, with the rows drawn for that step."""
+    """The batches of a step, as few as `config.micro_batch_tokens` allows.
+
+    They hold the rows drawn for that step.
+    """
     limit = config.micro_batch_tokens
     packed: list[int] = []
     for index in documents:
@@ -38,7 +43,7 @@ def micro_batches(store: Features, documents: Sequence[int], config: TrainingCon
 
 
 def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
-    """Deal out the rows of a document in `num_parts` parts of about equal length, by ranges of anchors.
+    """Split a document's rows into `num_parts` of equal length, by anchor ranges.
 
     Each part holds the known tokens up to its last anchor, since its chains attend to them, and the chains of its own
     anchors; `Rows.first_anchor` says from which anchor on the rows count.
@@ -59,7 +64,7 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
 
 
 def give_back_freed() -> None:
-    """Return what the C library keeps of freed memory to the system, where it can (glibc).
+    """Return the C library's freed memory to the system, where it can (glibc).
 
     Parts differ in length, so a tensor of one rarely fits where one of the part before lay: without this, the
     process keeps room for all of them.
@@ -70,7 +75,7 @@ def give_back_freed() -> None:
 
 
 def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
-    """The parts as batches, which share the document's features: they wait for each other in memory."""
+    """The parts as batches, which share the document's features in memory."""
     first = make_batch([document], [parts[0]])
     yield first
     for rows in parts[1:]:
@@ -79,14 +84,17 @@ def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
 
 
 def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
-    """Whole documents side by side, with the rows that COD sampling draws for them at a step."""
+    """Whole documents side by side, with the rows drawn by COD sampling for a step."""
     loaded = store.documents(documents)
     rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
     return make_batch(loaded, rows)
 
 
 def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
-    """The rows of a document at a step: the same whatever else is in the step and whichever worker has it."""
+    """Draw the rows of a document at a step.
+
+    They depend neither on the rest of the step nor on the worker.
+    """
     seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
     return sample_rows(
         loss_mask_T[1:],

@@ -1,4 +1,6 @@
-"""From responses to a head that vLLM serves: the steps of `peagle train`, each resumable by itself.
+"""The steps of `peagle train`: from responses to a head that vLLM serves.
+
+Each is resumable by itself.
 
 `prepare` reads the documents and has the target's states computed; `train_prepared` trains, alone or as one of several
 workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
@@ -102,7 +104,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a training to go on, beside the recipe."""
+        """The settings that must be equal for a training to go on, beside the recipe."""
         init = self.config.init
         head = asdict(self.spec)
         if not self.spec.num_frozen_layers:
@@ -130,7 +132,7 @@ class Prepared:
         return head
 
     def _sample(self) -> Batch:
-        """Rows of documents from all over the corpus, enough of them for regressions over a state."""
+        """Rows of documents from all over the corpus, enough to fit states."""
         num_tokens, chosen = 0, []
         for index in random.Random(self.config.seed).sample(self.corpus.trained, len(self.corpus.trained)):
             num_tokens += self.store.num_tokens(index)
@@ -158,7 +160,9 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
 
 def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
-    """Read the documents and have the target's states computed, as far as they are not there; `extract` does it.
+    """Read the documents and compute the target's missing states.
+
+    `extract` computes them.
 
     Args:
         verify: compare stored states with their checksums. Of several processes one does it for all.
@@ -205,7 +209,9 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Plot the training, estimate the acceptance on the documents held out, and save the head with its card.
+    """Plot the training, estimate acceptance, and save the head with its card.
+
+    The estimate is over the documents held out.
 
     Returns:
         What run.json says.
@@ -237,7 +243,9 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
-    """`finish` with the head of the last checkpoint, which other processes trained, or this one before it diverged.
+    """`finish` with the head of the last checkpoint.
+
+    Other processes trained it, or this one before it diverged.
 
     Raises:
         DivergedError: `diverged`, once the head is saved, with how to go on from it: the same training would come to
@@ -300,7 +308,10 @@ def _features(
 
 
 def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVocabulary:
-    """Counted over prompts too: responses repeat them, and those of other prompts will repeat other words."""
+    """The draft vocabulary, counted over prompts too.
+
+    Responses repeat their prompts, and other prompts will repeat other words.
+    """
     text = target.model.config.get("text_config") or target.model.config
     token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:

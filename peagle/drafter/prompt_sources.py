@@ -1,4 +1,6 @@
-"""The prompts that a target is to answer for its head's training: read, checked, evaluation problems left out.
+"""The prompts and documents of a training, without evaluation problems.
+
+A target answers the prompts; documents are trained on, or held out.
 
 It knows files and the source that ships; it knows neither the target nor who has it answer.
 """
@@ -23,7 +25,9 @@ PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Rows with `id` and either `messages` or `prompt`, the same for all; what is left out is told.
+    """Read rows with `id` and either `messages` or `prompt`, alike for all.
+
+    Rows that are left out are reported.
 
     A limit is shared out evenly among the sources; where one holds fewer, the others give more.
 
@@ -52,7 +56,9 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
 
 def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
-    """How many to take of each source, given how many each holds: as evenly as they allow, all without a limit.
+    """Numbers to take of each source, as even as their sizes allow.
+
+    Without a limit, all.
 
     >>> share_out(300, [594, 50, 200])
     [125, 50, 125]
@@ -67,7 +73,10 @@ def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
 
 
 def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Those outside and inside of a share, chosen by a hash of the ids: it stays when rows are added."""
+    """Part rows into those outside and inside of a share, by a hash of their ids.
+
+    The choice stays when rows are added.
+    """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
         drawn = int.from_bytes(hashlib.sha256(row["id"].encode()).digest()[:4]) / 2**32
@@ -78,7 +87,9 @@ def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row
 def code_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[Prompt], Decontaminated[Snippet]]:
-    """The prompts of a code source, every function once or as many as are asked for, and the functions themselves.
+    """The prompts of a code source, and its functions.
+
+    Every function once, or as many prompts as are asked for.
 
     Raises:
         ConfigError: no such source, or it holds fewer prompts.
@@ -113,7 +124,7 @@ def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row]
 
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
-    """What is asked in each row; a response that stands beside it is left behind."""
+    """The question of each row, without a response that stands beside it."""
     number = -1
     for number, row in enumerate(map(_of_request, read_all(source_files(source)))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
@@ -128,7 +139,10 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
 
 
 def _of_request(row: Row) -> Row:
-    """The row; of a request in an OpenAI batch its prompt or messages, under its `custom_id`."""
+    """The row, or the prompt or messages of an OpenAI batch request.
+
+    The request's `custom_id` is its id.
+    """
     if not is_batch(row):
         return row
     body = parse_body(row["url"], row["body"])
@@ -144,7 +158,7 @@ def _of_request(row: Row) -> Row:
 
 
 def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
-    """What each of several sources gives, and that they hold less than was asked for."""
+    """Report the shares of several sources, and a shortage."""
     if len(shares) > 1:
         for source, share in zip(config.prompts, shares, strict=True):
             say(f"  {share:,} of {source}")
@@ -153,7 +167,10 @@ def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str]
 
 
 def _alike(rows: list[Row]) -> list[Row]:
-    """All with messages where one has them, since a bulk run takes its prompts from one column."""
+    """Rows all with messages where one has them.
+
+    A bulk run takes its prompts from one column.
+    """
     if not any(MESSAGES in row for row in rows):
         return rows
     return [
@@ -182,7 +199,9 @@ class Corpus:
 
 
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> Corpus:
-    """Read, check and tokenise the responses; a share of them, chosen by a hash of their ids, is held out.
+    """Read, check and tokenise the responses, and hold out a share.
+
+    A hash of their ids chooses them.
 
     Raises:
         InputError: a source is unreadable, or no row gives a document.

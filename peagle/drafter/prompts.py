@@ -1,4 +1,4 @@
-"""Code prompts from Python sources at hand: signatures and docstrings put as chat requests.
+"""Code prompts from Python sources: signatures and docstrings as chat requests.
 
 The standard library is on every machine, is documented, and overlaps with no evaluation set, so a head for
 the domain of code can be trained without downloading anything; installed packages add functions of other kinds. Modules
@@ -95,7 +95,10 @@ class Prompt:
 
 
 def is_code_source(source: str) -> bool:
-    """Whether prompts are made from code: `stdlib`, or `package:NAME` for an installed package."""
+    """Whether prompts are made from code: `stdlib`, or `package:NAME`.
+
+    The package must be installed.
+    """
     return source == STDLIB or source.startswith(PACKAGE)
 
 
@@ -168,7 +171,10 @@ def _prompt(snippet: Snippet, origin: str, seed: int, round_index: int) -> Promp
 
 
 def _forms_in_order(snippet: Snippet, seed: int) -> list[Form]:
-    """All forms, weighted-shuffled per snippet (Efraimidis and Spirakis: sort by u ** (1 / weight))."""
+    """All forms, shuffled by weight for a snippet.
+
+    Efraimidis and Spirakis: sort by u ** (1 / weight).
+    """
     rng = random.Random(f"{seed}/{snippet.module}/{snippet.name}/{snippet.docstring}")
     return sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
 
@@ -192,7 +198,7 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    """The argument list without the receiver of a method: the request is for a plain function."""
+    """The argument list without a method's receiver, for a plain function."""
     for group in (arguments.posonlyargs, arguments.args):
         if group and group[0].arg in {"self", "cls"}:
             del group[0]

@@ -1,4 +1,4 @@
-"""A trained head becomes a folder that vLLM takes as it is, with its model card, and the training a run.json."""
+"""Publish a trained head: a folder for vLLM, its model card, and run.json."""
 # ruff: noqa: E501 - a Markdown table has its rows on one line
 
 import platform
@@ -217,7 +217,7 @@ def publish(
 
 
 def _hardware(config: TrainConfig, device: torch.device) -> str:
-    """What a training ran on; of workers, which may be on unlike machines, their number and kind."""
+    """The hardware of a training; for workers on unlike machines, number and kind."""
     if config.workers > 1:
         return f"{config.workers} workers with a {'GPU' if config.device == 'cuda' else 'CPU'} each"
     if device.type == "cuda":

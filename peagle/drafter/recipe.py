@@ -1,4 +1,6 @@
-"""How a head is trained: every number that a step depends on, and nothing else.
+"""The recipe of a training: every number that a step depends on.
+
+Also the documents that each step takes.
 
 The order of documents is a pure function of the seed and the step, so a resumed training and every worker of several
 find the same documents without being told.
@@ -82,7 +84,7 @@ class TrainingConfig:
 
     @property
     def weighting(self) -> Weighting:
-        """What a row counts in the loss."""
+        """The weight of a row in the loss."""
         return Weighting(depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio)
 
     def learning_rate_at(self, step: int) -> float:
@@ -95,7 +97,9 @@ class TrainingConfig:
 
 
 def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
-    """One epoch: every document once, shuffled, cut into batches of at least `batch_tokens` but for the last.
+    """One epoch's batches of at least `batch_tokens`, except the last.
+
+    Every document once, shuffled.
 
     Args:
         num_tokens: length of each document.
@@ -116,7 +120,7 @@ def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> 
 
 
 class Order:
-    """The batches of all epochs, one after the other, each epoch in an order of its own.
+    """The batches of all epochs in order, each epoch shuffled anew.
 
     Args:
         num_tokens: length of each document.

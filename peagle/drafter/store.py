@@ -1,4 +1,4 @@
-"""The feature store: a folder of safetensors shards and an index that says what they are states of.
+"""The feature store: safetensors shards and an index that describes them.
 
 A shard is written whole, by whoever computes it, and then named in the index with its checksum, by the one process
 that fills the store; readers map shards into memory, so the page cache decides what stays. It knows nothing of models.
@@ -27,7 +27,7 @@ _FULL = "free some space, or store nothing: --on-the-fly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    """What the stored states are states of. Two stores are alike when their specs are equal.
+    """The source of stored states. Two stores are alike when their specs are equal.
 
     Attributes:
         target: fingerprint of the target's configuration and weights.
@@ -80,7 +80,9 @@ class Features(Protocol):
 
 
 def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a shard by rename; its checksum. Of several writers of one shard the last wins.
+    """Write a shard by rename; its checksum.
+
+    Of several writers of one shard the last wins.
 
     Raises:
         CapacityError: the disk is full.

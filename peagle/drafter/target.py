@@ -1,4 +1,4 @@
-"""The target of a training, and what can be refused of it before anything slow begins.
+"""The target of a training, and early refusals of it.
 
 It reads configuration and tokenizer; it loads no weights.
 """
@@ -61,7 +61,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Make sure that the target has the layers that are to be read, and each is read once.
+    """Require the layers to be read, each of them once.
 
     Raises:
         ConfigError: it is not so.
@@ -73,7 +73,10 @@ def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
 
 
 def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text by these configurations, each of which may state none, one or several; ascending."""
+    """The tokens that end a text by these configurations, ascending.
+
+    Each may state none, one or several.
+    """
     stated = [config.get("eos_token_id") for config in configs]
     return sorted({token for ids in stated if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
 
@@ -123,7 +126,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> None:
-    """Whether the tokenizer's end of a text is one of the target's, as far as that states any.
+    """Require that the tokenizer's end of text is one of the target's, if stated.
 
     Responses are trained with it as their last token, and another model's tokenizer mostly has another.
     """

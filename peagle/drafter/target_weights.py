@@ -1,4 +1,7 @@
-"""A target's weights that its head starts from or is measured against, read one at a time from its folder."""
+"""A target's weights, read one at a time from its folder.
+
+Its head starts from them or is measured against them.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +17,9 @@ _LM_HEAD = "lm_head.weight"
 
 
 class TargetWeights:
-    """A target's safetensors by the names that Llama's checkpoints have: `norm.weight`, `layers.3.mlp.up_proj.weight`.
+    """A target's safetensors by the names of Llama's checkpoints.
+
+    For example `norm.weight` and `layers.3.mlp.up_proj.weight`.
 
     What stands before these names differs: `model.`, or `model.language_model.` where there are images as well. It is
     what stands before the embeddings of the target's vocabulary.
@@ -50,7 +55,7 @@ class TargetWeights:
         return tensor
 
     def final_norm(self) -> torch.Tensor:
-        """What the final norm multiplies by, [H]."""
+        """The factors of the final norm, [H]."""
         return self["norm.weight"].float() + self._architecture.norm_offset
 
     def _name_of(self, ending: str) -> str:

@@ -1,4 +1,6 @@
-"""The training loop of a head: any device, alone or as one of several workers, resumable at every step.
+"""The training loop of a head, with its optimizer; resumable at every step.
+
+On any device, alone or as one of several workers.
 
 A step is a pure function of the seed and its number: which documents (order.py), which rows (COD, seeded by step and
 document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
@@ -155,7 +157,10 @@ def train(
 
 @contextmanager
 def _flushing_denormals() -> Iterator[None]:
-    """Take numbers below 1e-38 as zero: attention that looks at one row leaves many, and a CPU is slow in them."""
+    """Take numbers below 1e-38 as zero.
+
+    Attention to a single row leaves many, and a CPU is slow with them.
+    """
     torch.set_flush_denormal(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Further layers of a P-EAGLE head that begin as the EAGLE-3 head it goes on from, one step after the other.
+"""Further layers of a P-EAGLE head, which begin as an EAGLE-3 head's next steps.
 
 An EAGLE-3 head of one layer drafts token by token: a step reads the state of the step before and the token drafted from
 it. A P-EAGLE head has no loop, but its layers follow each other. So two further layers stand for one step:
@@ -85,7 +85,10 @@ class _Rows:
 
 
 def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
-    """A layer that gives each row behind `known_depth` the state of the row one place before."""
+    """A layer that copies the state of the row one place before.
+
+    It does so for each row behind `known_depth`.
+    """
     config = head.config.transformer_layer_config
     head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     attention, hidden = layer.self_attn, config.hidden_size
@@ -130,7 +133,7 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
 
 
 def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_size: torch.Tensor) -> None:
-    """A layer that does to the rows one place behind the known ones what EAGLE-3's layer does in its next step."""
+    """A layer that does EAGLE-3's next step for rows one place behind known ones."""
     config, first = head.config.transformer_layer_config, head.layers[0]
     head_dim, hidden = config.head_dim, config.hidden_size
     states_SH = _normed(rows.states_SH)
@@ -173,7 +176,7 @@ def _one_place_further(keys: torch.Tensor, head: Any) -> torch.Tensor:
 
 
 def _normed(states_SH: torch.Tensor) -> torch.Tensor:
-    """What an RMSNorm of weight 1 makes of them."""
+    """The states after an RMSNorm of weight 1."""
     return states_SH * torch.rsqrt(states_SH.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
@@ -183,7 +186,10 @@ def _size(states_SH: torch.Tensor) -> torch.Tensor:
 
 
 def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
-    """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], of the states: least squares, with a small ridge."""
+    """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], from the states.
+
+    Least squares, with a small ridge.
+    """
     products_HH = states_SH.T @ states_SH
     products_HH.diagonal().add_(ridge * products_HH.diagonal().mean())
     weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))

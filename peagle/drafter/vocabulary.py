@@ -1,4 +1,6 @@
-"""The draft vocabulary: the target's most frequent response tokens, and the maps between the two.
+"""The draft vocabulary: the most frequent response tokens and their two maps.
+
+The maps lead to the target's vocabulary and back.
 
 A head that scores 8,192 tokens instead of 49,152 trains several times faster and drafts nearly the same. A
 token outside is never drafted, and so never accepted: the coverage bounds the acceptance.
@@ -42,7 +44,9 @@ class DraftVocabulary:
         return len(self.token_ids)
 
     def d2t(self) -> "torch.Tensor":
-        """[size] int64 offsets: target id = draft id + d2t[draft id], the convention of EAGLE-3 checkpoints.
+        """[size] int64 offsets, as in EAGLE-3 checkpoints.
+
+        Target id = draft id + d2t[draft id].
 
         Example: the tokens 1, 4, 5 give offsets 1, 3, 3.
         """
@@ -62,7 +66,9 @@ class DraftVocabulary:
 def frequent_vocabulary(
     token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """The `size` most frequent tokens (ties: the smaller id), `always` included whatever their count.
+    """The `size` most frequent tokens, with `always` among them.
+
+    The smaller id comes first where counts are equal.
 
     Raises:
         ConfigError: `size` is not within 1 and `target_size`.
@@ -76,7 +82,9 @@ def frequent_vocabulary(
 
 
 def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
-    """The draft vocabulary of a saved head (all of the target's where it has none), its coverage that of `token_ids`.
+    """A saved head's draft vocabulary, with its coverage of `token_ids`.
+
+    All of the target's where the head has none.
 
     Raises:
         DrafterError: there is no head in `folder`.

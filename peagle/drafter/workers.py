@@ -1,4 +1,4 @@
-"""One process among those that train a head together: what it has to ask of the others.
+"""A process among those that train a head, and its requests to the others.
 
 Whoever starts the processes (Ray Train, torchrun) sets up torch.distributed; this file only uses it.
 """
@@ -22,7 +22,7 @@ class Workers(Protocol):
         """Replace each tensor by the first worker's."""
 
     def agree(self, stop: bool) -> bool:
-        """What the first worker says, so that all of them stop at the same step."""
+        """The first worker's value, so that all of them stop at the same step."""
 
     def barrier(self) -> None:
         """Wait until all are here."""
@@ -49,7 +49,7 @@ class Alone:
 
 
 class Distributed:
-    """A worker of the process group that torch.distributed has set up (gloo on CPU, nccl on CUDA)."""
+    """A worker of torch.distributed's process group (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.rank = torch.distributed.get_rank()
@@ -57,7 +57,10 @@ class Distributed:
         self._device = torch.device(device)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """All-reduce, one message for each dtype: many small ones would cost more than their bytes."""
+        """All-reduce, one message for each dtype.
+
+        Many small messages would cost more than their bytes.
+        """
         # In the tensors' order: that of a set differs from process to process, and their messages would not match.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -44,7 +44,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a run delivered, and what that cost.
+    """The output of a run and its cost.
 
     Args:
         device_s: device-seconds by share (one accelerator or vCPU for one second).
@@ -93,17 +93,20 @@ class Account:
 
     @property
     def tokens_per_busy_usd(self) -> float | None:
-        """Committed tokens per dollar of busy time: what `tokens_per_usd` nears as a run grows longer."""
+        """Committed tokens per dollar of busy time.
+
+        `tokens_per_usd` nears it as a run grows longer.
+        """
         return self.num_output_tokens / self.usd.busy if self.usd.busy else None
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Committed tokens per busy second: the speed of one engine at work, without loading and idling."""
+        """Committed tokens per busy second, without loading and idling."""
         return self.num_output_tokens / self.busy_s if self.busy_s else None
 
     @property
     def output_tokens_per_wall_s(self) -> float | None:
-        """Committed tokens per second of the whole run, all engines and everything included."""
+        """Committed tokens per second of the whole run, everything included."""
         return self.num_output_tokens / self.wall_s if self.wall_s else None
 
     def to_dict(self) -> dict[str, object]:
@@ -166,7 +169,10 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
 
 
 def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsage]]:
-    """How many units there are, and each session's together: a run may have more of them than memory holds."""
+    """Number of units, and the sum of each session's.
+
+    Units are not kept: a run may have more than memory holds.
+    """
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:
         num_units += 1

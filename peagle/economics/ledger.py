@@ -78,7 +78,10 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 class SessionReader:
-    """The engine processes of a ledger that is still being written; what has not changed is not read again."""
+    """Reader of a live ledger's engine processes.
+
+    Unchanged files are not read again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,7 +103,7 @@ class SessionReader:
         return [session for _, sessions in known.values() for session in sessions]
 
     def since(self, moment: float) -> list[EngineSession]:
-        """What each did after a Unix time; those that had ended are left out.
+        """The usage of each session after a Unix time, without those that had ended.
 
         Raises:
             PeagleError: a file is no such record.
@@ -112,7 +115,7 @@ class SessionReader:
         ]
 
     def _then(self, session: EngineSession, moment: float) -> EngineSession:
-        """A session as it was at a moment of its life: between the kept heartbeats before and after it."""
+        """A session at a moment of its life, between the two nearest heartbeats."""
         after = session
         for beat in self._beats_backwards(session):
             if beat.last_seen_at <= moment:
@@ -127,8 +130,10 @@ class SessionReader:
 
 
 def _lines_backwards(path: Path, end: int | None = None) -> Iterator[bytes]:
-    """The lines of a file from its end, or from an earlier byte; a last one without its end, which is torn, is left
-    out."""
+    """The lines of a file backwards from its end, or from an earlier byte.
+
+    A torn last line is left out.
+    """
     with path.open("rb") as file:
         start, rest, has_end = file.seek(0, io.SEEK_END) if end is None else end, b"", False
         while start:
@@ -150,7 +155,9 @@ def requests_file(folder: Path, session_id: str) -> Path:
 
 
 def append_request(folder: Path, request: RequestUsage) -> None:
-    """Add a request to its process's file, in one write: a process that is killed leaves at most its last line torn.
+    """Append a request to its process's file, in one write.
+
+    A killed process leaves at most its last line torn.
 
     A power cut may lose the line until the file is synced (`GroupSync`).
 
@@ -161,7 +168,9 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 
 
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
-    """Whether another process's record of this request, among its last, costs something.
+    """Whether another process's record of this request is billed.
+
+    Only that process's last records are read.
 
     Args:
         since: Unix time, by any machine's clock, before which the request was nowhere; older files are not read.
@@ -184,7 +193,10 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
 
 
 def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
-    """The records of these lines. One that is none is logged and left out: what all the others say still holds."""
+    """The records of these lines.
+
+    One that is none is logged and left out: what all the others say still holds.
+    """
     for line in lines:
         try:
             yield read(line)
@@ -193,7 +205,10 @@ def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) ->
 
 
 def write_batch(folder: Path, batch: RequestUsage) -> None:
-    """Write what a batch used, as the one request of its own session; writing it again changes nothing."""
+    """Write a batch's usage as the one request of its own session.
+
+    Writing it again changes nothing.
+    """
     make_folder(folder)
     write_once(requests_file(folder, batch.usage.session_id), batch.to_json() + b"\n")
 
@@ -206,7 +221,10 @@ class RequestReader:
         self._read_bytes: dict[Path, int] = {}
 
     def new(self) -> list[RequestUsage]:
-        """The requests since the last call, all at once: where a file cannot be read, all of them are read again."""
+        """The requests since the last call, all at once.
+
+        Where a file cannot be read, all of them are read again.
+        """
         before = dict(self._read_bytes)
         try:
             return list(self.each())
@@ -215,8 +233,10 @@ class RequestReader:
             raise
 
     def each(self) -> Iterator[RequestUsage]:
-        """The requests since the last call, one after the other; what has been given is not read again. A line without
-        its end is left for the next call; one that is no record is logged and left out."""
+        """The requests since the last call, one after the other, each once.
+
+        A line without its end is left for the next call; an invalid record is logged and left out.
+        """
         for path in sorted(self._folder.glob("requests-*.jsonl")):
             with path.open("rb") as file:
                 position = file.seek(self._read_bytes.get(path, 0))
@@ -228,7 +248,7 @@ class RequestReader:
                     yield from _readable(path, [line], RequestUsage.from_json)
 
     def again(self, since: float) -> Iterator[RequestUsage]:
-        """What has been given, and had ended after a Unix time, from the end of each file."""
+        """Earlier requests that ended after a Unix time, from the end of each file."""
         for path, position in list(self._read_bytes.items()):
             if path.stat().st_mtime < since - _CLOCKS_S:
                 continue
@@ -247,8 +267,11 @@ class RequestReader:
         return {path.name: (position, _mark(path, position)) for path, position in self._read_bytes.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
-        """Go on where another reader of this ledger was. False, and nothing is changed, where the files are not those
-        that it read: one is gone, or shorter, or has something else at that place."""
+        """Go on where another reader of this ledger was.
+
+        False, and nothing is changed, where the files are not those that it read: one is gone, or shorter, or has
+        something else at that place.
+        """
         try:
             if any(_mark(self._folder / name, position) != mark for name, (position, mark) in marks.items()):
                 return False

@@ -1,4 +1,4 @@
-"""Rows of a price table: one instance type in one region, read from CSV and checked.
+"""Rows of a price table: an instance type in a region, read from CSV.
 
 It knows the columns and what makes a row believable; which row answers a question is `prices`' business.
 
@@ -34,7 +34,9 @@ PRICE_COLUMNS = ("usd_per_hour_on_demand", "usd_per_hour_spot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One instance type in one region, with its prices in USD per hour (None: not sold that way).
+    """One instance type in one region, priced in USD per hour.
+
+    None: not sold that way.
 
     Args:
         doubt_on_demand: why the on-demand price may be wrong; empty when nothing speaks against it.
@@ -83,7 +85,10 @@ class Offer:
         return None if self.usd_per_hour_spot == self.usd_per_hour_on_demand else self.usd_per_hour_spot
 
     def replaces(self, other: "Offer") -> bool:
-        """Whether this row of a user's table stands in for `other`; an empty place means everywhere."""
+        """Whether this row of a user's table replaces `other`.
+
+        An empty region means everywhere.
+        """
         return (
             self.instance_type == other.instance_type
             and self.provider in ("", other.provider)
@@ -97,7 +102,9 @@ def packaged_offers() -> list[Offer]:
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """Read a price table: instance_type, a price and a number of devices are required, the rest is optional.
+    """Read a price table.
+
+    instance_type, a price and a number of devices are required, the rest is optional.
 
     Raises:
         PriceError: the file cannot be read, or a column or row is wrong; it names the file and the line.

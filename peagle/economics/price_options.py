@@ -1,4 +1,4 @@
-"""The price of this hardware from the keys with which a user names one: an instance type, or a sum.
+"""Options for the price of this hardware: an instance type or a sum.
 
 It knows prices and what a node is; it does not know what runs there.
 """
@@ -18,7 +18,7 @@ PRICE_KEYS = ("instance_type", "market", "provider", "region", "usd_per_hour", "
 
 
 class PriceKeys(BaseModel):
-    """What a user can say of the price; commands that run engines have these keys among their own."""
+    """The keys of a price, among those of commands that run engines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
 def require_same_price(
     keys: PriceKeys, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
 ) -> None:
-    """Make sure that what is continued may be charged at the price that it began with, for it has only one.
+    """Require the price that a continued run began with, for it has only one.
 
     A table that says something else since then changes nothing, and neither does leaving the keys out: the price stays.
     Another price that is stated is refused, and so are accelerators that cost something else.
@@ -79,7 +79,9 @@ def require_same_price(
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Make sure that a price is for what engines are paid by: nothing could be charged by it otherwise.
+    """Require a price for the device that engines are paid by.
+
+    Nothing could be charged otherwise.
 
     Args:
         engines: whose, for the message.
@@ -95,7 +97,9 @@ def require_device(price: Price, device: Device, engines: str) -> None:
 
 
 def machine_of(hardware: Mapping[str, Any]) -> str:
-    """What of a machine (`Hardware.to_dict`) makes its price: its accelerators, or that it has none.
+    """The part of a machine (`Hardware.to_dict`) that makes its price.
+
+    Its accelerators, or that it has none.
 
     >>> machine_of({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
     '8 x H100'

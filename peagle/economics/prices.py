@@ -1,4 +1,4 @@
-"""One price for one kind of hardware: from the packaged table, from a user's table, or stated outright.
+"""One price for one kind of hardware: packaged, from a user's table, or stated.
 
 It knows offers and how to choose among them. It never guesses: where the table does not give exactly one
 answer, the error names the choices and the ways to state a price.
@@ -26,7 +26,7 @@ _SAME_PRICE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What an hour of an instance costs, and how many devices share it.
+    """The hourly cost of an instance, and the number of devices that share it.
 
     Args:
         market: "on_demand", "spot", or "fixed" when the user stated the price.
@@ -112,7 +112,9 @@ class PriceTable:
 
     @classmethod
     def load(cls, override: Path | None = None) -> Self:
-        """The packaged table; rows of `override` (same columns) replace its rows or add to them.
+        """Load the packaged table.
+
+        Rows of `override` (same columns) replace its rows or add to them.
 
         A row that names no provider and no region replaces its instance type everywhere.
 
@@ -201,7 +203,9 @@ def default_instance(accelerator: str | None, table: PriceTable | None = None) -
 
 
 def is_accelerator(name: str | None, device_name: str) -> bool:
-    """Whether the table's `name` ("RTXPRO6000") is what the driver calls "NVIDIA RTX PRO 6000 Blackwell".
+    """Whether the table's `name` is the driver's name for the same accelerator.
+
+    "RTXPRO6000" is "NVIDIA RTX PRO 6000 Blackwell".
 
     A run of the driver's words has to spell the name, so "L4" is no "NVIDIA L40S".
     """

@@ -1,4 +1,4 @@
-"""What engines did: the records that the ledger is made of, and the bytes they travel as.
+"""Usage records: the ledger's contents and their bytes.
 
 It knows counts and seconds; not prices, and not where the bytes are kept.
 
@@ -33,7 +33,7 @@ _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitUsage:
-    """What one committed unit used.
+    """The usage of one committed unit.
 
     Args:
         session_id: the engine session that committed it.
@@ -112,7 +112,7 @@ class UnitUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUsage:
-    """What one request to the endpoint used.
+    """The usage of one request to the endpoint.
 
     Args:
         key: name of the API key; "local" where there are none.
@@ -219,7 +219,7 @@ class EngineSession:
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """What a session did after an earlier heartbeat of its own, as if it had started then.
+    """A session's usage after an earlier heartbeat, as if it had started then.
 
     While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
     are taken together, and none counts twice.
@@ -237,7 +237,9 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
 
 
 def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
-    """A session as it was at a Unix time between two heartbeats of its own, what happened between them divided evenly.
+    """A session at a Unix time between two of its heartbeats.
+
+    Usage between them is divided evenly.
 
     Args:
         earlier: the last one before; None if there was none since the session began.
@@ -267,7 +269,9 @@ def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
 
 
 def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """The inverse of `sessions_to_table`; tables of several files may be concatenated first.
+    """The inverse of `sessions_to_table`.
+
+    Tables of several files may be concatenated first.
 
     Raises:
         PeagleError: another version, other columns, or rows that contradict themselves.
@@ -283,7 +287,7 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
 
 
 def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
-    """All columns; or those that a table must have and, of the others, those that are there."""
+    """All columns, or the required ones and those of the others that exist."""
     import pyarrow as pa
 
     types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Device: pa.string()}
@@ -309,7 +313,10 @@ def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str
 
 
 def _check_fields(record: UnitUsage | EngineSession) -> None:
-    """Types as declared, and no number negative: records come back from files anyone may have written."""
+    """Check types as declared, and no negative number.
+
+    Records come back from files anyone may have written.
+    """
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type is float and type(value) in (int, float):

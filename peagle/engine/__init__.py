@@ -1,1 +1,4 @@
-"""From an EngineSpec to vLLM: arguments, environment, precision, memory. Pure: it starts nothing."""
+"""From an EngineSpec to vLLM: arguments, environment, precision, memory.
+
+Pure: it starts nothing.
+"""

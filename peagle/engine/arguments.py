@@ -1,4 +1,6 @@
-"""From an EngineSpec to vLLM's engine arguments: the drafter code that bulk, online and benchmarks share.
+"""Translate an EngineSpec into vLLM's engine arguments.
+
+Bulk, online and benchmarks share this drafter code.
 
 Pure: a spec and a description of the hardware in, a dict out, by the names of vLLM 0.29's `EngineArgs`. It
 starts nothing and imports no vLLM; the few facts about vLLM's scheduler that it rests on are cited where they
@@ -64,7 +66,9 @@ _MANAGED = (
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`; None values are left to vLLM.
+    """Keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`.
+
+    None values are left to vLLM.
 
     Args:
         spec: the engine.
@@ -128,7 +132,9 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`. P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
+    """vLLM's `speculative_config`.
+
+    P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
 
     vLLM's dynamic K (`num_speculative_tokens_per_batch_size`) never stands beside it: parallel drafting lays
     its slots out for the largest K, so that only that K or 0 would be shape-correct, and nothing in vLLM
@@ -155,7 +161,10 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
 
 
 def _media(spec: EngineSpec) -> dict[str, Any]:
-    """Text alone, or the media that were allowed. By default vLLM takes 999 of each, and fetches them from anywhere."""
+    """Text alone, or the media that were allowed.
+
+    By default vLLM takes 999 of each, and fetches them from anywhere.
+    """
     if not spec.limit_mm_per_prompt:
         return {"language_model_only": True}
     return {
@@ -165,7 +174,9 @@ def _media(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
-    """The speculative config of an engine. A dummy target has a real head, where there are weights of one.
+    """The speculative config of an engine.
+
+    A dummy target has a real head, where there are weights of one.
 
     What a head shares with its target, vLLM (0.24 to 0.29) learns from the names of the weights that it loads. A dummy
     head would be given the target's lm_head, which does not fit one with a draft vocabulary.
@@ -179,7 +190,7 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
-    """Token slots of one step, so that a full house of decoding requests leaves room for prefill.
+    """Token slots of one step: all decoding requests, and room for prefill.
 
     vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`)
     spends from `max_num_batched_tokens`, for each request that it puts into a step:
@@ -201,7 +212,9 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
 
 
 def check_slots(spec: EngineSpec) -> None:
-    """Refuse token slots that leave prompts none: decoding requests are served first, so no prompt would ever begin.
+    """Refuse token slots that leave prompts none.
+
+    Decoding requests are served first, so no prompt would ever begin.
 
     Raises:
         ConfigError: with the number that is needed.
@@ -217,7 +230,7 @@ def check_slots(spec: EngineSpec) -> None:
 
 
 def slots_per_request(drafter: DrafterSpec | None) -> int:
-    """Token slots of a step that one decoding request takes; `max_num_batched_tokens` says why."""
+    """Token slots of a step for one decoding request (`max_num_batched_tokens`)."""
     if drafter is None:
         return 1
     k = drafter.num_speculative_tokens
@@ -225,7 +238,10 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that the spec manages: set twice, one of the two would be silently lost."""
+    """Refuse arguments that the spec manages.
+
+    Set twice, one of the two would be silently lost.
+    """
     if _DYNAMIC_K in json.dumps(extra, default=str):
         raise ConfigError(
             f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"

@@ -29,7 +29,9 @@ _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Featur
 
 
 def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Variables for an engine on this node's CPU: its folder for compiled code, in the user's root or in vLLM's own.
+    """Variables with the folder for compiled code of a CPU engine on this node.
+
+    The folder is in the user's root or in vLLM's own.
 
     The folder is made, for the user alone. Where others could put code there, or it cannot be made, another one takes
     its place among the temporary files.
@@ -65,7 +67,10 @@ def load_compiled() -> None:
 
 
 def share_between_cores() -> None:
-    """Key compiled code by how many cores compute, not by which: engines of one node find each other's."""
+    """Key compiled code by the number of cores, not by which cores.
+
+    Engines of one node then find each other's.
+    """
     from vllm import envs
 
     original = envs.compile_factors
@@ -126,7 +131,10 @@ def _unfit(folder: Path) -> str | None:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether more than one user can write: the group too, unless it is the user's own, of the same name."""
+    """Whether more than one user can write.
+
+    The group counts too, unless it is the user's own, of the same name.
+    """
     if status.st_mode & stat.S_IWOTH:
         return True
     if not status.st_mode & stat.S_IWGRP:

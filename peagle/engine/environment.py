@@ -45,7 +45,7 @@ def environment(
     num_engines_on_node: int = 1,
     inherited: Mapping[str, str] = _INHERITED,
 ) -> dict[str, str]:
-    """Variables for engine `engine_index` of `num_engines_on_node` that share the node.
+    """Variables for engine `engine_index` of `num_engines_on_node` on the node.
 
     On CPU an engine computes on all cores, or on its share of them; one that is alone on the node keeps the
     VLLM_CPU_OMP_THREADS_BIND that is set already. Its folder for compiled code is made.
@@ -73,7 +73,9 @@ def environment(
 def set_environment(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int = 0, num_engines_on_node: int = 1
 ) -> None:
-    """Give this process the variables of an engine, and take from it what vLLM would mistake for its own.
+    """Set this process's variables for an engine, and remove misleading ones.
+
+    vLLM would mistake those for its own.
 
     Raises:
         CapacityError, ConfigError: as `environment`; or vLLM's sockets have no place.
@@ -87,8 +89,9 @@ def set_environment(
 
 
 def find_preload_libraries() -> dict[str, Path]:
-    """Intel's OpenMP ("libiomp5", from the wheel intel-openmp) and "libtcmalloc" (Debian:
-    libtcmalloc-minimal4), where found.
+    """Intel's OpenMP and tcmalloc, where found.
+
+    "libiomp5" is from the wheel intel-openmp; "libtcmalloc" is Debian's libtcmalloc-minimal4.
 
     vLLM's speculation on CPU loses much of its speed with GNU's OpenMP, and warns so
     (`v1/worker/cpu_worker.py`).
@@ -104,7 +107,10 @@ def find_preload_libraries() -> dict[str, Path]:
 
 
 def _preload(inherited: str) -> dict[str, str]:
-    """LD_PRELOAD after what was there already; never a second OpenMP runtime, which vLLM asserts against."""
+    """LD_PRELOAD with libraries added to those already there.
+
+    Never a second OpenMP runtime, which vLLM asserts against.
+    """
     entries = [entry for entry in inherited.replace(" ", ":").split(":") if entry]
     for name, path in find_preload_libraries().items():
         has_openmp = any(omp in inherited for omp in ("libiomp", "libomp", "libgomp"))

@@ -1,4 +1,4 @@
-"""A deterministic stand-in for an engine: no model, no weights, the same answers every time.
+"""A deterministic fake engine: no model, no weights, always the same answers.
 
 Tests, chaos runs and load studies share it. Its text is a function of the prompt and the sampling parameters alone,
 so two runs can be compared row by row. It never stands in for a measurement of speed.
@@ -83,7 +83,7 @@ class FakeEngine:
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
     ) -> AsyncIterator[tuple[list[Completion], Generation | None]]:
-        """The same request as it grows: what is there of each response after each token, and at last the whole.
+        """The growing responses of the same request after each token, then the whole.
 
         Raises:
             RequestRefused, EngineError: as `generate`.
@@ -177,7 +177,7 @@ class FakeEngine:
 
 
 class _Checkable:
-    """Counts up from zero, which is what its target does, or repeats one token where it is wrong."""
+    """A target that counts up from zero, or repeats one token where it is wrong."""
 
     def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
         self.max_model_len = max_model_len
@@ -219,7 +219,10 @@ def _beginning(completion: Completion, num_tokens: int) -> Completion:
 
 
 def _start_core() -> subprocess.Popen[bytes]:
-    """A process that waits until its standard input is closed, which is also when the engine's process is gone."""
+    """A process that lives as long as the engine's process.
+
+    It waits until its standard input is closed.
+    """
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
@@ -229,8 +232,10 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
 
 
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:
-    """Digests, as many as the prompt decides, or `max_tokens` with `ignore_eos`; `index` tells several responses to one
-    prompt apart."""
+    """A response of digests; `index` tells responses to one prompt apart.
+
+    The prompt decides their number; with `ignore_eos` it is `max_tokens`.
+    """
     seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
     digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
     wanted = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
@@ -249,7 +254,7 @@ def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index:
 
 
 class ByteTokenizer:
-    """The fake engine's tokenizer: a token is a byte of UTF-8, and a chat is its messages with their roles."""
+    """The fake engine's tokenizer: UTF-8 bytes; a chat is messages with roles."""
 
     chat_template = "role: content"
 

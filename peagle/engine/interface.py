@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, whichever engine it is.
+"""The interface of an engine: requests in, generations out.
 
 Token ids in, text and counts out. It knows nothing of prompts' templates, of rows or of how an engine works; this is
 the seam at which `vllm.py` and `fake.py` stand in for each other.
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token of a response and its log-probability; `top` are the likeliest in its place, as they were asked for."""
+    """A token of a response and its log-probability.
+
+    `top` are the likeliest in its place, as many as were asked for.
+    """
 
     token: str
     logprob: float
@@ -35,7 +38,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What came of one request.
+    """The outcome of one request.
 
     Attributes:
         text: the response; the first, where several were asked for.
@@ -74,7 +77,10 @@ class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the en
 
 
 class RequestFailed(RequestRefused):
-    """The engine failed on this one request, by a fault of its own that its message tells; it goes on likewise."""
+    """A fault of the engine on this one request, told in the message.
+
+    The engine goes on.
+    """
 
     reason = FAILED
 
@@ -94,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def model_runner(self) -> str | None:
-        """The generation of vLLM's model runner that computes: "V1" or "V2"; None where it cannot be told."""
+        """The generation of vLLM's model runner: "V1", "V2", or None if unknown."""
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.
@@ -109,7 +115,10 @@ class Engine(Protocol):
         """
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """Drafts of all requests since the engine started; None where it does not draft or cannot say."""
+        """Drafts of all requests since the engine started.
+
+        None where it does not draft or cannot say.
+        """
 
     def signs_of_life(self) -> int:
         """A number that grows with every step of the engine, and never falls.
@@ -121,4 +130,7 @@ class Engine(Protocol):
         """Stop the engine and its processes."""
 
     def kill(self) -> None:
-        """End the engine's processes at once, even where they hang; this process is to end next."""
+        """End the engine's processes at once, even hanging ones.
+
+        This process is to end next.
+        """

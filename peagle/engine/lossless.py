@@ -1,4 +1,4 @@
-"""Whether a response is what its target says by itself, or differs from it, and if so by a rounding tie.
+"""Compare a response with its target's own; tell rounding ties from differences.
 
 Greedy decoding takes the likeliest token. A draft is verified in one pass and other requests share the batch, so the
 same sums are added in another order and differ in their last bits. Where the two likeliest tokens are that near, either
@@ -39,7 +39,7 @@ def tie_margin(precision: Precision) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a run committed for a row."""
+    """The committed response of a row."""
 
     text: str
     finish_reason: str
@@ -95,7 +95,10 @@ def compare(committed: Response, target: Completion, *, ends: Sequence[str], max
 
 
 def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """The tokens as they are in the text: SentencePiece drops the space with which the first one begins."""
+    """The tokens as in the text.
+
+    SentencePiece drops the space with which the first one begins.
+    """
     if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
         return list(tokens)
     first = tokens[0]
@@ -106,7 +109,7 @@ def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]
 def _alternatives(
     committed: Response, tokens: Sequence[TokenLogprob], ends: Sequence[str], same_text: bool
 ) -> Iterator[tuple[float, int, str]]:
-    """Tokens that the run may have taken where the target took another: margin, position, text.
+    """Other tokens that the run may have taken: margin, position, text.
 
     A token that fits both texts is no candidate, unless it is only the cut into tokens that differs.
     """
@@ -135,7 +138,10 @@ def _alternatives(
 
 
 def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
-    """Whether a response can begin so; the token that completes a stop string may go on behind it."""
+    """Whether a response can begin so.
+
+    The token that completes a stop string may go on behind it.
+    """
     return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
 
 

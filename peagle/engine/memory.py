@@ -1,5 +1,6 @@
-"""Does the target fit, and how much KV cache does an engine get: from `config.json` and file sizes, before
-minutes are lost.
+"""Check early that the target fits, and size an engine's KV cache.
+
+From `config.json` and file sizes, before minutes are lost.
 
 Estimates err on the side of letting an engine try: only what clearly cannot fit is refused. It opens no
 weights and knows nothing of vLLM's own memory profiling, which decides in the end on a GPU.
@@ -24,7 +25,7 @@ _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a model folder needs in memory.
+    """The memory that a model folder needs.
 
     Attributes:
         weights_bytes: size of the weight files.
@@ -55,7 +56,10 @@ class Footprint:
 
 
 def read_footprint(model: str) -> Footprint | None:
-    """The footprint of a model folder; None for a hub id, or where `config.json` does not say enough."""
+    """The footprint of a model folder.
+
+    None for a hub id, or where `config.json` does not say enough.
+    """
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -66,7 +70,10 @@ def read_footprint(model: str) -> Footprint | None:
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
-    """The footprint of a Hugging Face `config.json`; None for a cache that it does not describe (MLA)."""
+    """The footprint of a Hugging Face `config.json`.
+
+    None for a cache that it does not describe (MLA).
+    """
     text = config.get("text_config", config)
     try:
         num_heads, num_layers = text["num_attention_heads"], text["num_hidden_layers"]
@@ -91,8 +98,9 @@ def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footpri
 
 
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
-    """KV cache of one engine on a CPU node: what its requests can use at most, within a quarter of the node's
-    free memory.
+    """KV cache of one engine on a CPU node.
+
+    The most that its requests can use, within a quarter of the node's free memory.
 
     vLLM's own default takes 90 % of the machine, which leaves nothing for the other processes of a run.
     """
@@ -108,7 +116,9 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
 
 
 def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> None:
-    """Refuse, with figures, what clearly cannot fit: the weights and one request of full length.
+    """Refuse, with figures, an engine that clearly cannot fit.
+
+    It must hold the weights and one request of full length.
 
     Passes where it cannot tell, such as a model that is not on this disk yet.
 
@@ -173,7 +183,10 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 
 
 def _num_drafter_layers(spec: EngineSpec) -> int:
-    """Layers of the drafter, which are as wide as the target's; 4, as in the published heads, where it is not here."""
+    """Layers of the drafter, which are as wide as the target's.
+
+    4, as in the published heads, where its folder is not here.
+    """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""One engine whose ranks are on several nodes: what vLLM is told on each, and what a node does that follows.
+"""An engine with ranks on several nodes: each node's arguments and followers.
 
 The first node leads: requests go to it, and there vLLM schedules. The others follow until their ranks end. It knows
 vLLM; it does not know how nodes are found or started.
@@ -26,7 +26,10 @@ class NodeRank:
     leader: tuple[str, int]
 
     def arguments(self, num_nodes: int) -> dict[str, Any]:
-        """What is added to `engine_args`. vLLM 0.29's Ray executor knows no CPUs, so each node starts its own ranks."""
+        """Additions to `engine_args`.
+
+        vLLM 0.29's Ray executor knows no CPUs, so each node starts its own ranks.
+        """
         address, port = self.leader
         return {
             "distributed_executor_backend": "mp",
@@ -37,12 +40,17 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """What is added to `environment`: vLLM would guess the address by a route to the internet."""
+        """Additions to `environment`.
+
+        vLLM would guess the address by a route to the internet.
+        """
         return {"VLLM_HOST_IP": self.host}
 
 
 def follow(arguments: Mapping[str, Any]) -> None:
-    """Compute this node's ranks until one of them ends; that the leader has ended they may not notice.
+    """Compute this node's ranks until one of them ends.
+
+    They may not notice that the leader has ended.
 
     It is what `vllm serve --headless` does.
 

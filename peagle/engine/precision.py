@@ -1,4 +1,6 @@
-"""Which number formats an engine computes and caches in, given what was asked for and what the hardware has.
+"""Number formats that an engine computes and caches in.
+
+They follow from the request and the hardware.
 
 | asked for | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
@@ -54,7 +56,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """What to ask for to get it, and never anything else: one of `PRECISIONS`, but not `auto`.
+        """The name that asks for exactly this: one of `PRECISIONS`, but not `auto`.
 
         >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
         'bf16'

@@ -1,4 +1,4 @@
-"""The drafter as SageMaker JumpStart writes it: the JSON in the variable `SM_VLLM_SPECULATIVE_CONFIG`.
+"""SageMaker JumpStart's drafter settings: JSON in SM_VLLM_SPECULATIVE_CONFIG.
 
 Reading and writing it lets one configuration move between a JumpStart endpoint and peagle unchanged. Other
 `SM_VLLM_*` variables are plain vLLM flags and are not read.
@@ -50,7 +50,10 @@ def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
 
 
 def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
-    """The variable that makes a JumpStart endpoint draft the same way; nothing without a drafter."""
+    """The variable that makes a JumpStart endpoint draft the same way.
+
+    Empty without a drafter.
+    """
     config = speculative_config(drafter)
     return {VARIABLE: json.dumps(config)} if config else {}
 

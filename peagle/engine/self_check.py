@@ -1,4 +1,6 @@
-"""An engine's greedy answer held against its own target, before the engine takes work.
+"""An engine's self-check: its greedy answer against its target's judgement.
+
+It runs before the engine takes work; bulk's and the endpoint's vLLM engines are asked alike.
 
 The engine answers a text greedily, with its drafter, and beside a request that is sampled where it can run both. Then
 the same engine reads prompt and answer in one prefill and says, for each token of the answer, which token its target
@@ -35,7 +37,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A token of a text and the one that the target holds likeliest in its place, each with its log-probability."""
+    """A token of a text and the target's likeliest one, with log-probabilities."""
 
     token: str
     logprob: float
@@ -49,7 +51,7 @@ class Judgement:
 
 
 class Checkable(Protocol):
-    """What an engine must do to be checked."""
+    """The abilities an engine needs to be checked."""
 
     max_model_len: int
 
@@ -64,7 +66,9 @@ class Checkable(Protocol):
         """
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """The target's own judgement of the tokens from `begin` on, computed anew: no cache answers.
+        """The target's own judgement of the tokens from `begin` on.
+
+        It is computed anew: no cache answers.
 
         Raises:
             RequestRefused: the engine gives no log-probabilities of a prompt.
@@ -74,7 +78,7 @@ class Checkable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """What a self-check found.
+    """The findings of a self-check.
 
     Attributes:
         num_tokens: of the answer.
@@ -163,7 +167,10 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
 
 
 def counted(checks: Iterable[str]) -> dict[str, int]:
-    """How many engines passed, failed, or had no check; each as JSON, empty of an engine that was not checked (yet)."""
+    """Numbers of engines that passed, failed, or had no check.
+
+    Each is JSON, empty for an engine that is not checked (yet).
+    """
     outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
 
@@ -228,7 +235,10 @@ class CheckableLlm:
         self.max_model_len: int = llm.model_config.max_model_len
 
     def prompt(self, text: str) -> list[int]:
-        """See `Checkable.prompt`; an engine that was started without a tokenizer gets the first ids instead."""
+        """See `Checkable.prompt`.
+
+        An engine without a tokenizer gets the first ids instead.
+        """
         if self._llm.model_config.skip_tokenizer_init:
             return list(range(min(_FIRST_IDS, self._llm.model_config.get_vocab_size())))
         return list(self._llm.get_tokenizer().encode(text))
@@ -241,7 +251,10 @@ class CheckableLlm:
         return list(output.outputs[0].token_ids)
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """See `Checkable.judge`. A request for log-probabilities of its prompt does not read vLLM's prefix cache."""
+        """See `Checkable.judge`.
+
+        A request for log-probabilities of its prompt does not read vLLM's prefix cache.
+        """
         output = await self._output(token_ids, temperature=0.0, max_tokens=1, prompt_logprobs=1)
         pairs = zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True)
         return [_judgement(candidates[token_id], candidates.values()) for token_id, candidates in pairs]
@@ -265,7 +278,10 @@ class CheckableLlm:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises of a request that it does not take: classes of its own in 0.29, a ValueError in 0.24."""
+    """Exceptions of vLLM for a request that it refuses.
+
+    Classes of its own in 0.29, a ValueError in 0.24.
+    """
     import vllm.exceptions
 
     own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))

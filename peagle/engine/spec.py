@@ -1,4 +1,4 @@
-"""What an engine is: a target, perhaps a drafter, and the numbers that size it.
+"""The spec of an engine: a target, perhaps a drafter, and sizes.
 
 Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
 and store them with their results. It knows nothing of vLLM's argument names (`arguments.py`) or of catalog
@@ -158,7 +158,10 @@ class EngineSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
-        """Inverse of `to_dict`; unknown keys are a ConfigError that names the nearest valid one."""
+        """The inverse of `to_dict`; an unknown key is a ConfigError.
+
+        It names the nearest valid key.
+        """
         _require_known_keys(cls, values)
         drafter = values.get("drafter")
         domains = tuple(values.get("allowed_media_domains", ()))

@@ -1,4 +1,7 @@
-"""A time limit for the start of an engine. vLLM has none: it waits for its processes for as long as they live."""
+"""Guards of an engine's start: a time limit, interrupts, and its warnings.
+
+vLLM has no time limit: it waits for its processes for as long as they live.
+"""
 
 import contextlib
 import os
@@ -35,7 +38,7 @@ def start_limit_s() -> int:
 
 @contextlib.contextmanager
 def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
-    """Give up what is in here once its time is over: kill its processes, on which it waits.
+    """Give up the block after its time limit: kill the processes it waits for.
 
     Where that does not end it, it hangs in this process: then it is interrupted, or else the process ends.
 
@@ -114,12 +117,12 @@ def _costly(log: str) -> Iterator[str]:
 
 
 class _Interrupt(BaseException):
-    """What vLLM does not catch."""
+    """An interrupt that vLLM does not catch."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C, and a SIGINT or SIGTERM that interrupts, end what is in here at once.
+    """Let Ctrl-C, and an interrupting SIGINT or SIGTERM, end the block at once.
 
     vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows the KeyboardInterrupt while it waits for its
     core to start. The core has died of the same signal by then, and vLLM goes on to wait ten minutes for its word.

@@ -1,4 +1,4 @@
-"""The program that compiles a grammar on trial: `python -m peagle.engine.trial_process`.
+"""Compile a grammar on trial: `python -m peagle.engine.trial_process`.
 
 It reads lines of JSON: first the tokenizer, as xgrammar writes it or by its model's name, then one constraint after
 another. Each is compiled by a child that the kernel ends when its processor time is over, and its memory goes with it.
@@ -46,7 +46,7 @@ def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
 
 
 def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """What a child says of the constraint, or the signal that ended it."""
+    """A child's verdict on the constraint, or the signal that ended it."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def _limit(cpu_s: float, memory_bytes: int) -> None:
 
 
 def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """As vLLM 0.29's `XgrammarBackend.compile_grammar`, and then the masks of some tokens."""
+    """Compile as vLLM 0.29's `XgrammarBackend.compile_grammar`, and try masks."""
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     kind, spec = asked["kind"], asked["spec"]
     try:

@@ -1,4 +1,6 @@
-"""Grammars compiled on trial, before the engine compiles them: in a process of their own, one at a time.
+"""Trial compilation of grammars, before the engine compiles them.
+
+It happens in a process of its own, one grammar at a time.
 
 What a schema, a regular expression or a grammar costs to compile does not show in its size. vLLM compiles in the
 engine's own process, for as long and in as much memory as it takes, and every request there waits. A trial has some
@@ -141,13 +143,16 @@ class Trials:
         return reason
 
     def _refused_s(self, asker: str) -> float:
-        """Processor time that this asker's refused trials took of late: others waited for each."""
+        """Processor time of this asker's recent refused trials.
+
+        Others waited for each.
+        """
         seconds, at = self._refused.get(asker, (0.0, 0.0))
         return max(0.0, seconds - (self._monotonic() - at) * _FORGOTTEN)
 
 
 class _Process:
-    """The process of `trial_process.py`, begun when it is first asked, and again where it is gone."""
+    """The process of `trial_process.py`, started on demand and again when gone."""
 
     def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
         self._settings = settings
@@ -241,7 +246,10 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
 
 
 def try_first(client: Any, trials: Trials) -> None:
-    """Have an `AsyncLLM` take no request whose constraint has not passed its trial, wherever the constraint is from."""
+    """Have an `AsyncLLM` refuse requests whose constraint fails its trial.
+
+    Wherever the constraint is from.
+    """
     from vllm import exceptions
 
     add_request = client.add_request
@@ -285,7 +293,7 @@ def _vocabulary(vllm_config: Any, tokenizer: Any) -> str:
 
 
 def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
-    """What of a constraint is compiled: kind and text, as vLLM hands them to xgrammar."""
+    """The constraint's kind and text, as vLLM hands them to xgrammar."""
     if constraint.json is not None:
         yield "json", constraint.json if isinstance(constraint.json, str) else json.dumps(constraint.json)
     if constraint.regex is not None:

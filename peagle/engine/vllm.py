@@ -61,7 +61,10 @@ class VllmEngine:
 
     @property
     def model_runner(self) -> str | None:
-        """See `Engine.model_runner`; vLLM decides in its configuration, once the drafter is known."""
+        """See `Engine.model_runner`.
+
+        vLLM decides in its configuration, once the drafter is known.
+        """
         is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", None)
         return None if is_v2 is None else "V2" if is_v2 else "V1"
 
@@ -85,7 +88,7 @@ class VllmEngine:
         return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """See `Engine.speculation_totals`; read from the counters that vLLM keeps for Prometheus."""
+        """See `Engine.speculation_totals`; from vLLM's Prometheus counters."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         return _totals(get_metrics_snapshot())
@@ -105,7 +108,9 @@ class VllmEngine:
 
 
 class _StepCounter:
-    """A logger of vLLM's statistics that counts them: they come of every step, prefill in pieces included.
+    """A logger of vLLM's statistics that counts its steps.
+
+    They come of every step, prefill in pieces included.
 
     vLLM calls it to have a logger for each of its cores, of which there is one.
     """
@@ -143,7 +148,10 @@ def kill_children() -> None:
 
 
 def has_request_metrics() -> bool:
-    """Whether this vLLM states acceptance by request (0.29 does, 0.24 rejects the argument)."""
+    """Whether this vLLM states acceptance by request.
+
+    0.29 does, 0.24 rejects the argument.
+    """
     from vllm import AsyncEngineArgs
 
     return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
@@ -157,7 +165,7 @@ def has_synthetic_acceptance() -> bool:
 
 
 def compile_seconds(log: str) -> float:
-    """Seconds that went into profiling, compiling and warming up, as vLLM states them in the log of its start.
+    """Seconds of profiling, compiling and warming up, by vLLM's start log.
 
     >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
     64.75
@@ -166,7 +174,9 @@ def compile_seconds(log: str) -> float:
 
 
 def root_cause(log: str) -> str | None:
-    """The first error that vLLM's own processes logged: what `AsyncLLM` raises only says that there was one.
+    """The first error that vLLM's own processes logged.
+
+    `AsyncLLM` raises only that there was one.
 
     >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
     'ValueError: the KV cache is too small'
@@ -176,7 +186,7 @@ def root_cause(log: str) -> str | None:
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """The same failure to start, told by its cause where the log names one; and by its limit, if its time was over."""
+    """The same failed start, told by its logged cause or by its time limit."""
     cause = root_cause(log)
     if cause is None:
         return error
@@ -221,8 +231,10 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
 
 
 def _require_answers(output: Any) -> None:
-    """vLLM ends a request by itself where a schema does not compile in the engine or a token does not keep to it, and
-    hands on what there is as if it were an answer.
+    """Refuse an answer that vLLM ended by itself.
+
+    vLLM does so where a schema does not compile in the engine or a token does not keep to it, and hands on the rest as
+    if it were an answer.
 
     Raises:
         RequestRefused: a response was not brought to its end.
@@ -275,7 +287,10 @@ def _completion(completion: Any, num_top: int) -> Completion:
 
 
 def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -> TokenLogprob:
-    """vLLM lists the sampled token beside the likeliest, whether it is one of them or not; ranks begin at 1."""
+    """A token's log-probability and the likeliest ones.
+
+    vLLM lists the sampled token beside the likeliest, whether it is one of them or not; ranks begin at 1.
+    """
     likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
     return TokenLogprob(
         token=candidates[token_id].decoded_token or "",
@@ -292,7 +307,7 @@ def start_engine(
     num_engines_on_node: int = 1,
     node_rank: NodeRank | None = None,
 ) -> VllmEngine:
-    """Start vLLM, with the variables in this process's environment that it must start with.
+    """Start vLLM, with its variables set in this process's environment.
 
     Args:
         node_rank: the leader's, of an engine on several nodes; it starts when the others follow.
@@ -307,7 +322,7 @@ def start_engine(
 def follow_engine(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank
 ) -> None:
-    """Compute this node's ranks of an engine that another node leads, as `follow` says."""
+    """Compute this node's ranks of another node's engine, as `follow` says."""
     follow(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
 
 

@@ -1,4 +1,6 @@
-"""What vLLM does otherwise where peagle is installed: a plug-in that it loads (`vllm.general_plugins`).
+"""The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
+
+Compiled code, sampling with drafts on CPUs, and the priority of grammars.
 
 | what | on | vLLM | the test that fails when vLLM has mended it |
 |---|---|---|---|
@@ -38,7 +40,10 @@ _GROUP = "vllm.general_plugins"
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, before a worker installs its kernels and compiles."""
+    """Install the work-arounds; vLLM calls this in each of its processes.
+
+    Before a worker installs its kernels and compiles.
+    """
     end_with_starter()
 
     compile_behind_steps()
@@ -91,7 +96,9 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # of Triton's kernel, which works in blocks
 ) -> None:
-    """Each request's value for each of its tokens, as `rejection_sampler.expand_kernel` of vLLM does it.
+    """Each request's value for each of its tokens.
+
+    As vLLM's `rejection_sampler.expand_kernel` does it.
 
     Args:
         output: [num_tokens], of any type; it is written.
@@ -103,7 +110,10 @@ def expand(
 
 
 def replace_kernel() -> None:
-    """Have vLLM take `expand` for its own: 0.29 installs the first of these names, 0.32 registers the second."""
+    """Replace vLLM's kernel by `expand`.
+
+    0.29 installs the first of these names, 0.32 registers the second.
+    """
     from vllm.utils import cpu_triton_utils
 
     if hasattr(cpu_triton_utils, "expand_kernel"):
@@ -137,7 +147,7 @@ def probe() -> None:
 
 
 def probe_before_loading() -> None:
-    """Have each worker on a CPU that is to draft try its kernel before it loads the models.
+    """Have each drafting CPU worker try its kernel before it loads the models.
 
     It cannot be done at once: the worker installs its kernels after its plug-ins.
     """

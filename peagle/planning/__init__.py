@@ -1,4 +1,4 @@
-"""From what was measured and what it costs to machines, hours and dollars for tokens wanted.
+"""Planning: from measured speeds and prices to machines, hours and dollars.
 
 Read in this order: `config` (what can be asked), `sweeps` (what was measured, ours or others'), `machines` (where that
 holds, at which price), `estimate` (one fleet in closed form), `options` (which fleets there are), `simulation` (the

@@ -1,4 +1,4 @@
-"""What a user can ask of a plan: one flat set of keys, the same in YAML and on the command line."""
+"""The keys of a plan, the same in YAML and on the command line."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 
 
 class PlanConfig(BaseModel):
-    """One plan. A description is the help text of its flag; an unknown key is an error."""
+    """One plan. A description is its flag's help text; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,6 @@
-"""One fleet of equal machines in closed form: how long it takes, what it costs, what is lost. Pure arithmetic.
+"""A fleet of equal machines in closed form: time, cost, losses.
+
+Pure arithmetic.
 
 A machine starts its engines, works, and is interrupted at a rate `r` (spot notices, failures). Each interruption costs
 the work in open units and another start, both paid for, and the wait for a new machine, which is not. So of a second
@@ -45,13 +47,19 @@ class Machine:
 
     @property
     def useful_share(self) -> float:
-        """Of a second after the first start, the share that is work; 0 where interruptions leave none."""
+        """The share of work in a second after the first start.
+
+        0 where interruptions leave none.
+        """
         rate = self.interruptions_per_h / 3600
         return math.exp(-rate * self.start_s) * max(1 - rate * self.lost_s, 0.0)
 
     @property
     def wall_per_paid(self) -> float:
-        """Seconds that pass for one that is paid: waiting for a new machine is free, and takes its time."""
+        """Seconds that pass for one that is paid.
+
+        Waiting for a new machine is free, and takes its time.
+        """
         return 1 + self.interruptions_per_h / 3600 * self.replace_s
 
     @property
@@ -61,7 +69,10 @@ class Machine:
 
     @property
     def usd_per_sustained_h(self) -> float:
-        """Of an hour of a service, in which a machine that is being replaced is not paid for."""
+        """USD an hour of a sustained service.
+
+        A machine that is being replaced is not paid for.
+        """
         return self.price.usd_per_hour / self.wall_per_paid
 
 
@@ -118,7 +129,10 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
 
 
 def machines_for(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
-    """The fewest machines that are done in time; None where no number is: starting alone takes too long."""
+    """The fewest machines that are done in time.
+
+    None where starting alone takes too long.
+    """
     work_left_s = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
     if work_left_s <= 0 or machine.useful_share <= 0:
         return None

@@ -1,4 +1,4 @@
-"""Every fleet that could do it: each machine and market with each measured cell within the limits.
+"""All possible fleets: machine, market and measured cell within the limits.
 
 Machines are rented whole, and hold as many engines as their devices allow.
 
@@ -23,7 +23,9 @@ Market = Literal["on_demand", "spot"]
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Each sweep with the prices of the machines that it holds for; an instance type has to be one of some sweep's.
+    """Each sweep with the prices of its machines.
+
+    An instance type has to be one of some sweep's.
 
     Raises:
         PriceError: no price is known for a machine.
@@ -49,7 +51,7 @@ def pairs(
 
 
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
-    """The prices of the machines that are compared for a sweep, in each place and market.
+    """The prices of the machines that a sweep compares, by region and market.
 
     Raises:
         PriceError: not one is known.
@@ -99,7 +101,10 @@ def _markets(config: PlanConfig) -> tuple[Market, ...]:
 
 
 def require_other(sweep: Sweep, price: Price) -> None:
-    """Refuse a machine that holds no engine as the one that was measured on; another one is only left out."""
+    """Refuse a named machine that cannot run the measured engine.
+
+    Any other is only left out.
+    """
     if sweep.instance_type == price.instance_type:
         raise ConfigError(
             f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, and an engine of "
@@ -110,7 +115,7 @@ def require_other(sweep: Sweep, price: Price) -> None:
 
 
 def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
-    """Why what was measured does not say how fast an engine is there; None where it does."""
+    """Why the measured speed does not hold on a machine; None where it does."""
     if sweep.instance_type == price.instance_type or price is sweep.stated:
         return None
     if sweep.instance_type is None:
@@ -168,7 +173,7 @@ class Option:
 
     @property
     def usd(self) -> float:
-        """What options are compared by: of the job, or of an hour of the service."""
+        """The cost that options are compared by: of the job, or of an hour of service."""
         return self.estimate.usd if self.estimate else self.usd_per_h
 
     def usd_per_million_tokens(self, tokens_per_s: float | None) -> float:
@@ -202,12 +207,18 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
 
 
 def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
-    """The same machine and market with another cell; None where no number of them does it."""
+    """The same machine and market with another cell.
+
+    None where no number of them does it.
+    """
     return _option(config, option.sweep, cell, option.machine.price, option.num_more)
 
 
 def with_more(option: Option, config: PlanConfig) -> Option | None:
-    """The same with a twentieth more machines, one at least; None where no more can be had."""
+    """The same with a twentieth more machines, one at least.
+
+    None where no more can be had.
+    """
     num = option.num_machines + max(1, option.num_machines // 20)
     num_added = min(num, config.max_machines or num) - option.num_machines
     if not num_added:
@@ -258,7 +269,10 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price, num_more
 
 
 def _fewest(config: PlanConfig, machine: Machine) -> int | None:
-    """The fewest machines that do it by the closed form; None where no number of them does."""
+    """The fewest machines by the closed form.
+
+    None where no number of them does it.
+    """
     if config.tokens_per_s is not None:
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
         return max(1, -int(-config.tokens_per_s // sustained)) if sustained > 0 else None
@@ -293,7 +307,9 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 
 def scaled(cell: Cell, factor: float) -> Cell:
-    """The same cell at another acceptance length: a step takes as long, and yields that much more or less.
+    """The same cell at another acceptance length.
+
+    A step takes as long, and yields that much more or less.
 
     So does a token take as much less or more; the time to the first one is not of a draft.
     """

@@ -1,4 +1,6 @@
-"""A plan, from its configuration to its report: the cheapest fleet, others beside it, and how sure that is.
+"""A plan, from its configuration to its report.
+
+The cheapest fleet, others beside it, and how sure that is.
 
     config -> sweeps, price table -> options -> the cheapest -> simulated runs, machines more -> sensitivity
 
@@ -61,7 +63,9 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def _sure(cheapest: Option, config: PlanConfig) -> tuple[Option, dict[str, Any] | None, list[str]]:
-    """The cheapest fleet with as many machines more as most simulated runs need; what came of them, and what to say.
+    """The cheapest fleet with the machines that most simulated runs need.
+
+    Also the simulated outcomes, and notes.
 
     The closed form is of the mean: by it the fewest machines that are in time may be late in every second run.
     """
@@ -82,7 +86,10 @@ def _sure(cheapest: Option, config: PlanConfig) -> tuple[Option, dict[str, Any] 
 
 
 def _kept(runs: Mapping[str, Any] | None) -> float | None:
-    """The share of simulated runs that do what is wanted; None without a run, or a deadline."""
+    """The share of simulated runs that meet the request.
+
+    None without a run, or a deadline.
+    """
     share: float | None = runs.get("in_time", runs.get("sustained")) if runs else None
     return share
 
@@ -115,7 +122,10 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
 
 
 def _best_of_each(found: Sequence[Option]) -> list[Option]:
-    """The cheapest of each machine, market and kind (with and without a drafter), cheapest first."""
+    """The cheapest of each machine, market and kind, cheapest first.
+
+    A kind is with or without a drafter.
+    """
     best: dict[tuple[str, str, bool], Option] = {}
     for option in found:
         best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
@@ -123,7 +133,9 @@ def _best_of_each(found: Sequence[Option]) -> list[Option]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """The same machines and cell, were more or less accepted than measured; nothing where speed does not follow it.
+    """The same machines and cell at other acceptance lengths.
+
+    Empty where speed does not follow acceptance.
 
     What is then beyond a limit says so.
     """
@@ -142,7 +154,10 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """The acceptance length below which no speculation, at its best concurrency within the limits, is cheaper."""
+    """The acceptance length below which no speculation is cheaper.
+
+    At its best concurrency within the limits.
+    """
     length = chosen.cell.acceptance_length
     plain = [
         cell for cell in chosen.sweep.cells if not cell.drafts and _is_possible(with_cell(chosen, cell, config), config)
@@ -155,7 +170,10 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
 
 
 def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """The acceptance length below which the choice is beyond a limit; None where none is that low, by bisection."""
+    """The acceptance length below which the choice breaks a limit.
+
+    Found by bisection; None where none is that low.
+    """
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None

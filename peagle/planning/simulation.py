@@ -1,4 +1,6 @@
-"""A fleet event by event: machines that come late, fail, or are taken away, and engines that work off units.
+"""Simulation of a fleet, event by event, over several seeds.
+
+Machines come late, fail or are taken away; engines work off units.
 
 SimPy's clock, seeded random numbers, nothing measured: what comes out is simulated, and is labelled so wherever it is
 shown. A unit is committed whole or lost; one that is lost goes back to the queue. Engines idle until the last unit is
@@ -33,7 +35,7 @@ Events = Generator[Any, Any, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is simulated.
+    """The fleet to simulate.
 
     Attributes:
         unit_s: mean engine time of a unit; `unit_spread` is its standard deviation over the mean.
@@ -63,7 +65,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What came of it. Seconds of engines by share; paid seconds are those of machines that are there.
+    """The outcome: engine seconds by share.
+
+    Paid seconds are those of machines that are there.
 
     Attributes:
         wall_s: from asking for machines to the last commit, or to the moment at which the run was to end.
@@ -83,7 +87,10 @@ class Simulated:
 
 
 def simulate(fleet: Fleet, seed: int, *, until_s: float | None = None) -> Simulated:
-    """One run of a fleet, to its last unit or to `until_s`; what an engine is at then counts as far as it got."""
+    """Simulate a fleet to its last unit or to `until_s`.
+
+    An unfinished unit counts as far as it got.
+    """
     run = _Run(fleet, random.Random(seed))
     for number in range(fleet.num_machines):
         run.env.process(run.machine(number))
@@ -166,7 +173,10 @@ class _Run:
                 self._more = self.env.event()
 
     def _report(self, place: int) -> Events:
-        """The driver takes the receipt and hands out the next unit; engines wait in line for it."""
+        """Have the driver take the receipt and hand out the next unit.
+
+        Engines wait in line for it.
+        """
         if not self._fleet.driver_s:
             return
         with self._driver.request() as turn:
@@ -199,7 +209,10 @@ _MORE = 1.25  # units of a service beyond those of its hour, and one for each en
 
 
 def simulated(option: Option, config: PlanConfig) -> tuple[dict[str, Any] | None, list[str]]:
-    """What came of a fleet; and what has to be said of it. None where no run was asked for, or one is too much."""
+    """The simulated outcomes of a fleet, and notes on them.
+
+    None where no run was asked for, or one is too much.
+    """
     if not config.seeds:
         return None, []
     fleet = _fleet(option, config)
@@ -240,7 +253,10 @@ def _fleet(option: Option, config: PlanConfig) -> Fleet:
 
 
 def _unit_s(machine: Machine) -> float:
-    """A minute; more where an interruption loses more than half of that, which is what one without notice takes."""
+    """Seconds of a unit: a minute, or more where interruptions lose more.
+
+    An interruption without notice loses half a unit.
+    """
     return max(_UNIT_S, 2 * machine.lost_s) if machine.interruptions_per_h else _UNIT_S
 
 

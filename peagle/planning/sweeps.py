@@ -1,4 +1,6 @@
-"""Measurements that a plan is made from: a benchmark's report.json, or a file of somebody else's (docs/planning.md).
+"""Measurements for plans: a benchmark's report.json or anybody's file.
+
+docs/planning.md describes such a file.
 
 It knows files; it knows neither prices nor plans.
 """
@@ -47,7 +49,9 @@ class Sweep:
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
-    """The sweeps of several files, named apart: each benchmark calls its own report.json.
+    """The sweeps of several files, named apart.
+
+    Each benchmark calls its own report.json.
 
     Raises:
         ConfigError: as `read_sweep` has it.

@@ -14,7 +14,7 @@ _OPTION_COLUMNS = (
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
-    """The choice in a sentence, the others, sensitivity, and what was simulated and assumed."""
+    """The choice in a sentence, others, sensitivity, simulations, assumptions."""
     lines = [f"! {label}" for label in plan["labels"]]
     has_several = len(plan["wanted"]["measured"]) > 1
     lines += [_sentence(plan["chosen"], has_several=has_several), ""]
@@ -81,7 +81,7 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
 
 
 def _cost(one: Mapping[str, Any]) -> list[str]:
-    """Hours, dollars (of the job, or an hour of the service), and dollars a million tokens."""
+    """Hours, dollars, and dollars per million tokens; of a job or a service's hour."""
     if one["usd"] is None:
         return ["-", f"{in_words_usd(one['usd_per_h'])}/h", in_words_usd(one["usd_per_million_tokens"])]
     return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]

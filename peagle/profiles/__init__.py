@@ -1,1 +1,4 @@
-"""Profiles: what a tuning measured and chose, as data that runs and endpoints read. Measures nothing."""
+"""Profiles: the measurements and choice of a tuning, as data. Measures nothing.
+
+Runs and endpoints read them.
+"""

@@ -1,4 +1,6 @@
-"""One measured figure among many: a method at a K and a concurrency. Benchmarks write it, plans and profiles read it.
+"""One measured figure among many: a method at a K and a concurrency.
+
+Benchmarks write it, plans and profiles read it.
 
 A cell may come from a file that anyone wrote, so it is checked. It knows nothing of how it was measured.
 """
@@ -19,7 +21,9 @@ METHOD_NAMES = {
 
 
 class Cell(BaseModel):
-    """A method, K and concurrency, and what came of it. Keys that are not known here are passed over.
+    """A method, K and concurrency, and what came of it.
+
+    Keys that are not known here are passed over.
 
     Attributes:
         method: one of `METHODS`.
@@ -74,7 +78,10 @@ class Cell(BaseModel):
 
     @property
     def drafts_each_step(self) -> bool:
-        """Whether its speed is in proportion to its acceptance length. With a lookup many steps have no draft."""
+        """Whether its speed is in proportion to its acceptance length.
+
+        With a lookup many steps have no draft.
+        """
         return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:

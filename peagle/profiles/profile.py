@@ -1,4 +1,6 @@
-"""The answer of `peagle tune` as a YAML file, which `peagle generate` and `peagle serve` take with `--profile`.
+"""A profile: the answer of `peagle tune` as a YAML file.
+
+`peagle generate` and `peagle serve` take it with `--profile`.
 
     engine          keys of both commands, by their own names; flags, environment and --config win over them
     tuned           where the choice holds: concurrency and acceptance length
@@ -58,7 +60,7 @@ class MeasuredCell(Cell):
 
     @property
     def flags(self) -> str:
-        """What asks for it on the command line."""
+        """The flags that ask for it on the command line."""
         k = f" --num-speculative-tokens {self.k}" if self.k else ""
         precision = "" if self.precision == "auto" else f" --precision {self.precision}"
         return f"--drafter {self.drafter}{k}{precision}"
@@ -98,7 +100,7 @@ class Tuned(_Strict):
 
 
 class Target(_Strict):
-    """What was tuned for: the model, and which weights of it."""
+    """The model that was tuned for, and its weights."""
 
     name: str
     revision: str

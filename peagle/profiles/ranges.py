@@ -1,4 +1,6 @@
-"""How far a measured choice holds: from which acceptance length to which, and between which concurrencies. Pure.
+"""The validity of a measured choice: acceptance lengths and concurrencies.
+
+Pure.
 
 The time of a step does not depend on what is accepted. So with `s` times as many accepted drafts a step as were
 measured, a cell that made `v` tokens/s at an acceptance length `a` makes
@@ -26,7 +28,9 @@ _AS_GOOD = 0.02  # a choice this share behind the best is still the choice
 def acceptance_range(
     chosen: Cell, cells: Sequence[Cell], *, max_tpot_ms: float | None = None
 ) -> tuple[float, float] | None:
-    """The acceptance lengths between which `chosen` is the fastest of the cells at its concurrency, and within a limit.
+    """The acceptance lengths at which `chosen` is the fastest of its concurrency.
+
+    It is within a limit there, too.
 
     None where it does not draft. The measured length is always within: a choice is not doubted by what it was made
     from.
@@ -52,7 +56,10 @@ def acceptance_range(
 
 
 def concurrency_range(chosen: Cell, cells: Sequence[Cell]) -> tuple[int, int]:
-    """The measured concurrencies around the chosen one at which the same method and K is the fastest, or as good."""
+    """The measured concurrencies around the chosen one at which it stays the best.
+
+    The same method and K is the fastest there, or as good.
+    """
     measured = sorted({cell.concurrency for cell in cells})
     place = low = high = measured.index(chosen.concurrency)
     while low > 0 and _is_best_at(chosen, cells, measured[low - 1]):
@@ -72,7 +79,9 @@ def best_at(cells: Sequence[Cell], concurrency: float) -> Cell:
 def best_with_acceptance(
     chosen: Cell, cells: Sequence[Cell], length: float, *, max_tpot_ms: float | None = None
 ) -> tuple[Cell, float] | None:
-    """The cell at the chosen concurrency that would be the fastest at another acceptance length of the chosen one.
+    """The fastest cell, if the chosen one had another acceptance length.
+
+    At the chosen concurrency.
 
     Returns:
         It, and its tokens/s over those of the chosen one there; `chosen` and 1.0 where nothing beats it. None where
@@ -94,7 +103,10 @@ def scale_of(chosen: Cell, length: float) -> float:
 
 
 def tpot_s_at(cell: Cell, scale: float) -> float | None:
-    """The p95 time per output token with `scale` times as many accepted drafts; None where it was not measured."""
+    """The p95 time per output token with `scale` times as many accepted drafts.
+
+    None where it was not measured.
+    """
     measured_s = (cell.tpot_s or {}).get("p95")
     return None if measured_s is None else measured_s * cell.output_tokens_per_s / _speed(cell, scale)
 

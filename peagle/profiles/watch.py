@@ -1,4 +1,4 @@
-"""Watch over a profile: advice to a run or an endpoint that leaves the range it was tuned for.
+"""Watch over a profile, with advice to a run or an endpoint that leaves its range.
 
 Bulk runs and the endpoint share it. It knows profiles and two live figures, and says each thing once.
 """
@@ -26,7 +26,10 @@ def reliable_length(num_drafts: int, acceptance_length: float | None) -> float |
 
 
 def acceptance_advice(profile: Profile, length: float | None) -> str | None:
-    """A sentence where the acceptance length is outside of the tuned range; None inside, or where it is not known."""
+    """A sentence where the acceptance length is outside of the tuned range.
+
+    None inside, or where it is not known.
+    """
     tuned = profile.tuned
     if length is None or tuned.acceptance_low is None or tuned.acceptance_high is None:
         return None
@@ -52,7 +55,10 @@ def acceptance_advice(profile: Profile, length: float | None) -> str | None:
 
 
 def concurrency_advice(profile: Profile, concurrency: float | None) -> str | None:
-    """A sentence where the requests in an engine at once are outside of the tuned range; None as above."""
+    """A sentence where the concurrency is outside of the tuned range.
+
+    None inside, or where it is not known.
+    """
     tuned, chosen = profile.tuned, profile.chosen
     if concurrency is None or tuned.concurrency_low * 0.9 <= concurrency <= tuned.concurrency_high * 1.1:
         return None
@@ -93,7 +99,10 @@ class TunedWatch:
         self._said: set[str] = set()
 
     def at_start(self, concurrency: float | None = None) -> list[str]:
-        """What is to be said before anything runs; the endpoint's concurrency is its clients'."""
+        """The notes before anything runs.
+
+        The endpoint's concurrency is its clients'.
+        """
         notes = [f"profile: {self._profile.decision}"]
         if not self._follows:
             notes.append("the drafter is not the profile's, so the profile says nothing of its acceptance")
@@ -102,7 +111,7 @@ class TunedWatch:
         return [*notes, *_given([concurrency_advice(self._profile, concurrency)])]
 
     def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:
-        """What the live figures call for; each kind of advice is given once."""
+        """The advice that live figures call for, each kind once."""
         length = reliable_length(num_drafts, acceptance_length) if self._follows else None
         found = {
             "acceptance": acceptance_advice(self._profile, length),

@@ -1,1 +1,1 @@
-"""A row or a request -> token ids and sampling parameters, and OpenAI's forms of both."""
+"""Requests: from a row or OpenAI's form to token ids and sampling parameters."""

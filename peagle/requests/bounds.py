@@ -1,4 +1,6 @@
-"""How much a request's lists, texts and patterns may hold, in bulk and online alike. Pure: values in, a fault out.
+"""Bounds on requests and answers: lists, texts, schemas, patterns, answer size.
+
+Bulk and online share them. Pure: values in, a fault out.
 
 A grammar compiler takes seconds and gigabytes for a few kilobytes of the wrong kind, and every request on the engine
 waits. The bounds here refuse the obvious at once and say why; what passes is compiled on trial (`engine/trials.py`)
@@ -25,7 +27,9 @@ _MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM's core loo
 
 
 def bounds_error(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The field that holds more than an engine is given, and a sentence about it; None where none does.
+    """The field that holds more than an engine is given, with a sentence.
+
+    None where none does.
 
     >>> bounds_error({"stop_token_ids": [1] * 101, "min_tokens": 1})
     ('stop_token_ids', 'stop_token_ids has 101 entries, and may have 100')
@@ -71,7 +75,9 @@ _REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Why a JSON schema, or anything with schemas in it, is more than an engine is given; None where it may pass.
+    """Why something with JSON schemas is more than an engine is given.
+
+    None where it may pass.
 
     >>> schema_error({"type": "string", "maxLength": 10**9})
     'maxLength is 1,000,000,000, and may be 100,000'
@@ -126,7 +132,9 @@ _KINDS = {
 
 
 def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The field of an OpenAI request whose constraint is more than an engine is given, and why; None where none is.
+    """The field of an OpenAI request with too large a constraint, and why.
+
+    None where none is.
 
     Tools count where a response must keep to their parameters: `tool_choice` demands one, or one is strict.
     """
@@ -169,7 +177,7 @@ def _repetition_error(text: str) -> str | None:
 
 
 class _Count:
-    """What is counted over a whole schema."""
+    """Counts over a whole schema."""
 
     def __init__(self) -> None:
         self._properties = self._alternatives = self._references = 0
@@ -239,7 +247,7 @@ _LOGPROB_BYTES = 128  # of one token at one place: its text, bytes, rank and fig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """What an answer repeats for each token.
+    """The parts that an answer repeats for each token.
 
     Attributes:
         num_choices: of all prompts.
@@ -260,7 +268,9 @@ class AnswerShape:
         return self._prompt_bytes() + self.num_choices * output_tokens * self._place_bytes(self.logprobs)
 
     def most_output_tokens(self, num_bytes: int) -> int:
-        """Tokens of each choice that an answer of so many bytes has room for; below 1 there is none.
+        """Tokens of each choice that an answer of so many bytes has room for.
+
+        Below 1 there is none.
 
         >>> AnswerShape(num_choices=2, logprobs=1).most_output_tokens(2 * 10 * (16 + 128))
         10

@@ -1,4 +1,6 @@
-"""From a row to a request: the token ids of its prompt and its own sampling parameters, or why there are none.
+"""Build a request from a row: prompt token ids and sampling parameters.
+
+Or the reason why there is none.
 
 It puts prompts and sampling together; what each of them is, is in `prompts.py`, `sampling.py` and `openai.py`.
 """

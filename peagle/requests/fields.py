@@ -1,4 +1,6 @@
-"""Every field of OpenAI's and vLLM's chat and completion requests, and what becomes of it, online and in bulk.
+"""All fields of OpenAI's and vLLM's requests, and their use online and in bulk.
+
+For chat and completions.
 
 One table for all: the endpoint, its batches and bulk runs refuse by it, and `docs/requests.md` is made from it. A test
 holds it against the installed schemas. It knows names and values that ask for nothing; other values are checked
@@ -35,7 +37,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A field that is not taken; `hint` names the nearest one where nobody knows it, else it is None."""
+    """A refused field.
+
+    `hint` names the nearest known field where nobody knows it, else it is None.
+    """
 
     field: str
     value: Any
@@ -71,8 +76,11 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether an engine need not be told a field that is not refused: a null, which may be of a field that nobody
-    knows, or what asks for nothing of a field that engines do not have."""
+    """Whether an engine need not be told of an accepted field.
+
+    A null, which may be of a field that nobody knows; or a value that asks for nothing of a field that engines do not
+    have.
+    """
     if value is None:
         return True
     field = FIELDS[name]

@@ -1,4 +1,6 @@
-"""Chat messages as rows and requests hold them, made into what a chat template takes.
+"""Chat messages of rows and requests, as a chat template takes them.
+
+Contents are text or parts; developers become systems where the template lacks them.
 
 It knows shapes; it knows no template and no tokenizer.
 
@@ -45,7 +47,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
 
 
 def message_error(message: Mapping[str, Any]) -> str | None:
-    """What is wrong with a message around the kinds of its parts: no content, a form of calls that nobody takes."""
+    """The fault of a message beside its parts: no content, unknown form of calls."""
     if message.get("function_call") is not None:
         return "function_call is not taken: say it as tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
@@ -117,8 +119,11 @@ def _is_call(call: Any) -> bool:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates expect. The API has them as JSON text that a model wrote:
-    text that is none becomes {}, as one bad call must not end every later turn of its conversation."""
+    """A call with its arguments as an object, which templates expect.
+
+    The API has them as JSON text that a model wrote: text that is none becomes {}, as one bad call must not end every
+    later turn of its conversation.
+    """
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
@@ -162,7 +167,10 @@ def takes_parts(template: str) -> bool:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether it is a variable `content`, or some variable's content: filtered, tested or a slice of it too."""
+    """Whether it is a variable `content`, or a variable's content.
+
+    A filtered, tested or sliced one too.
+    """
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):
@@ -179,7 +187,10 @@ def _knows_developers(template: str) -> bool:
 
 
 def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All system messages as one at the beginning, where there are several or one stands elsewhere."""
+    """All system messages as one at the beginning.
+
+    Where there are several, or one stands elsewhere.
+    """
     places = [index for index, message in enumerate(messages) if message["role"] == "system"]
     if places == [0]:
         return messages

@@ -1,4 +1,6 @@
-"""The body of an OpenAI request, chat completions or completions: its prompt and its sampling parameters.
+"""OpenAI's requests and answers: bodies of requests, lines of batch outputs.
+
+Chat completions and completions.
 
 It knows the API's names; it knows neither batches nor answers. What a row cannot have is refused by name
 (`fields.py`), what does not change a response is left aside.
@@ -66,7 +68,7 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
 
 
 def template_error(arguments: Any) -> str | None:
-    """What is wrong with a request's `chat_template_kwargs`."""
+    """The fault of a request's `chat_template_kwargs`; None without one."""
     if not isinstance(arguments, dict):
         return f"must be an object, not {shown(arguments)}"
     refused = next((name for name in _NOT_FOR_TEMPLATES if name in arguments), None)
@@ -163,7 +165,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
-    """What a response keeps to, as a sampling parameter."""
+    """The constraint on a response, as a sampling parameter."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return {}
@@ -213,7 +215,10 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
 
 
 def error_line(letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
-    """A line of the error file: a bad request has a response that says so, as from the API; anything else an error."""
+    """A line of the error file.
+
+    A bad request has a response that says so, as from the API; anything else is an error.
+    """
     key = _key(run_id, letter["id"])
     line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
     if letter["reason"] not in _REQUEST_FAULTS:

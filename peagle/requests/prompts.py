@@ -1,4 +1,4 @@
-"""From a row's columns to the token ids of its prompt, or the reason why there are none.
+"""Build a prompt's token ids from a row's columns, or say why not.
 
 It knows templates and a tokenizer; it does not know files, units or engines. One bad row never raises: it comes back
 as a `RowError`, which becomes its dead letter.
@@ -17,7 +17,7 @@ from peagle.requests.templates import Template
 
 
 class PromptKeys(BaseModel):
-    """What a user can ask of prompts; commands that read a corpus have these keys among their own."""
+    """The keys of prompts, among those of commands that read a corpus."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class PromptKeys(BaseModel):
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods used of a Hugging Face tokenizer."""
 
     chat_template: Any
 
@@ -159,7 +159,7 @@ class PromptBuilder:
         return self._tokens(Body(content=content, is_chat=self.spec.chat))
 
     def of_body(self, body: Body) -> list[int] | RowError:
-        """Token ids of an OpenAI request: a chat's messages, or a completion's text or token ids."""
+        """Token ids of an OpenAI request: messages, text or token ids."""
         content = body.content
         if body.is_chat and not self.spec.chat:
             return RowError(reason="invalid", message="the model has no chat template")

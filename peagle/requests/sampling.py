@@ -1,4 +1,4 @@
-"""Sampling parameters: what a user may set for a run, what a row may set for itself, and which do not go together.
+"""Sampling parameters of runs and rows, and conflicts between them.
 
 It checks values; it knows no engine and no file. A row is never an exception: what is wrong with it is a message.
 """
@@ -24,7 +24,10 @@ MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
 class SamplingKeys(BaseModel):
-    """The parameters, each with its limits; a row's own ones are checked by the same fields."""
+    """The parameters, each with its limits.
+
+    A row's own ones are checked by the same fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -85,7 +88,7 @@ SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
 
 
 class RequestSampling(SamplingKeys):
-    """What one request may set: all that a run may, and what means something for one prompt alone."""
+    """The parameters of one request: those of a run, and those of a single prompt."""
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
@@ -130,7 +133,7 @@ class RequestSampling(SamplingKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """What an engine adds to the limits of the fields.
+    """Limits that an engine adds to those of the fields.
 
     Attributes:
         max_model_len: context in tokens.
@@ -182,7 +185,9 @@ def _answer_error(sampling: Mapping[str, Any], most_bytes: int) -> str | None:
 
 
 def parse_overrides(values: Any) -> dict[str, Any] | str:
-    """A row's own parameters, or what is wrong with them. Null is not set, as columnar files give every row every key.
+    """A row's own parameters, or what is wrong with them.
+
+    Null is not set, as columnar files give every row every key.
 
     Args:
         values: an object, or one as JSON text; None and empty text (CSV) are none.

@@ -1,4 +1,4 @@
-"""Prompt templates: Jinja2 in a sandbox, for which null is missing and JSON is plain.
+"""Prompt templates: sandboxed Jinja2 with null as missing and plain JSON.
 
 It knows values; it knows neither rows' files nor tokenizers. A missing value (no such key, null or NaN) may be tested,
 compared and given a default. Printing it, or reading anything of it, raises: it never becomes a word of the prompt.
@@ -52,7 +52,7 @@ class Template:
 
 
 class _Missing(jinja2.Undefined):
-    """A value that is not there: false and equal to null; anything else with it raises."""
+    """A missing value: false and equal to null; anything else with it raises."""
 
     __slots__ = ()
 
@@ -92,7 +92,10 @@ def _value(value: Any, name: str) -> Any:
 
 
 def _printed(value: Any) -> Any:
-    """What an expression gives, on its way into the text; a method may have given None."""
+    """An expression's value on its way into the text.
+
+    A method may have given None.
+    """
     if value is None or is_nan(value):
         raise jinja2.UndefinedError(f"a value that is printed is {'null' if value is None else 'NaN'}")
     return value
@@ -130,7 +133,10 @@ _ENVIRONMENT = _environment()
 
 
 def _needed(node: nodes.Node) -> Iterator[str]:
-    """Names whose values every rendering reads: not those in a branch, in a test, or with a default."""
+    """Names whose values every rendering reads.
+
+    Not those in a branch, in a test, or with a default.
+    """
     match node:
         case nodes.Name():
             yield node.name
@@ -155,7 +161,10 @@ def _needed(node: nodes.Node) -> Iterator[str]:
 
 
 def _tested(node: nodes.Node) -> Iterator[str]:
-    """The same of an expression whose own value may be missing: one that is tested, or that has a default."""
+    """The same of an expression whose own value may be missing.
+
+    It is tested, or has a default.
+    """
     match node:
         case nodes.Filter(name="default" | "d", node=nodes.Expr() as value):
             yield from _tested(value)

@@ -13,7 +13,10 @@ _GENERIC = ("llama", "TokenizersBackend")
 
 
 def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
-    """What `AutoTokenizer.from_pretrained` gives for a folder or a hub id, of that revision, and its errors."""
+    """Load the tokenizer of a folder or a hub id's revision.
+
+    It equals that of `AutoTokenizer.from_pretrained`, errors included.
+    """
     if _kind(Path(model)) == _GENERIC:
         from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +28,10 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
 
 
 def _kind(folder: Path) -> tuple[Any, Any] | None:
-    """None where the files do not say: AutoTokenizer knows more, or has the words for what is wrong."""
+    """The kind of tokenizer; None where the files do not say.
+
+    AutoTokenizer knows more, or has the words for the fault.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())

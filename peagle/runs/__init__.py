@@ -1,1 +1,4 @@
-"""A bulk run as its directory has it: plan, lease, units, ledger, limits, status, audit. No Ray, no engine."""
+"""A bulk run by its directory: plan, lease, units, ledger, status, audit.
+
+No Ray.
+"""

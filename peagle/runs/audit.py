@@ -1,4 +1,4 @@
-"""An audit of a run: its files against its plan, and a sample of its rows against the target alone.
+"""Audit a run: its files, and a sample of its rows against the target alone.
 
 It puts the two together, and tells people and machines; what is checked is in `audit_files.py` and `audit_rows.py`.
 """
@@ -21,7 +21,10 @@ _SHOWN = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What was found. `target` and `rows` are of the rows that were generated again; None and empty without."""
+    """The findings of an audit.
+
+    `target` and `rows` are of the rows that were generated again; None and empty without.
+    """
 
     path: str
     files: FilesAudit

@@ -1,4 +1,6 @@
-"""Whether the files of a run directory are those of its plan: every unit, every id, the ledger, nothing else.
+"""Audit the files of a run directory against its plan.
+
+Every unit, every id, the ledger, and nothing else.
 
 What makes a result wrong is a finding. What only belongs to a run that is not finished is a note: units that are still
 to be done, and temporary files, which the next attempt clears. It reads one unit at a time and writes nothing.
@@ -36,7 +38,7 @@ TakenUp = dict[int, frozenset[str]]
 
 @dataclass(kw_only=True)
 class FilesAudit:
-    """What was found in a run directory.
+    """The findings in a run directory.
 
     Attributes:
         rows_of: rows of each committed unit that is sound.
@@ -168,7 +170,7 @@ def _ids_taken_up(plan: Plan) -> TakenUp:
 
 
 def _check_ledger(audit: FilesAudit, run: RunDirectory, audits: dict[int, UnitAudit]) -> None:
-    """Every unit is of a known engine process, and none of them committed more than it generated."""
+    """Check the ledger: known engine processes, no more committed than generated."""
     sessions = _read_sessions(audit, run)
     committed: Counter[str] = Counter()
     for number, one in sorted(audits.items()):
@@ -206,7 +208,7 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
 
 
 def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, valid_letters: set[str]) -> None:
-    """What is there beside the units: nothing foreign, and in a finished run nothing left over."""
+    """Check files beside the units: nothing foreign, nothing left over at the end."""
     lease = read_lease(run.root)
     leftovers = []
     for name in _names(run.root):
@@ -230,7 +232,10 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
 
 
 def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
-    """A report counts the units that were committed when it was made, and committed units only grow in number."""
+    """Check that a report counts no more units than are committed now.
+
+    It counts those that were committed when it was made.
+    """
     path = run.root / "report.json"
     if not path.exists():
         return

@@ -1,4 +1,6 @@
-"""The lossless promise, tried: a sample of a run's rows once more, without the drafter, on the same engine settings.
+"""Try the lossless promise: generate a sample of rows again, without drafter.
+
+On the same engine settings.
 
 The engine runs in this process, without Ray. Prompts are made from the input again, as the run made them; a row whose
 input is gone, or whose response was drawn by lot, cannot be compared and is said to be skipped.

@@ -1,4 +1,4 @@
-"""Whether one committed unit is what its plan says: its rows, its dead letters, its usage.
+"""Audit one committed unit: rows, dead letters, usage; and the unchanged input.
 
 It reads the unit's two files and holds their rows; it knows no other unit, and generates nothing.
 
@@ -35,7 +35,7 @@ _SHOWN_IDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is not as it should be: what kind of thing, in which file, and in words."""
+    """A fault: its kind, its file, and a sentence."""
 
     kind: str
     where: str
@@ -48,7 +48,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAudit:
-    """A committed unit as it was found. `letter_ids` are of the rows that failed in it, retried or not."""
+    """A committed unit as it was found.
+
+    `letter_ids` are of the rows that failed in it, retried or not.
+    """
 
     findings: tuple[Finding, ...]
     usage: UnitUsage | None = None
@@ -58,7 +61,10 @@ class UnitAudit:
 
 
 def expected_schema(corpus: pa.Schema) -> pa.Schema:
-    """The columns of every unit: the corpus's under their names in the output, then the output's own."""
+    """The columns of every unit.
+
+    The corpus's under their names in the output, then the output's own.
+    """
     names = output_names(corpus.names)
     return pa.schema([pa.field(names[column.name], column.type) for column in corpus] + list(OUTPUT_SCHEMA))
 
@@ -146,7 +152,10 @@ def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
 def _wrong_ids(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], taken: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Each planned id must be in exactly one row or dead letter; one that a retry answers for, in no row."""
+    """Check that each planned id is in exactly one row or dead letter.
+
+    An id that a retry answers for is in no row.
+    """
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - taken - counts.keys():
@@ -160,7 +169,10 @@ def _wrong_ids(
 
 
 def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
-    """What the file's footer says against the sum of its rows; `num_letters` is None where they cannot be read."""
+    """Check the file's footer against the sum of its rows.
+
+    `num_letters` is None where they cannot be read.
+    """
     drafts = usage.speculation
     stated = {
         "num_rows": usage.num_rows,
@@ -191,7 +203,10 @@ def _some(ids: Any) -> str:
 
 
 def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding], list[str]]:
-    """What is wrong with the input, and notes; files that are no longer there are a note."""
+    """Faults of the input, and notes.
+
+    Files that are no longer there are a note.
+    """
     formats = {unit.span.path: unit.span.format for unit in plan.units}
     files: list[SourceFile] = []
     for path, kind in formats.items():

@@ -104,12 +104,12 @@ class RunDirectory:
         require_usable(self.root / ".lease")
 
     def hold(self, lease: Holding) -> None:
-        """From now on this process drives the run, and deletes and replaces nothing once it has lost the lease."""
+        """Have this process drive the run; without the lease it deletes nothing."""
         self._lease, self.driver = lease, lease.number
         self.stop = StopWord(self.root / LEASE_FOLDER, lease.number)
 
     def require_lease(self) -> None:
-        """Make sure that this driver, if it is one, still has its lease: before anything is deleted or replaced.
+        """Require that this driver still has its lease, before it deletes or replaces.
 
         Raises:
             RunInUse: another driver has taken it over.
@@ -118,8 +118,9 @@ class RunDirectory:
             self._lease.require()
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
-        """Lay the directory out, over what a driver left that was killed at it. `run.json` comes last: with it, the run
-        exists, and of several drivers the first one has made it.
+        """Lay the directory out, over what a driver left that was killed at it.
+
+        `run.json` comes last: with it, the run exists, and of several drivers the first one has made it.
 
         Returns:
             Whether it was this one. If not, the manifest and the plan that count are another's.
@@ -183,7 +184,7 @@ class RunDirectory:
         return self._plans.plan()
 
     def with_retries(self, plan: Plan) -> Plan:
-        """A plan of this corpus with the units of all retries, in the order in which they were planned.
+        """A plan of this corpus with the units of all retries, in planning order.
 
         Raises:
             ConfigError: a plan of a retry is damaged.
@@ -207,7 +208,7 @@ class RunDirectory:
             )
 
     def superseded(self) -> frozenset[int]:
-        """Committed units whose dead letters a retry took up, not counting those that were done again since."""
+        """Committed units whose dead letters a retry took up and has not committed."""
         if not self._plans.num_retries():
             return frozenset()
         plan = self.plan()
@@ -219,12 +220,12 @@ class RunDirectory:
     # --- units
 
     def committed(self) -> set[int]:
-        """Numbers of the committed units, from a listing; a file with another name is none of ours."""
+        """Numbers of the committed units, from a listing without foreign files."""
         names = (UNIT_FILE.fullmatch(path.name) for path in self.data.glob("unit-*.parquet"))
         return {int(name[1]) for name in names if name}
 
     def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
-        """Commit a unit; False when another attempt at it came first, and this one counts for nothing.
+        """Commit a unit; False when another attempt came first, and this counts nothing.
 
         Raises:
             CapacityError: the disk is full, or the folder cannot be written. The unit is then not committed.
@@ -270,7 +271,7 @@ class RunDirectory:
         return self._footers.read(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Every valid dead letter: those that a committed unit names, and no retry took up."""
+        """Every valid dead letter: a committed unit names it, no retry took it up."""
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
         for unit in sorted(committed):
@@ -292,7 +293,7 @@ class RunDirectory:
                 raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS) from error
 
     def letters_name(self, unit: int) -> str:
-        """The file in `failed` that a committed unit names; empty where it has no dead letters.
+        """The `failed` file that a committed unit names; empty without dead letters.
 
         Raises:
             PeagleError: the unit's file is damaged.
@@ -300,7 +301,7 @@ class RunDirectory:
         return self._footers.read(unit).failed_name
 
     def remove_leftovers(self) -> int:
-        """Delete what killed or slower attempts left; the number of files deleted, without notes.
+        """Delete the leftovers of killed or slower attempts; return their number.
 
         Temporary files, plans that lost, and dead letters of a committed unit that does not name them: it never will.
         Notes of committed units go too: their engine was killed between the commit and their removal.
@@ -316,7 +317,7 @@ class RunDirectory:
         return len(found)
 
     def read_ahead(self, units: Iterable[int]) -> None:
-        """Read what the files of these committed units say of them, many at once where each takes a request."""
+        """Read these committed units' footers, many at once in a store."""
         self._footers.read_ahead(units)
 
     # --- the ledger

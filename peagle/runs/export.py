@@ -1,4 +1,6 @@
-"""The rows of a run in another form: one Parquet file, JSON lines, or OpenAI's batch output and error files.
+"""Export a run's rows: Parquet, JSON lines, or OpenAI's output and error files.
+
+Also the first answers of a run, for people.
 
     OUT/export/FORMAT/output.*      the rows, in the order of the corpus
     OUT/export/FORMAT/errors.jsonl  the dead letters
@@ -39,7 +41,7 @@ _ROW_GROUP_ROWS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was exported.
+    """The files and counts of an export.
 
     Attributes:
         num_units: the committed units that are in it.
@@ -106,7 +108,7 @@ def _commits(run: RunDirectory, units: list[int]) -> str:
 
 
 def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
-    """Committed units of the corpus in its order, each followed by those that took up its dead letters."""
+    """Committed units in the corpus's order, each followed by its retries."""
     root: dict[int, int] = {}
     for unit in plan.units:
         root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
@@ -165,7 +167,10 @@ class _PlainLines:
 
 
 class _OpenAiLines(_PlainLines):
-    """Rows and letters as OpenAI has them. Rows of a corpus that was no batch are named by their `custom_id` or id."""
+    """Rows and letters as OpenAI has them.
+
+    Rows of a corpus that was no batch are named by their `custom_id` or id.
+    """
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
@@ -236,7 +241,10 @@ def _schema(run: RunDirectory, unit: int) -> pa.Schema:
 
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Rows in the order of the corpus. A unit that a retry took rows of is merged with it in memory."""
+    """Rows in the order of the corpus.
+
+    A unit that a retry took rows of is merged with it in memory.
+    """
     batches = read_units(run, family, columns)
     if len(family) == 1:
         yield from batches
@@ -245,7 +253,9 @@ def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | Non
 
 
 def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Rows of committed units, one unit after the other; `columns` are those that are read, None is all.
+    """Rows of committed units, one unit after the other.
+
+    `columns` are those that are read, None is all.
 
     Raises:
         PeagleError: a unit is damaged.
@@ -270,7 +280,9 @@ _NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
-    """Where the answers of a run are, and the first two of them, each in a few lines; empty if there are none.
+    """The place of a run's answers and the first two, in a few lines each.
+
+    Empty if there are none.
 
     Raises:
         PeagleError: a unit is damaged.
@@ -296,5 +308,8 @@ def _answer(row_id: str, text: str) -> list[str]:
 
 
 def _printable(line: str) -> str:
-    """A line without what a terminal would obey: a model may answer with escape sequences."""
+    """A line without a terminal's control sequences.
+
+    A model may answer with escape sequences.
+    """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.expandtabs(4))

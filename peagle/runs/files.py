@@ -1,4 +1,6 @@
-"""The files of a run directory that say what is to be done: each is created once, by the first driver.
+"""A run directory's files: plans, footers of units, and leftovers.
+
+Each plan is created once, by the first driver.
 
     run.json            the manifest, with the name of the plan's file
     plan.ID.parquet     a plan, under a name that no other driver uses
@@ -47,7 +49,9 @@ class PlanFiles:
         return self._manifest.exists()
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
-        """Write a plan and the manifest that names it; False where another driver's manifest is there already.
+        """Write a plan and the manifest that names it.
+
+        False where another driver's manifest is there already.
 
         Raises:
             OSError, StorageError: they cannot be written.
@@ -100,7 +104,10 @@ class PlanFiles:
         return write_once(self._root / f"plan-{number:04d}.parquet", retries_to_bytes(retries))
 
     def losers(self) -> list[Place]:
-        """Plans that no manifest will ever name: of drivers that were not the first, or were killed before."""
+        """Plans that no manifest will ever name.
+
+        Their drivers were not the first, or were killed before.
+        """
         mine = self._plan_name()
         return [path for path in self._root.glob("plan.*.parquet") if path.name != mine]
 
@@ -128,7 +135,10 @@ _READERS = 16  # requests at once where each takes a while
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a file says of its unit. `failed_name` is empty where no row failed."""
+    """The description of a unit in its file.
+
+    `failed_name` is empty where no row failed.
+    """
 
     usage: UnitUsage
     failed_name: str
@@ -143,7 +153,7 @@ def unit_bytes(table: pa.Table, footer: Footer) -> bytes:
 
 
 def read_footer(path: Place) -> Footer:
-    """What the file says of its unit.
+    """Read the description of a unit from its file.
 
     Raises:
         PeagleError: it is damaged, or none of ours.
@@ -162,7 +172,10 @@ def read_footer(path: Place) -> Footer:
 
 
 class Footers:
-    """The footers of a run. Where each takes a request it is read once, which can be done for many at once."""
+    """The footers of a run.
+
+    Where each takes a request it is read once, which can be done for many at once.
+    """
 
     def __init__(self, path_of: Callable[[int], Place]) -> None:
         self._path_of = path_of
@@ -195,13 +208,16 @@ def is_temporary(name: str) -> bool:
 
 
 def temporaries(folders: Iterable[Place]) -> list[Place]:
-    """Unfinished files of these folders; in a store there are none, for an object is there as a whole or not at all."""
+    """Unfinished files of these folders.
+
+    A store has none, for an object is there as a whole or not at all.
+    """
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]
 
 
 def orphans(letters: Iterable[Place], named: Mapping[int, str]) -> list[Place]:
-    """Files of dead letters that their unit, which is committed, does not name: it never will.
+    """Files of dead letters that their committed unit does not name.
 
     Those of a unit that is not committed may be named in a moment, by the attempt that wrote them.
 

@@ -1,4 +1,4 @@
-"""One driver a run directory: a lease that is renewed, and taken over when it is not.
+"""The lease of a run directory: one driver, renewed, taken over if not.
 
     OUT/.lease/N.json         the N-th lease; the highest number counts, and it stays when its driver ends
     OUT/.lease/N.stop.json    while that driver stops the run: its word to its workers (`directory.py`)
@@ -72,11 +72,17 @@ class Lease:
     outcome: str | None = None
 
     def is_gone(self) -> bool:
-        """Whether its process is known not to live; False also where that cannot be known from here."""
+        """Whether its process is known to be dead.
+
+        False also where that cannot be known from here.
+        """
         return self.where == _where() and self.birth != _birth(self.pid)
 
     def seems_alive(self) -> bool:
-        """Whether its driver probably lives, for people: between hosts it goes by their clocks."""
+        """Whether its driver probably lives, for people.
+
+        Between hosts it goes by their clocks.
+        """
         if self.outcome is not None or self.is_gone():
             return False
         return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
@@ -87,7 +93,10 @@ class Lease:
 
 
 def read_lease(root: Place) -> Lease | None:
-    """The lease of the run directory's present or last driver; None if it never had one."""
+    """The lease of the run directory's present or last driver.
+
+    None if it never had one.
+    """
     for _ in range(_LOOKS):
         if not (numbers := _numbers(root)):
             return None
@@ -183,7 +192,9 @@ def hold_lease(
     command: Sequence[str],
     announce: Callable[[str], None],
 ) -> Iterator[Holding]:
-    """Hold the run directory's lease. An error that passes through becomes its outcome.
+    """Hold the run directory's lease.
+
+    An error that passes through becomes its outcome.
 
     Args:
         heartbeat_s: between the heartbeats of its driver's engines, for those who look on.
@@ -265,7 +276,10 @@ def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Seq
 
 
 def _clear_before(root: Place, number: int) -> None:
-    """Remove earlier leases and what their drivers left when they were killed; not what another taker writes now."""
+    """Remove earlier leases and the leftovers of their killed drivers.
+
+    Another taker may be writing now; its files stay.
+    """
     for path in (root / FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
         if of.isdecimal() and int(of) < number:
@@ -311,7 +325,10 @@ def _user() -> str:
 
 
 def _where() -> str:
-    """This boot of this machine and this process namespace; of no other machine where the kernel does not say."""
+    """This boot of this machine and this process namespace.
+
+    It equals no other machine's where the kernel does not say.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -320,7 +337,10 @@ def _where() -> str:
 
 
 def _birth(pid: int) -> int:
-    """When a process started, in ticks since boot; 0 where there is none or it is a zombie."""
+    """When a process started, in ticks since boot.
+
+    0 where there is none or it is a zombie.
+    """
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

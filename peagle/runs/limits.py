@@ -1,4 +1,4 @@
-"""What a user sets a run as limits: dollars, a time, dead letters; and whether one is reached.
+"""The limits of a run: dollars, a time, dead letters; and whether one is reached.
 
 Pure functions of what is passed in: it reads no clock, no file and no ledger.
 """
@@ -18,7 +18,7 @@ _DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxFailedRows:
-    """More dead letters than this end a run: so many, or such a share of the rows that are done."""
+    """The most dead letters of a run: a number, or a share of the finished rows."""
 
     count: int | None = None
     share: float | None = None
@@ -65,8 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Where a run stands: the time, all that its directory has cost so far, and rows that are done, failed ones among
-    them."""
+    """The situation of a run: time, total cost, and finished and failed rows."""
 
     now: float
     spent_usd: float
@@ -83,7 +82,7 @@ class Reached:
 
 
 def reached(limits: Limits, situation: Situation) -> Reached | None:
-    """The limit for which the run has to be asked to stop now; None while it may go on.
+    """The limit for which the run has to stop now; None while it may go on.
 
     Example: a budget of 10 USD and an end that may cost 0.40 USD: the stop is asked for at 9.60 USD.
     """
@@ -109,7 +108,9 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 
 
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
-    """A deadline in Unix seconds; a time of day is the next such moment, a duration counts from `now`.
+    """Parse a deadline into Unix seconds.
+
+    A time of day is the next such moment, a duration counts from `now`.
 
     A local time is taken with the offset of its own day. One in an hour that comes twice is the first that lies ahead;
     one that the clocks skip is as long after the change as it says.

@@ -27,7 +27,9 @@ def logs_folder(root: Place) -> Path:
 
 
 class LogCopy:
-    """Keeps a copy in the run directory of a log that is elsewhere: its end, where it is very long.
+    """Keep a copy of a log in the run directory.
+
+    Only the end of a very long one.
 
     Args:
         name: of the copy.
@@ -39,7 +41,10 @@ class LogCopy:
         self._copied_bytes = -1
 
     def update(self) -> None:
-        """Bring the copy up to date. Where that fails, the next time may be better: a log is not worth a run."""
+        """Bring the copy up to date.
+
+        Where that fails, the next time may be better: a log is not worth a run.
+        """
         if self._copy is None:
             return
         with contextlib.suppress(*WRITE_ERRORS):

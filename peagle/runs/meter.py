@@ -1,4 +1,4 @@
-"""Where an engine's seconds go: load, compile, busy, idle; and which unit the busy ones belong to.
+"""An engine's meter: seconds of load, compile, busy and idle; busy by unit.
 
 It reads a clock and counts; it writes nothing. The event loop and the heartbeat thread share it. Durations come from a
 monotonic clock, so that a wall clock that is set back or forward changes no account.
@@ -116,7 +116,10 @@ class EngineMeter:
             self._running[unit] += num_sequences
 
     def finish(self, unit: int, num_output_tokens: int, num_sequences: int = 1) -> None:
-        """A request of `unit` leaves the engine with so many tokens; `num_sequences` as at its start."""
+        """A request of `unit` leaves the engine with so many tokens.
+
+        `num_sequences` as at its start.
+        """
         with self._lock:
             self.tick()
             self._running[unit] -= num_sequences

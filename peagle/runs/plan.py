@@ -62,13 +62,16 @@ class WorkUnit:
         return self.span.work * self.num_rows // self.span.num_rows
 
     def row_id(self, index: int) -> str:
-        """The id of the unit's row `index`: its number in the corpus, padded so that ids sort."""
+        """The id of the unit's row `index`: its number in the corpus, padded to sort."""
         return f"{self.first_id + (index if self.rows is None else self.rows[index]):09d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Unit `unit` takes up `rows` of the span of unit `supersedes`, all that are that unit's dead letters then."""
+    """Unit `unit` takes up `rows` of the span of unit `supersedes`.
+
+    They are all of that unit's dead letters then.
+    """
 
     unit: int
     supersedes: int
@@ -77,7 +80,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All units of a run and how they were cut, the corpus's schema, and the fingerprint of its content.
+    """All units of a run, their cut, the corpus's schema and its fingerprint.
 
     `units` are those of the corpus in its order, then those of retries, of which there were `num_retries`.
     `small_units` are the sizes that the first of them were cut to, before all others got `rows_per_unit`.
@@ -106,7 +109,10 @@ class Plan:
         return self.units[0].span.format == "openai-batch"
 
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
-        """The plan with the units of one more retry; they read the rows where those that they supersede read them."""
+        """The plan with the units of one more retry.
+
+        They read the rows where those that they supersede read them.
+        """
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
             before = units[retry.supersedes]
@@ -116,7 +122,7 @@ class Plan:
         return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
     def taken_up(self) -> dict[int, frozenset[int]]:
-        """Rows for which retries answer: by the unit that they were dead letters of, their indices in its span."""
+        """Rows for which retries answer: their indices, by the unit of the dead letters."""
         taken: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
         for unit in self.units:
             if unit.supersedes is not None:
@@ -136,7 +142,7 @@ class Plan:
         return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(taken[unit]))
 
     def left(self, committed: Container[int]) -> list[WorkUnit]:
-        """What is to be done, given the numbers of the units that are committed.
+        """The remaining units, given the numbers of the committed ones.
 
         A unit whose file is gone since a retry took up its dead letters leaves those rows out: they are the retry's.
         """
@@ -220,7 +226,7 @@ def _auto_cut_of(files: Sequence[SourceFile], config: Corpus, max_num_seqs: int)
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """The plan's file: a row per unit; the corpus's schema and fingerprint are metadata."""
+    """The plan's file: a row per unit; schema and fingerprint are metadata."""
     columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
     columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
@@ -295,7 +301,9 @@ _MAX_CHUNK = 256
 
 
 def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
-    """The units with the most work first, to a factor of two; within it they stay in the order of the corpus.
+    """The units with the most work first, to a factor of two.
+
+    Within it they stay in the order of the corpus.
 
     A compressed file and a Parquet row group can only be read forward: in this order each is passed over once for
     every factor of two between its units, and no more.
@@ -304,7 +312,9 @@ def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
 
 
 def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
-    """The units in pieces that shrink to one unit: what the driver holds grows slower than the units.
+    """The units in pieces that shrink to one unit.
+
+    The driver then holds fewer at the end.
 
     The end is handed over unit by unit, so that its order holds; before, pieces are prepared side by side.
 

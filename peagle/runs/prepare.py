@@ -1,4 +1,6 @@
-"""The first stage that Ray Data runs: read, template and tokenise units on a CPU.
+"""Prepare units on a CPU: read, template, tokenise; and plan retries.
+
+It is the first stage that Ray Data runs.
 
 A unit is one row, and goes on as soon as it is ready. What the stage needs travels in one picklable job record. It
 knows neither engines nor the driver.
@@ -20,7 +22,9 @@ from peagle.runs.rows import given_back, packed, prepare
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareJob:
-    """What the CPU stage needs: a tokenizer's model (None for the fake engine's bytes), the requests, the schema.
+    """The needs of the CPU stage: tokenizer, requests, schema.
+
+    The tokenizer's model is None for the fake engine's bytes.
 
     `revision` is of a model that is a hub id, None for the latest; `driver` the number of the lease of who runs it.
     """
@@ -35,7 +39,9 @@ class PrepareJob:
 
 
 def prepare_units(batch: pa.Table, *, job: PrepareJob) -> Iterator[pa.Table]:
-    """Read, template and tokenise units one after the other; `batch` has them in its one row, a line each.
+    """Read, template and tokenise units one after the other.
+
+    `batch` has them in its one row, a line each.
 
     Once the run is being stopped, one that is given back stands for all that follow.
     """
@@ -56,7 +62,9 @@ def prepare_unit(unit: WorkUnit, job: PrepareJob) -> pa.Table:
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
-    """Plan new units for all dead letters; from now on these units answer for those rows.
+    """Plan new units for all dead letters.
+
+    From now on these units answer for those rows.
 
     Returns:
         `plan` with the new units behind its own, or as it is if there is no dead letter.

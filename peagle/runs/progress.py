@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live line on a terminal, plain lines elsewhere.
+"""Progress of a run: a live line on a terminal, plain lines elsewhere.
 
 It adds up what it is told and draws it; it reads no files.
 """
@@ -48,7 +48,7 @@ class Tally:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
     def observe(self, usd: float, alive: Sequence[EngineSession]) -> None:
-        """Take dollars, and speed from the heartbeats of this attempt's engines that are alive."""
+        """Take dollars and speed from this attempt's live heartbeats."""
         self.usd = usd
         self.num_engines = len(_at_work(alive))
         self.tokens_per_s = tokens_per_s(alive) or 0.0
@@ -119,7 +119,9 @@ def _at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:
-    """How long the rest takes at this speed; None where nothing is left, or nobody knows yet.
+    """Seconds that the rest takes at this speed.
+
+    None where nothing is left, or nobody knows yet.
 
     Args:
         num_output_tokens: of the rows that are done; those of the rest are taken to be as many by the row.

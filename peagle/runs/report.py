@@ -1,4 +1,4 @@
-"""The account of a run directory: read its ledger, write its report.
+"""The account of a run directory: read its ledger, write a settled report.
 
 It knows the directory and the economics; it knows neither Ray nor a running engine, so it works on any run, of any
 machine, at any time.
@@ -27,7 +27,7 @@ _Made = TypeVar("_Made")
 
 
 def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
-    """What `make` has made of the run, the last time that the run did not change meanwhile.
+    """The product of `make` when the run did not change meanwhile.
 
     A run that is not finished afterwards is left as it is: whoever finishes it makes all of this again.
     """
@@ -49,7 +49,7 @@ _WRITABLE = "make room, or the folder writable; peagle status and peagle audit w
 
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
-    """Account for a run as it stands, and write `report.json` and `report.html` beside it.
+    """Account for a run as it stands; write `report.json` and `report.html`.
 
     Raises:
         ConfigError: there is no run.
@@ -84,5 +84,8 @@ def _make(run: RunDirectory) -> dict[str, Any]:
 
 
 def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
-    """The sessions as they are when they are first asked for: after the units, each of which names one."""
+    """The sessions, read when they are first asked for.
+
+    After the units, each of which names one.
+    """
     yield from run.sessions()

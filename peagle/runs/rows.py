@@ -1,4 +1,4 @@
-"""The columns of a run: what a prepared row looks like on its way to an engine, and a finished one in its file.
+"""The columns of a run: prepared rows for an engine, finished ones for a file.
 
 Pure tables. It knows neither where rows come from nor which engine answers them.
 """
@@ -62,7 +62,9 @@ _PACKED = "unit"
 
 
 def output_names(columns: Sequence[str]) -> dict[str, str]:
-    """Names of the input's columns in the output: their own, but `input_NAME` where the output has such a column.
+    """Names of the input's columns in the output.
+
+    Their own, but `input_NAME` where the output has such a column.
 
     >>> output_names(["task", "id"])
     {'task': 'task', 'id': 'input_id'}
@@ -79,7 +81,9 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
 
 
 def require_storable(schema: pa.Schema) -> None:
-    """Make sure that rows of a corpus with this schema can be committed, and read again, before they cost anything.
+    """Require that a corpus's rows can be committed and read again.
+
+    Before they cost anything.
 
     Raises:
         InputError: Parquet cannot hold one of its columns.
@@ -93,7 +97,10 @@ def require_storable(schema: pa.Schema) -> None:
 
 
 def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
-    """A unit ready for an engine: the input's columns, and for each row its request or its dead letter."""
+    """Prepare a unit for an engine.
+
+    The input's columns, and for each row its request or its dead letter.
+    """
     prompts: list[list[int] | None] = []
     sampling: list[str | None] = []
     errors: list[str | None] = []
@@ -110,7 +117,7 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
 
 
 def given_back(unit: WorkUnit) -> pa.Table:
-    """What stands for a unit that is not prepared because the run is being stopped."""
+    """The table of a unit that is given back because the run is being stopped."""
     return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _GIVEN_BACK: b""})
 
 
@@ -120,7 +127,7 @@ def is_given_back(table: pa.Table) -> bool:
 
 
 def packed(table: pa.Table) -> pa.Table:
-    """A table as the one row in which it travels through Ray Data, which may cut and join rows as it likes."""
+    """A table as one row for Ray Data, which may cut and join rows as it likes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -158,14 +165,14 @@ class PreparedUnit:
         self.dead_letters[index] = _letter(error, row)
 
     def letters(self) -> list[dict[str, Any]]:
-        """The dead letters, each with its row's id and unit, and how often the row has been tried."""
+        """The dead letters, each with row id, unit and number of attempts."""
         return [
             {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}
             for index, letter in sorted(self.dead_letters.items())
         ]
 
     def output(self, generations: dict[int, Generation], model: str, drafter: str | None) -> pa.Table:
-        """The rows to commit: input columns, then the output's, for every row that was generated."""
+        """The rows to commit: input and output columns of every generated row."""
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
         table = self._input.take(pa.array(indices, pa.int64()))

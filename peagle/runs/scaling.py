@@ -1,4 +1,4 @@
-"""How many engines: what a user allows, how many start at once, and whether one more is worth its load.
+"""The number of engines: allowed, alive, starting, and worth their load.
 
 Pure functions of numbers and heartbeats. It knows neither Ray nor files.
 
@@ -48,7 +48,9 @@ class EngineRange:
         return self.smallest if self.smallest == self.largest else None
 
     def at_start(self, room: int, num_units: int, calls: int) -> int:
-        """Engines that load at once: as many as have room and units to work on, within the range.
+        """Engines that load at once, within the range.
+
+        As many as have room and units to work on.
 
         Args:
             room: engines that the cluster has room for as it is.
@@ -103,7 +105,7 @@ class _Beat:
 
 
 class Heartbeats:
-    """What was heard of the engines.
+    """The engines' heartbeats, and which engines are alive.
 
     Args:
         before: sessions of earlier attempts; none of them is alive.
@@ -131,7 +133,7 @@ class Heartbeats:
                 self._beats[session.session_id] = _Beat(life_s=_life_s(session), seen_at=self._monotonic())
 
     def alive(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
-        """Engines of this attempt that are loading or at work, by the heartbeats that were last observed."""
+        """Engines of this attempt that load or work, by the last observed heartbeats."""
         return [
             session
             for session in self.of_this_attempt(sessions)
@@ -139,7 +141,10 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """How long an engine has lived: to its end, else to now, and no longer than a dead one may have lived on."""
+        """An engine's life in seconds: to its end, else to now.
+
+        No longer than a dead one may have lived on.
+        """
         unheard_s = 0.0 if session.ended else min(self._unheard_s(session), self._silent_after_s)
         return _life_s(session) + unheard_s
 

@@ -1,4 +1,6 @@
-"""How a run stands, from its directory alone: for another terminal or another machine.
+"""The status and the spending of a run, from its directory alone.
+
+For another terminal or another machine.
 
 It writes nothing and asks nobody. Clocks of other machines are believed only for what is shown to people.
 
@@ -88,7 +90,10 @@ class RunStatus:
 
 
 class StatusReader:
-    """Reads the status of one run, again and again: what cannot change any more is read once."""
+    """Reads the status of one run repeatedly.
+
+    Final facts are read once.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -137,7 +142,10 @@ class StatusReader:
         )
 
     def _silent_after_s(self, lease: Lease | None) -> float:
-        """By the heartbeat of this attempt; an older peagle wrote down that of the first one alone."""
+        """Seconds of silence before an engine counts as dead, by its heartbeat.
+
+        An older peagle wrote down the heartbeat of the first attempt alone.
+        """
         heartbeat_s = lease.heartbeat_s if lease is not None else None
         if heartbeat_s is None:
             heartbeat_s = self._manifest.get("config", {}).get("heartbeat_s", 0.0)
@@ -176,7 +184,7 @@ def _driver(state: State, lease: Lease | None) -> str:
 
 
 def _alive(sessions: Sequence[EngineSession], lease: Lease | None, silent_after_s: float) -> list[EngineSession]:
-    """The last session in each place (host and number), if it was heard of lately: about when the last one was."""
+    """The last recent session in each place (host and number), and its time."""
     assert lease is not None, "a run is running by its lease"
     last = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)

@@ -1,4 +1,4 @@
-"""How workers are asked to stop and keep the time that they are given, and how a run is continued."""
+"""Stop workers within a time of grace, and continue a run later."""
 
 import contextlib
 import json
@@ -29,7 +29,10 @@ class StopWord:
         write_json(self._path, {"grace_s": grace_s})
 
     def grace_s(self) -> float | None:
-        """The seconds that work under way has since the stop was asked for; None while the run goes on."""
+        """The seconds that work under way has since the stop was asked for.
+
+        None while the run goes on.
+        """
         try:
             return float(json.loads(self._path.read_bytes())["grace_s"])
         except FileNotFoundError:
@@ -45,7 +48,9 @@ class StopWord:
 
 
 class PolledStop:
-    """The word of a stop where to ask for it takes a request: a thread asks, and whoever wants to know is told at once.
+    """A stop that a thread polls, where each look takes a request.
+
+    Whoever wants to know is told at once.
 
     Args:
         read_grace_s: as of `GraceClock`; where it fails, what was known before is believed.
@@ -69,7 +74,7 @@ class PolledStop:
 
 
 class GraceClock:
-    """A worker's view of a stop: asked for or not, and whether the time for what is under way is over.
+    """A worker's view of a stop: asked for or not, and grace over or not.
 
     The time begins when this process first learns of the stop, on its own monotonic clock: the driver's clock may be
     another machine's.
@@ -97,7 +102,9 @@ class GraceClock:
 
 
 def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:
-    """The command line that continues a run: that of this attempt, with some flags set anew (None: without a value).
+    """The command line that continues a run.
+
+    That of this attempt, with some flags set anew (None: without a value).
 
     >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
     'peagle generate --budget-usd 2'

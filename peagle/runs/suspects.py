@@ -1,4 +1,6 @@
-"""Which rows may have killed an engine: a note of each attempt at a unit, kept in the run directory.
+"""Suspects: rows that may have killed an engine.
+
+A note of each attempt at a unit is kept in the run directory.
 
     OUT/suspects/unit-N.SESSION.json    what that engine process had of unit N in its engine; gone when N commits
 
@@ -27,7 +29,7 @@ _MANY = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What an engine process had of a unit: `rows`, by index, or all of the unit where it is None."""
+    """An engine process's rows of a unit by index; None for all of it."""
 
     rows: tuple[int, ...] | None = None
     alone: bool = False
@@ -48,7 +50,7 @@ class Verdict:
 
 
 def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
-    """What the notes that dead engine processes left of a unit say.
+    """Judge the notes that dead engine processes left of a unit.
 
     Example: three rows were in an engine that died, then the first of them was alone in two that died: it is guilty,
     and the other two are suspects.
@@ -79,7 +81,7 @@ class UnitNotes:
         self._own = folder / f"{self._prefix}{session_id}.json"
 
     def verdict(self, num_rows: int) -> Verdict:
-        """What earlier engine processes left of the unit."""
+        """The verdict on the notes of earlier engine processes on the unit."""
         notes = []
         for path in self._paths():
             if path == self._own:
@@ -96,7 +98,10 @@ class UnitNotes:
         write_atomic(self._own, json.dumps(asdict(note)).encode())
 
     def withdraw(self) -> None:
-        """The unit left the engine undone and nothing died: this process's note says nothing any more."""
+        """Withdraw this process's note.
+
+        The unit left the engine undone and nothing died.
+        """
         self._own.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -105,7 +110,7 @@ class UnitNotes:
             path.unlink(missing_ok=True)
 
     def _only_waited(self, path: Place) -> bool:
-        """Whether a row of another unit was alone in the engine of the process that left this note."""
+        """Whether another unit's row was alone in the engine of this note's process."""
         session_id = path.name.split(".")[1]
         return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
 
@@ -114,7 +119,10 @@ class UnitNotes:
 
 
 def forgettable(folder: Place, committed: set[int]) -> list[Place]:
-    """Notes that only say that a driver was killed, and those of committed units; when no engine runs."""
+    """Notes to forget when no engine runs.
+
+    They say only that a driver was killed, or are of committed units.
+    """
     return [path for path in folder.glob("unit-*.json") if _unit(path) in committed or _read(path).is_vague]
 
 

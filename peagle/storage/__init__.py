@@ -1,4 +1,6 @@
-"""Where a run directory lies: on a local disk or in an object store, with the same few operations on both.
+"""Storage of a run directory: a local disk or an object store.
+
+The same few operations work on both.
 
     write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
     write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
@@ -43,7 +45,7 @@ class Place(Protocol):
         """The last part without its suffix."""
 
     def __truediv__(self, name: str, /) -> Self:
-        """What is in it, by its name."""
+        """A file or folder in it, by name."""
 
     def exists(self) -> bool:
         """Whether it is there."""
@@ -55,10 +57,10 @@ class Place(Protocol):
         """Its size."""
 
     def iterdir(self) -> Iterator[Self]:
-        """What is in the folder."""
+        """The contents of the folder."""
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """What is in the folder, by name."""
+        """The contents of the folder that match a pattern."""
 
     def read_bytes(self) -> bytes:
         """All of it."""
@@ -71,7 +73,7 @@ class Place(Protocol):
 
 
 def place(location: "str | Place") -> Place:
-    """What a user names: a path, or a folder of a bucket as `s3://bucket/folder`.
+    """The place of a user's name: a path, or a folder as `s3://bucket/folder`.
 
     Raises:
         ConfigError: another scheme, or no such name.
@@ -89,7 +91,7 @@ def place(location: "str | Place") -> Place:
 
 
 def on_disk(location: Any) -> Any:
-    """What a user names where only a folder of a file system will do, as it is: a validator for pydantic.
+    """Validate, for pydantic, a name that must be on a file system.
 
     Raises:
         ValueError: a URL; as a path it would be a folder of that name here.
@@ -100,7 +102,9 @@ def on_disk(location: Any) -> Any:
 
 
 def require_usable(folder: Place) -> None:
-    """Make sure that what lies in a folder of a store can be created once only; a disk is tried by `require_links`.
+    """Require that a store creates a name once only.
+
+    A disk is tried by `require_links`.
 
     Raises:
         ConfigError: the store cannot do that, refuses, or does not answer.
@@ -113,7 +117,9 @@ def require_usable(folder: Place) -> None:
 
 
 def require_links(folder: Place) -> None:
-    """Make sure that a name can be created once only; a store is tried by `require_usable`, before it is written.
+    """Require that a disk creates a name once only.
+
+    A store is tried by `require_usable`, before it is written.
 
     Args:
         folder: it is there.
@@ -141,7 +147,9 @@ def open_to_read(path: Place) -> BinaryIO:
 
 
 def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
-    """A URL with which anybody can read the file for a while; None where no store gives any.
+    """A URL with which anybody can read the file for a while.
+
+    None where no store gives any.
 
     Args:
         disposition: `Content-Disposition` of the answer.
@@ -153,7 +161,9 @@ def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
 
 
 def write_once(path: Place, data: bytes) -> bool:
-    """Create `path` with `data` unless it exists; the first writer wins, and it alone gets True.
+    """Create `path` with `data` unless it exists.
+
+    The first writer wins, and it alone gets True.
 
     Raises:
         OSError, StorageError: it cannot be written. In a store it may come to be there all the same.
@@ -162,7 +172,7 @@ def write_once(path: Place, data: bytes) -> bool:
 
 
 def write_atomic(path: Place, data: bytes) -> None:
-    """Replace `path` with `data`; a reader sees the old bytes or the new ones, never a part.
+    """Replace `path` with `data`; a reader sees old bytes or new ones, never both.
 
     Raises:
         OSError, StorageError: it cannot be written.
@@ -179,7 +189,9 @@ def write_json(path: Place, value: Any) -> None:
 
 
 def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-    """A file to write that takes the place of `path` when it is whole; for what is too big for `write_atomic`.
+    """A file to write that replaces `path` when it is whole.
+
+    For data too big for `write_atomic`.
 
     Raises:
         OSError, StorageError: it cannot be written.
@@ -188,7 +200,9 @@ def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
 
 
 def make_folder(folder: Place) -> None:
-    """Make a folder and those above it, where folders are made; they are there after a power cut.
+    """Make a folder and those above it, where folders are made.
+
+    They are there after a power cut.
 
     Raises:
         OSError: it cannot be made.
@@ -210,7 +224,7 @@ def remove(path: Place) -> None:
 
 
 def remove_temporaries(folder: Place, *, older_than_s: float = 0.0) -> int:
-    """Delete what writers that were killed left of files in `folder`; the number deleted.
+    """Delete killed writers' leftovers in `folder`; return their number.
 
     Args:
         older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long. In a

@@ -1,4 +1,4 @@
-"""An S3 store as this process reaches it: whole objects, the first writer of a name, listings; patient with faults.
+"""A client for S3 stores: objects, first writers, listings; patient with faults.
 
 What passes (500, 503, SlowDown, cut connections, timeouts) is asked again, with growing random pauses, for a bounded
 time. So a write may have been done although its answer was lost, and is then done twice. That is harmless where it
@@ -49,7 +49,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What a listing of a folder says of one of its names; a folder within it has no `etag`."""
+    """One name of a folder's listing; a folder within it has no `etag`."""
 
     name: str
     etag: str | None
@@ -111,7 +111,7 @@ class ObjectStore:
         return data
 
     def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
-        """Bytes `first` to `last`, both included, of an object that still has this content.
+        """Bytes `first` to `last`, both included, of an object with this content.
 
         Raises:
             StorageError: it was replaced meanwhile; pieces of two contents would make neither.
@@ -180,7 +180,9 @@ class ObjectStore:
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def presigned_url(self, at: Address, valid_s: int, **how: str) -> str:
-        """A URL with which anybody can read an object for a while, whether it is there or not.
+        """A URL with which anybody can read an object for a while.
+
+        Whether it is there or not.
 
         Args:
             how: what the answer is to say of it, as `get_object` names it.
@@ -202,7 +204,10 @@ class ObjectStore:
         self.ask(f"{at}: cannot be written", at, put)
 
     def write_once(self, at: Address, data: bytes) -> bool:
-        """Create an object unless the name is taken; of all writers one gets True, even if its answer was lost."""
+        """Create an object unless the name is taken.
+
+        One writer alone gets True, even if its answer was lost.
+        """
         writer = uuid.uuid4().hex
 
         def put() -> bool:
@@ -242,7 +247,7 @@ class ObjectStore:
         return answer["Body"].read(), answer["ETag"]
 
     def ask(self, what: str, at: Address, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to `call`, which is repeated as long as its faults may pass and patience lasts.
+        """The answer to `call`, repeated while its faults may pass and patience lasts.
 
         Args:
             what: could not be done, for the error.

@@ -1,4 +1,4 @@
-"""What goes wrong between this process and an object store: what passes, what does not, and what to do about it.
+"""Faults of an object store: which pass, which do not, and hints.
 
 It knows the client library's errors and S3's codes; it asks the store nothing.
 """
@@ -62,7 +62,10 @@ def status_of(error: Exception) -> int:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether there is no such object. Where there is no bucket either, the store says so except to a HEAD."""
+    """Whether there is no such object.
+
+    Where there is no bucket either, the store says so except to a HEAD.
+    """
     return code_of(error) in ("NoSuchKey", "404")
 
 

@@ -1,4 +1,4 @@
-"""An object as a file to read, anywhere in it.
+"""Objects of an S3 store as files to read or write; a trial of the store.
 
 It is fetched in large pieces, because a request costs more time than a megabyte. It knows one object.
 
@@ -84,7 +84,10 @@ _PART_BYTES = 1 << 26  # a store takes 10,000 parts, and some want all of one si
 
 @contextlib.contextmanager
 def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
-    """A file that replaces an object when the block ends, and changes nothing when it fails."""
+    """A file that replaces an object when the block ends.
+
+    It changes nothing when the block fails.
+    """
     writer = _Writer(store, at)
     try:
         yield cast(BinaryIO, writer)
@@ -95,7 +98,9 @@ def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
 
 
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
-    """Forget what killed writers had sent of large objects into a folder; the number of these.
+    """Abort killed writers' uploads of large objects into a folder.
+
+    Returns their number.
 
     Others may be writing there, and whose an upload is does not show. So its age by the store's own clock decides.
     """
@@ -178,7 +183,7 @@ _TRIALS = 3
 
 
 def require_conditional_writes(folder: Address) -> None:
-    """Make sure that the store can be written, and refuses to write a name twice when it is asked to.
+    """Require a store that can be written and refuses to write a name twice.
 
     Raises:
         StorageError: it cannot, or the variables do not name a store that can be used.

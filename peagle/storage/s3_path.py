@@ -1,4 +1,4 @@
-"""`s3://bucket/key` with those methods of `pathlib.Path` that a run directory needs.
+"""`s3://bucket/key` with the methods of `pathlib.Path` that a run needs.
 
 A folder is what the names of its objects begin with, so it is there when one of them is. It holds names only; what
 talks to the store is imported when it is asked for something.
@@ -95,7 +95,7 @@ class S3Path:
         return self.glob("*")
 
     def glob(self, pattern: str) -> Iterator["S3Path"]:
-        """What is directly in the folder, by `*` and `?` in its name."""
+        """The direct contents of the folder that match `*` and `?` in a name."""
         literal = pattern.replace("?", "*").partition("*")[0]
         for listed in self._store.names(self._address, literal):
             if fnmatchcase(listed.name, pattern):
@@ -157,7 +157,9 @@ class S3Path:
         return open_to_write(self._store, self._address)
 
     def abort_uploads(self, older_than_s: float) -> int:
-        """Forget what killed writers had sent of large objects into this folder; the number of these.
+        """Abort killed writers' uploads of large objects into this folder.
+
+        Returns their number.
 
         Args:
             older_than_s: since they began.
@@ -167,7 +169,7 @@ class S3Path:
         return abort_uploads(self._store, self._address, older_than_s)
 
     def require_conditional_writes(self) -> None:
-        """Make sure that the store can be used for a run, by an object of a moment in this folder.
+        """Require that the store can hold a run, by a short-lived object here.
 
         Raises:
             StorageError: it cannot.

@@ -1,4 +1,6 @@
-"""The end of a tuning: the choice in words, its profile, and a table of what was measured. Starts nothing.
+"""The answer of a tuning: the choice in words, its profile, a table.
+
+Starts nothing.
 
 Everything comes from passes; it knows no files and no engines.
 """
@@ -62,7 +64,7 @@ def answer(
 
 
 def text_table(profile: Profile) -> str:
-    """What was measured, the choice first."""
+    """The table of measurements, the choice first."""
     rows = [
         ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
     ]

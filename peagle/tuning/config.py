@@ -1,4 +1,4 @@
-"""What a user can ask of a tuning: one flat set of keys, the same in YAML and on the command line."""
+"""The keys of a tuning, the same in YAML and on the command line."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,7 +18,10 @@ AUTO = "auto"
 
 
 class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
-    """One tuning. A description is the help text of its flag; an unknown key is an error."""
+    """One tuning.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     objective: Objective = Field(
         "tokens-per-dollar",
@@ -77,7 +80,10 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         return list(dict.fromkeys(words))
 
     def goal(self) -> dict[str, Any]:
-        """What decides among measurements; another goal needs no new ones."""
+        """The goal that decides among measurements.
+
+        Another goal needs no new ones.
+        """
         return {"objective": self.objective, "max_tpot_ms": self.max_tpot_ms, "max_ttft_ms": self.max_ttft_ms}
 
 

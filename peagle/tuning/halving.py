@@ -1,4 +1,6 @@
-"""Which configuration is measured next: successive halving within a budget of engine time. Pure.
+"""The next configuration to measure: successive halving within a time budget.
+
+With the costs of measuring, and scores by the objective. Pure.
 
 In round 0 every configuration (an arm) is measured in one pass. Then the better half goes on, and has twice as many
 passes by the end of each round as by that of the one before. An arm names the engine that can serve it, and one engine
@@ -47,7 +49,10 @@ class Turn:
 
 
 class Costs:
-    """Seconds of engine starts and passes. What was never done is taken to last as its like; at first, nothing."""
+    """Seconds of engine starts and passes.
+
+    What was never done is taken to last as its like; at first, nothing.
+    """
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -97,7 +102,10 @@ class Score:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sorts the best first: within the limits by value, those beyond after them by how far."""
+        """Sort the best first.
+
+        Within the limits by value; those beyond after them, by how far.
+        """
         return (True, self.excess) if self.excess > 0 else (False, -self.value)
 
 
@@ -149,7 +157,9 @@ class Search:
         self.failed[engine] = reason
 
     def next(self, up: str | None = None) -> Turn | None:
-        """What is to be measured now; None when the best is found, or the budget does not hold more.
+        """The next measurement.
+
+        None when the best is found, or the budget does not hold more.
 
         Args:
             up: the engine that is up.
@@ -171,7 +181,7 @@ class Search:
         return self._missing(self.rounds[-1], len(self.rounds) - 1)
 
     def pending_s(self, up: str | None = None) -> float:
-        """What the rest of the present round takes, as far as is known."""
+        """Seconds of the rest of the present round, as far as is known."""
         return self._costs.of(self.pending(), up)
 
     def ranked(self, arms: Iterable[Arm]) -> list[Arm]:
@@ -194,7 +204,10 @@ class Search:
     # --- rounds
 
     def _following(self, up: str | None) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
-        """The better half, as far as the budget holds it (none of it is no round), and what it does not hold of it."""
+        """The better half that the budget holds, and the part it does not hold.
+
+        An empty half is no round.
+        """
         ranked = self.ranked(self.rounds[-1])
         num_wanted = math.ceil(len(ranked) / 2)
         wanted = ranked[: num_wanted if len(self.rounds) > 1 else max(2, num_wanted)]
@@ -213,7 +226,7 @@ class Search:
     def _held(
         self, arms: Sequence[Arm], more: Sequence[Arm], number: int, up: str | None
     ) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
-        """Arms of a round with as many more, the first ones first, as the budget holds; and those that it does not."""
+        """Arms of a round that the budget holds, the first ones first; and the rest."""
         held, cut = list(arms), list[Arm]()
         for arm in more:
             fits = self._fits(self._costs.of(self._missing([*held, arm], number), up))
@@ -237,13 +250,19 @@ class Search:
         return others[:1] if is_close else []
 
     def _is_settled(self, following: Sequence[Arm]) -> bool:
-        """Nothing would be decided by another round, or what is left does not pay for a comparison."""
+        """Whether another round would decide nothing.
+
+        Or the rest of the budget does not pay for a comparison.
+        """
         return len(following) < 2 or (len(self.rounds) > 1 and set(following) == set(self.rounds[-1]))
 
     # --- budget
 
     def _affordable(self, pending: Sequence[Turn], up: str | None) -> Turn | None:
-        """A pass on the engine that is up, else the first of an engine whose whole round the budget holds."""
+        """A pass on the running engine, else the first of an affordable engine.
+
+        The budget must hold that engine's whole round.
+        """
         for turn in pending:
             if turn.arm.engine == up and self._fits(self._costs.of([turn], up)):
                 return turn
@@ -294,7 +313,10 @@ def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
 
 
 def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]:
-    """By limit, the share by which it is exceeded; negative within. Empty where no limit was set."""
+    """By limit, the share by which it is exceeded; negative within.
+
+    Empty where no limit was set.
+    """
     limits = {"tpot_s": config.max_tpot_ms, "ttft_s": config.max_ttft_ms}
     return {
         name: (summary[name][P95] * 1000 / limit_ms - 1 if summary[name] else 1.0)

@@ -1,4 +1,6 @@
-"""A tuning, from its configuration to its profile: engines one after another, a finished pass kept at once.
+"""A tuning, from its configuration to its profile.
+
+One engine runs after another; each finished pass is kept at once.
 
     config -> space and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
 
@@ -48,7 +50,9 @@ def tune(
     start: Start = start_engine,
     tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
 ) -> tuple[Profile, Path]:
-    """Search until the answer is found or the budget is spent; the profile, and its file.
+    """Search until the answer is found or the budget is spent.
+
+    Returns the profile and its file.
 
     Args:
         start: starts an engine.
@@ -76,13 +80,16 @@ def tune(
 
 
 def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repeat: int) -> list[Prompt]:
-    """The prompts of a pass: each repeat goes on where the one before ended, and begins again at the end."""
+    """The prompts of a pass.
+
+    Each repeat goes on where the one before ended, and begins again at the end.
+    """
     num = max(concurrency * waves, _MIN_PROMPTS)
     return [prompts[(repeat * num + place) % len(prompts)] for place in range(num)]
 
 
 class _Run:
-    """What one command measures, and what it finds measured already."""
+    """The measurements of one command, earlier ones included."""
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class _Run:
             self._find(arm)
 
     def announce(self) -> None:
-        """What will be measured, and what is there already."""
+        """Announce the passes to measure and those that exist already."""
         plan, dataset, say = self._space.plan, self._dataset, self._listener.say
         where = f"{plan.hardware.describe()}, {', '.join(p.precision.describe() for p in self._space.plans)}"
         say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
@@ -126,7 +133,7 @@ class _Run:
         )
 
     def measure(self) -> None:
-        """Start engines as the search wants them, and keep each up as long as it wants more of it.
+        """Start engines as the search wants them, and keep each up while it is wanted.
 
         Raises:
             EngineError: not a single engine could be measured, and nothing was by earlier commands.
@@ -215,7 +222,10 @@ class _Run:
 
 
 def _fingerprint(config: TuneConfig, space: Space, dataset: Dataset) -> dict[str, Any]:
-    """What all passes of a folder share; methods, K, precisions, the goal, and sizes up to the largest can change."""
+    """The settings that all passes of a folder share.
+
+    Methods, K, precisions, the goal, and sizes up to the largest can change.
+    """
     found = space.plan.fingerprint(dataset)
     del found["precision"]
     return found | {"waves": config.waves}
@@ -226,7 +236,10 @@ def _name(turn: Turn) -> str:
 
 
 def _rounds_to_dict(search: Search) -> dict[str, Any]:
-    """The rounds after the first, which has all arms; and what only the budget kept out of each."""
+    """The rounds after the first, and the arms that the budget kept out of each.
+
+    The first has all arms.
+    """
 
     def listed(rounds: Sequence[Sequence[Arm]]) -> list[list[list[Any]]]:
         return [[[arm.engine, arm.concurrency, arm.drafts] for arm in arms] for arms in rounds[1:]]

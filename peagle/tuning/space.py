@@ -1,4 +1,6 @@
-"""All configurations of a tuning: which engines there are, and what each of them can serve. Starts nothing.
+"""All configurations of a tuning: engines, and the load each can serve.
+
+Starts nothing.
 
 An engine is a method, K, precision and number of token slots, sized for the largest concurrency; it serves each
 concurrency, so that one start measures several configurations. Engines, checks and the price are those of a benchmark.
@@ -65,7 +67,7 @@ class Space:
 
     @property
     def plan(self) -> Plan:
-        """What all of them have in common."""
+        """The plan that all of them share."""
         return self.plans[0]
 
     @property
@@ -79,7 +81,7 @@ class Space:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know beforehand, each once."""
+        """Notes for the user beforehand, each once."""
         return list(dict.fromkeys(note for plan in self.plans for note in plan.notes))
 
 
@@ -127,7 +129,10 @@ def _candidate(config: TuneConfig, plan: Plan, setup: Setup, num_slots: str) -> 
 
 
 def _drafter(config: TuneConfig, setup: Setup) -> str:
-    """What --drafter takes for a setup: the head that was named, wherever the command runs, or the catalog's method."""
+    """The value of --drafter for a setup.
+
+    The named head, wherever the command runs, or the catalog's method.
+    """
     named = dict(one.split("=", 1) for one in config.drafter).get(setup.method)
     assert setup.drafter is not None or named is None, "a head is of a method that drafts"
     return setup.drafter.model if setup.drafter and named else setup.method

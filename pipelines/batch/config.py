@@ -1,4 +1,4 @@
-"""What a user can ask of a bulk run: one flat set of keys, the same in YAML and on the command line.
+"""The keys of a bulk run, the same in YAML and on the command line.
 
 It checks what can be checked without a corpus, a model or a cluster; it resolves nothing.
 """
@@ -40,7 +40,10 @@ FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
 
 
 class StandInKeys(BaseModel):
-    """Whether a real engine answers, and what the fake one is like; runs and the endpoint have these keys."""
+    """The choice between a real engine and the fake one, and the fake one's traits.
+
+    Runs and the endpoint have these keys.
+    """
 
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
@@ -55,7 +58,10 @@ class StandInKeys(BaseModel):
 
 
 class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
-    """One bulk run. A description is the help text of its flag; an unknown key is an error."""
+    """One bulk run.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)  # of the others; JSON, and so run.json, has neither
 
@@ -185,7 +191,7 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
     @field_validator("json_schema", mode="before")
     @classmethod
     def _schema_from_a_file(cls, value: Any) -> Any:
-        """What is no schema is the name of a file with one; the run is what it holds, not its name."""
+        """Read a schema from the file that is named, so that its content is kept."""
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:

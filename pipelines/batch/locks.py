@@ -1,4 +1,7 @@
-"""Two asyncio primitives: a shared or exclusive lock (a suspect row runs alone) and a weighted FIFO semaphore."""
+"""Two asyncio primitives: a shared/exclusive lock and a weighted semaphore.
+
+A suspect row runs alone. The semaphore is first in, first out.
+"""
 
 import asyncio
 import contextlib
@@ -81,7 +84,9 @@ class Places:
 
 
 def rows_in_engine(slots: int) -> int:
-    """Rows to give an engine that decodes so many at once: those, and some that wait in it.
+    """Rows to give an engine that decodes so many at once.
+
+    Those, and some that wait in it.
 
     Rows of equal length end in the same step; where fewer wait than end, the next step computes less than it could.
     With many slots few end at once, and what is in an engine when it dies is under suspicion.

@@ -1,4 +1,4 @@
-"""The ranks of an engine that are on other nodes than its actor: their places, actors that follow, a watch over them.
+"""An engine's ranks on other nodes: places, following actors, and a watch.
 
 The engine's actor (`worker.py`) leads. Its followers end with it, for Ray ends what a process has started; and it ends
 with the first of them. What vLLM is told is in `peagle/engine/multinode.py`.
@@ -29,7 +29,10 @@ _LOGS = "the run's logs/ folder has a log of each node"
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerJob:
-    """What an actor needs that follows: of the engine's job, and its session, after which its log is named."""
+    """The job of an actor that follows.
+
+    From the engine's job, with the session that names its log.
+    """
 
     run_dir: str
     places: str
@@ -102,7 +105,7 @@ class OtherNodes:
         self._has_started.set()
 
     def release(self) -> None:
-        """The engine ends of its own accord: whatever becomes of the others is of no interest."""
+        """Release the other nodes: the engine ends of its own accord."""
         self._die = lambda _: None
 
     def _watch(self) -> None:
@@ -127,7 +130,10 @@ class OtherNodes:
 
 
 def _actors(part: Mapping[str, float], count: int) -> list[Any]:
-    """`Follower` on so many other nodes, when each has a place for it. The engine's capacity was checked: they come."""
+    """`Follower` on so many other nodes, when each has a place for it.
+
+    The engine's capacity was checked: they come.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

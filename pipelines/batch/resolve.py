@@ -1,4 +1,4 @@
-"""From what a user asked for to what will run: model, drafter, K, precision, price, placement.
+"""Resolve a run: model, drafter, K, precision, hardware, price, placement.
 
 Everything that can be refused is refused here, before an engine starts. It starts nothing itself.
 """
@@ -57,7 +57,7 @@ class ResolvedRun:
     tuned: TunedWatch | None = None
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
-        """What must be equal for another attempt to continue this run."""
+        """The settings that must be equal for another attempt to continue this run."""
         drafter = self.spec.drafter
         return {
             "model": {"name": self.model.name, "weights": self.model.fingerprint},
@@ -195,7 +195,9 @@ def _sampling(
 def hardware_for(
     run: RunDirectory, config: GenerateConfig, *, check: Callable[[], None], announce: Callable[[str], None]
 ) -> Hardware:
-    """The hardware of a node that will run the engines; of a finished run that which it had, for it needs none.
+    """The hardware of a node that will run the engines.
+
+    A finished run needs none, so it keeps the one that it had.
 
     Args:
         check, announce: as of `cluster.require_capacity`, for an autoscaled cluster that has no such node yet.
@@ -208,7 +210,9 @@ def hardware_for(
 
 
 def _finished_on(run: RunDirectory, config: GenerateConfig) -> Hardware | None:
-    """The accelerators that a finished run had: it need not wait for others to find that nothing is left to do.
+    """The accelerators that a finished run had.
+
+    It need not wait for others to find that nothing is left to do.
 
     None where something may be left, or where nobody would wait: then somebody has to look at what is there.
 
@@ -230,7 +234,7 @@ def _finished_on(run: RunDirectory, config: GenerateConfig) -> Hardware | None:
 
 
 def _look(config: GenerateConfig, *, check: Callable[[], None], announce: Callable[[str], None]) -> Hardware:
-    """The hardware of a node that will run engines: of this one, or of one of the cluster's.
+    """The hardware of this node, or of one of the cluster's, for the engines.
 
     Where engines need accelerators, an autoscaled cluster is asked for them first: before they are there nothing can be
     said of them, and a run would be one on the CPUs of its head.

@@ -251,7 +251,7 @@ def _announcement(resolved: ResolvedRun, plan: Plan) -> str:
 
 
 def _concurrency(resolved: ResolvedRun, plan: Plan) -> int:
-    """Requests in an engine at once: as many as it takes, where there are rows for them."""
+    """Requests in an engine at once, as many as it takes and there are rows for."""
     rows_per_engine = math.ceil(plan.num_rows / resolved.config.engine_range.smallest)
     return min(resolved.spec.max_num_seqs, rows_per_engine)
 
@@ -264,7 +264,9 @@ def _drafter(resolved: ResolvedRun) -> str:
 def _open(
     run: RunDirectory, plan: Plan, resolved: ResolvedRun, command: Sequence[str], served_name: str | None = None
 ) -> Plan:
-    """Create the run directory, or make sure that it holds this very run; the plan that counts.
+    """Create the run directory, or require that it holds this very run.
+
+    Returns the plan that counts.
 
     Another driver may have created it until now, whatever the lease says: then its plan counts.
 

@@ -1,4 +1,6 @@
-"""The life of one engine process, as the ledger has it: its place on the node, its log, its heartbeats.
+"""One engine process, from its admission to its end.
+
+Its place on the node, its log and its heartbeats, as the ledger has them.
 
 It knows the run directory and a meter; it knows neither engines nor units.
 
@@ -24,7 +26,7 @@ from pipelines.cluster.node import claim_slot, redirect_output
 
 
 class Session:
-    """A session of the ledger, from this moment until `end`; a thread writes its heartbeats.
+    """A session of the ledger, until `end`; a thread writes its heartbeats.
 
     Attributes:
         slot: the place of this engine on this node among those that number theirs under the same name.
@@ -104,7 +106,7 @@ _HEARTBEATS_A_LOOK = 3.0  # more than an engine may be silent for
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """What an actor has to know of the run.
+    """The facts of a run by which an actor may load its engine.
 
     Attributes:
         num_engines: below so many, an actor loads whatever is left to do.
@@ -135,6 +137,9 @@ class Admission:
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:
-    """The work of each unit by its number: as it was guessed, or its rows where an older plan has no guess."""
+    """The guessed work of each unit by its number.
+
+    Its rows where an older plan has no guess.
+    """
     work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
     return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -1,4 +1,6 @@
-"""Units through Ray Data: from the plan to committed files, while somebody watches.
+"""Stream units through Ray Data, from the plan to committed files.
+
+Somebody watches meanwhile.
 
 The driver's half of a run: it hands out units and adds up receipts; it touches no row, so its memory grows with units
 and not with rows.
@@ -107,7 +109,10 @@ def _tell_warnings(supervisor: Supervisor, progress: Progress) -> None:
 
 
 def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """The receipts, up to where they break off while the run is stopped: the signal may have ended Ray as well."""
+    """The receipts, up to where they break off while the run is stopped.
+
+    The signal may have ended Ray as well.
+    """
     try:
         yield from receipts
     except PeagleError:
@@ -118,7 +123,10 @@ def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Uni
 
 
 def _observe(supervisor: Supervisor) -> None:
-    """Have the supervisor look while engines work; where it cannot, Ray must not be shut down under their feet."""
+    """Have the supervisor look while engines work.
+
+    Where it cannot, Ray must not be shut down under their feet.
+    """
     try:
         supervisor.observe()
     except (PeagleError, OSError):
@@ -127,7 +135,10 @@ def _observe(supervisor: Supervisor) -> None:
 
 
 def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
-    """Pieces of the plan -> prepared units -> receipts; a unit is one row and one block."""
+    """Pieces of the plan -> prepared units -> receipts.
+
+    A unit is one row and one block.
+    """
     import ray
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
@@ -213,7 +224,10 @@ def _fake(config: GenerateConfig) -> dict[str, Any] | None:
 
 
 def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:
-    """For engines that come and go; a fixed number of them loads whatever there is to do."""
+    """The admission of engines that come and go.
+
+    A fixed number of them loads whatever there is to do.
+    """
     engines = config.engine_range
     if engines.fixed is not None:
         return None
@@ -226,7 +240,7 @@ def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admissi
 
 
 class _Receipts:
-    """Runs a dataset in a thread, so that the driver can draw and be interrupted at any moment."""
+    """A thread that runs a dataset, so that the driver can draw and be interrupted."""
 
     def __init__(self, dataset: Callable[[], Any]) -> None:
         self._queue: queue.Queue[UnitUsage | BaseException | None] = queue.Queue()

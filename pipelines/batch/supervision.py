@@ -1,4 +1,4 @@
-"""The driver's judgement: whether a run goes on, when it has to be asked to stop, and what is said at its end.
+"""The driver's judgement: go on, ask to stop, and the words at the end.
 
 It reads the run directory and asks workers to stop through it. It knows neither Ray nor rows.
 """
@@ -67,7 +67,10 @@ class DeathWatch:
         self.in_a_row = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
-        """Deaths since a row was last finished, given the sessions of this attempt and the rows that are committed."""
+        """Count deaths since a row was last finished.
+
+        From this attempt's sessions and the committed rows.
+        """
         sessions = list(sessions)
         places = {(session.hostname, session.engine_index) for session in sessions}
         num_deaths = len(sessions) - min(len(places), self._num_engines)
@@ -120,13 +123,16 @@ class Supervisor:
         self.ending: Ending | None = None
 
     def _earlier(self) -> Iterator[UnitUsage]:
-        """What earlier attempts committed, once through: there may be more units than memory holds."""
+        """The units of earlier attempts, read once.
+
+        There may be more of them than memory holds.
+        """
         for usage in self._run.usages():
             self.tally.add(usage, before=True)
             yield usage
 
     def require_room(self) -> None:
-        """Refuse to start engines, or to wait for nodes, when a limit is reached already or a stop was asked for.
+        """Refuse to start engines or wait for nodes after a limit or a stop.
 
         Raises:
             StoppedEarly: no money or time is left, or a signal came.
@@ -151,13 +157,16 @@ class Supervisor:
             self._ask_to_stop()
 
     def new_warnings(self) -> list[str]:
-        """What engines of this attempt have warned of when they started, each once."""
+        """New start warnings of this attempt's engines, each once."""
         new = [warning for warning, is_told in self._warnings.items() if not is_told]
         self._warnings |= dict.fromkeys(new, True)
         return new
 
     def _ask_to_stop(self) -> None:
-        """Where the word cannot be written (a full disk), every look tries again; workers are abandoned in time."""
+        """Ask workers to stop; each look tries again where that cannot be written.
+
+        The disk may be full. Workers are abandoned in time.
+        """
         with contextlib.suppress(*WRITE_ERRORS):
             self._run.stop.request(self._resolved.config.grace_s)
             self._is_asked = True
@@ -168,7 +177,7 @@ class Supervisor:
         return time.monotonic() > self._give_up_at
 
     def error(self) -> PeagleError:
-        """The end of a run that is not finished: the reason, where it stands, and how it goes on."""
+        """The error of an unfinished run: reason, progress, and how it goes on."""
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
         committed = self._run.committed()  # not the tally: of what is committed last, the driver may hear nothing
         num_units, num_done = len(self._plan.units), len(committed)
@@ -200,7 +209,7 @@ class Supervisor:
         return None
 
     def _reserve_usd(self, num_alive: int) -> float:
-        """What ending costs at most: of the engines that there are, or will be in a moment."""
+        """The most that ending costs, for present engines and those about to start."""
         num_engines = max(self._resolved.config.engine_range.smallest, num_alive)
         num_devices = num_engines * self._resolved.placement.num_devices
         return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
@@ -229,7 +238,10 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """What all of it will cost if the rest costs a fifth more by the row than what is done; rounded up."""
+        """The cost of the whole run, if each remaining row costs a fifth more.
+
+        Rounded up.
+        """
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
         rest = self._spending.usd / done * (self._plan.num_rows - done) if done else budget
@@ -238,14 +250,17 @@ class Supervisor:
         return math.ceil(wanted / step) * step
 
     def _later(self) -> dict[str, str | None]:
-        """A duration counts anew; a moment, also one that is named by a time of day, does not come again."""
+        """A deadline set anew.
+
+        A duration counts again; a moment, also a time of day, does not come again.
+        """
         text = self._resolved.config.deadline or "none"
         again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
 def require_few_failures(report: Mapping[str, Any], run: RunDirectory, limits: Limits, command: Sequence[str]) -> None:
-    """Make sure that a run whose units are all committed has no more dead letters than the user allows.
+    """Require no more dead letters than the user allows, of a fully committed run.
 
     The last rows may pass the limit when nobody looks any more; how a run ends must not depend on that.
 
@@ -268,7 +283,7 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, limits: L
 
 
 def require_time(limits: Limits, stop: threading.Event, command: Sequence[str]) -> None:
-    """Refuse to go on waiting for a cluster before there is a run that could be supervised.
+    """Refuse to wait longer for a cluster before a run exists.
 
     Raises:
         StoppedEarly: the deadline is near, or a stop was asked for.
@@ -294,7 +309,10 @@ def stopped_at_once(command: Sequence[str]) -> str:
 
 
 def limits_of(config: GenerateConfig) -> Limits:
-    """The limits that the configuration sets, counted from now, with the time that ending takes."""
+    """The limits of the configuration, counted from now.
+
+    With the time that ending takes.
+    """
     return Limits(
         budget_usd=config.budget_usd,
         deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now()),

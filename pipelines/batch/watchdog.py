@@ -1,4 +1,6 @@
-"""Whether an engine lives: how long it has been silent, and a row's time limit, which counts in an engine that works.
+"""The watchdog of an engine: its silence, its loop, and a row's time limit.
+
+The limit counts in an engine that works.
 
 A step and what comes of any row are signs of life. It knows no engine: it asks for a number that grows with the signs.
 What looks at an engine runs in the event loop of its actor; whether that loop lives, a thread sees.
@@ -48,7 +50,10 @@ class SilenceClock:
         self._silent_s = 0.0
 
     def look(self, *, is_busy: bool) -> float:
-        """Seconds of silence up to now; none where no row is in the engine, which then has nothing to say."""
+        """Seconds of silence up to now.
+
+        0 where no row is in the engine, which then has nothing to say.
+        """
         signs, now = self._signs_of_life(), self._monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
@@ -57,7 +62,7 @@ class SilenceClock:
 
 
 class LoopWatch:
-    """A thread that ends this process when its event loop has stood still for too long.
+    """A thread that ends this process when its event loop stands still too long.
 
     It asks the loop for a sign at each look, and goes when the loop has ended. Begun from within the loop, so that
     nothing counts that takes long before there is one, such as an engine that loads.
@@ -116,7 +121,9 @@ class LoopWatch:
 async def within(
     limit_s: float | None, answer: Coroutine[Any, Any, Generation], signs_of_life: Callable[[], int]
 ) -> Generation:
-    """A row's answer, given up once `limit_s` seconds have passed and the engine has worked since.
+    """A row's answer, given up after `limit_s` seconds in a working engine.
+
+    The engine must have worked since.
 
     An engine that is silent at that moment may hang, which is no fault of the row's; or be in a step that is longer
     than the limit. So a row is only out of time at the next sign of life; an engine that never gives one is judged by

@@ -1,4 +1,4 @@
-"""The second stage that Ray Data runs: generate a prepared unit on an engine, and commit it.
+"""Ray Data's second stage: generate a prepared unit on an engine, commit it.
 
 A unit is one row. What the stage needs travels in one picklable job record, and names of models are resolved on the
 node that uses them. It knows nothing of the driver.
@@ -41,7 +41,9 @@ from pipelines.batch.watchdog import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfT
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """What an engine actor needs. `model` and `drafter` are labels; `spec` names them as the user did.
+    """The job of an engine actor.
+
+    `model` and `drafter` are labels; `spec` names them as the user did.
 
     Attributes:
         driver: the number of the lease of who runs it; only that one can stop it.
@@ -72,7 +74,7 @@ _KILLER = RowError(reason="engine_died", message="engines died while this row wa
 
 
 class EngineWorker:
-    """One engine. Ray Data gives it units, several at a time; it commits them and answers with receipts.
+    """One engine, which commits the units that Ray Data gives it, several at a time.
 
     Rows of all its units run in one continuous batch. A few more requests than the engine runs at once are in it
     at any moment, so that a finished one is replaced in the next step; not where rows have a time limit.
@@ -113,7 +115,7 @@ class EngineWorker:
             self._others.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """Generate and commit one prepared unit; its receipt. A run that is being stopped gets it back undone."""
+        """Generate and commit one prepared unit; a run being stopped gets it back undone."""
         if self._loop_watch is None:
             loop = asyncio.get_running_loop()
             limit_s = self._job.engine_timeout_s
@@ -165,7 +167,7 @@ class EngineWorker:
         require_passed(work.result())
 
     async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
-        """Wait for a unit's rows; False, with the rows cancelled, when the run is stopped and its grace is over.
+        """Wait for a unit's rows; False, rows cancelled, when a stop's grace is over.
 
         Who waits also watches: an engine that is silent for too long ends here. `LoopWatch` sees whether anybody waits.
         """
@@ -179,7 +181,7 @@ class EngineWorker:
         return True
 
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
-        """Rows beyond suspicion together with those of other units, then suspects each by itself."""
+        """Generate unsuspected rows with those of other units, then suspects alone."""
         indices = [index for index in range(len(prepared.prompts)) if index not in prepared.dead_letters]
         together = [index for index in indices if index not in verdict.suspects]
         outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
@@ -226,7 +228,7 @@ class EngineWorker:
         return generation
 
     def _die(self, why: str) -> NoReturn:
-        """Note what was in the engine, and end this process: Ray starts another, which does its units again."""
+        """Note the engine's rows and end this process, which Ray replaces."""
         sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
         sys.stderr.flush()
         for unit, notes in list(self._notes.items()):
@@ -244,7 +246,7 @@ class EngineWorker:
             os._exit(1)
 
     def _places_of(self, own: dict[str, Any]) -> int:
-        """How many of the engine's places a row takes: one for each response where its time counts."""
+        """A row's places in the engine: one for each response where its time counts."""
         sampling = self._job.sampling | own
         return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
 
@@ -305,7 +307,7 @@ class EngineWorker:
         return vllm, compile_seconds(log)
 
     def _end_if_lost(self, others: OtherNodes) -> None:
-        """A node that is lost while the engine starts is no fault of the engine's: Ray starts this process again."""
+        """End this process where a node is lost during the start; Ray restarts it."""
         if others.is_lost and others.failure is not None:
             sys.stderr.write(f"peagle: {others.failure.message}; this process ends and is replaced\n")
             sys.stderr.flush()
@@ -342,5 +344,5 @@ def _out_of_time(limit_s: float | None) -> RowError:
 
 
 def _receipt(usage: UnitUsage | None) -> pa.Table:
-    """What the driver is told of a unit: its usage if this attempt committed it, else null."""
+    """The receipt of a unit: its usage if this attempt committed it, else null."""
     return pa.table({"usage": pa.array([usage and usage.to_json()], pa.binary())})

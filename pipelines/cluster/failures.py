@@ -1,4 +1,4 @@
-"""What Ray makes of an error, made into an error of ours again.
+"""Turn Ray's errors back into errors of ours.
 
 It knows how Ray wraps and prints exceptions; it knows nothing of runs or trainings.
 """
@@ -15,7 +15,7 @@ _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DO
 
 
 def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
-    """The error of ours that lies at the bottom of what Ray made of it; else Ray's, in short.
+    """The error of ours at the bottom of Ray's; else Ray's own, in short.
 
     Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text, and
     appends to both how its own retries are configured, which is nothing that a user of this package can do.

@@ -1,4 +1,6 @@
-"""What an engine actor does on the node that it lands on: find its slot and the model, and start vLLM or follow it.
+"""The node's side of an engine actor: its slot, its model, starting vLLM.
+
+Or following another node's.
 
 A run's driver may sit on another machine, so nothing that depends on the node is decided there.
 """
@@ -24,7 +26,9 @@ _YIELD = "KMP_USE_YIELD"
 
 
 def claim_slot(places: str) -> int:
-    """The smallest number that no other live process on this node has under this name: a run's, or an endpoint's.
+    """Claim the smallest slot number free on this node under this name.
+
+    The name is a run's, or an endpoint's.
 
     Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
     process ends, however it ends; so a restarted engine takes the place of the one that died.
@@ -48,7 +52,10 @@ def local_spec(spec: EngineSpec) -> EngineSpec:
 
 
 def redirect_output(log: Path) -> None:
-    """Send what this process and its children print to a file, not to whoever started it."""
+    """Send this process's and its children's output to a file.
+
+    Not to whoever started it.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -59,7 +66,9 @@ def redirect_output(log: Path) -> None:
 
 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:
-    """Variables that a CPU engine starts with where Ray and a driver compute on its cores; what is set already stays.
+    """Variables for a CPU engine beside Ray and a driver on its cores.
+
+    Variables that are set already stay.
 
     Intel's OpenMP yields the core while it waits for its other threads, and hardly gets it back from a process that
     computes: docs/bulk.md, "What it costs".
@@ -68,7 +77,7 @@ def beside_ray(spec: EngineSpec) -> dict[str, str]:
 
 
 def set_threads(spec: EngineSpec) -> None:
-    """Have the engine that this process of Ray is about to start compute on the cores that it is given."""
+    """Have the next engine of this Ray process compute on the cores it is given."""
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's logical CPUs; an engine's cores are bound
     os.environ |= beside_ray(spec)
 

@@ -1,4 +1,6 @@
-"""What engines take of nodes, and whether nodes can hold them: the decisions for which `ray.py` asks Ray.
+"""How many engines fit on the cluster, and what each reserves.
+
+Pure: node resources in, placement out.
 
 Pure functions of hardware and of nodes' logical resources, as Ray names them ("CPU", "GPU", "accelerator_type:H100").
 It knows neither Ray's API nor units or models.
@@ -24,7 +26,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What one engine reserves of each of its nodes, and what of them it really uses.
+    """An engine's reservation on each of its nodes, and the part it really uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
@@ -51,14 +53,14 @@ class Placement:
 
     @property
     def part(self) -> dict[str, float]:
-        """What an engine takes of a node, as a bundle of a placement group."""
+        """An engine's share of a node, as a bundle of a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What an autoscaler, which knows whole CPUs alone, is asked for, for one engine."""
+        """An engine's bundles for an autoscaler, which knows whole CPUs alone."""
         return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
@@ -84,7 +86,9 @@ def on_accelerators(
     accelerator_type: str | None = None,
     num_engines_on_node: int = 1,
 ) -> Placement:
-    """The placement of an engine on accelerators. It can be told before a node is there.
+    """The placement of an engine on accelerators.
+
+    It can be told before a node is there.
 
     Args:
         accelerator_type: as a user says it: Ray's name, `any` or None.
@@ -111,7 +115,7 @@ def place(
     accelerator_type: str | None = None,
     ask_for_fewer: str = "use at most --engines {}",
 ) -> Placement:
-    """What each of `num_engines` engines takes of nodes like this.
+    """The placement of `num_engines` engines on nodes like this.
 
     On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
     still place the tasks that feed it.
@@ -166,7 +170,10 @@ def place(
 
 
 def _num_cores(hardware: Hardware) -> int:
-    """Cores that ranks on CPUs can have to themselves: threads of one physical core share it, unless a quota counts."""
+    """Cores that CPU ranks can have to themselves.
+
+    Threads of one physical core share it, unless a quota counts.
+    """
     return hardware.num_cpus if hardware.is_cpu_quota else len(hardware.core_ids) or hardware.num_cpus
 
 
@@ -200,7 +207,9 @@ def num_engine_nodes(
 
 
 def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
-    """The id of the node whose hardware stands for all that hold engines on accelerators; None if none has any.
+    """The id of the node whose hardware stands for all with accelerators.
+
+    None if none has any.
 
     Of those that can hold an engine, the one with the fewest accelerators: what fits there fits on the others.
     """
@@ -217,7 +226,7 @@ def room(nodes: Sequence[Resources], placement: Placement) -> int:
 
 
 def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Engines that find their nodes in whatever order Ray places their parts, each on distinct nodes.
+    """Engines that find their nodes in any order of placing, each on distinct nodes.
 
     Of N nodes an engine misses one only when all but N - 1 are full of others' parts, and another engine has no more
     than one part on a node. So k engines fit where the nodes with the least room, all but N - 1, cannot be filled by
@@ -232,7 +241,7 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
 
 
 def room_on(node: Resources, placement: Placement) -> int:
-    """Parts of engines, of whole ones where they lie on one node, that one node has room for."""
+    """Parts of engines that fit on one node; whole engines where they lie on one."""
     if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
         return 0
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
@@ -240,7 +249,7 @@ def room_on(node: Resources, placement: Placement) -> int:
 
 
 def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
-    """What is missing, in words; empty if every engine finds its nodes."""
+    """The missing resources in words; empty if every engine finds its nodes."""
     found = _num_fitting(nodes, placement)
     if found < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: start or join it, see what it has, and refuse what it can never hold.
+"""Start or join a run's Ray cluster, look at it, refuse the impossible.
 
 It knows Ray's public API; what is decided from its answers is in `placement.py`. It does not know units or models.
 """
@@ -45,7 +45,7 @@ def is_remote() -> bool:
 
 @contextlib.contextmanager
 def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine and stop it at the end.
+    """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
     A process that has joined one already keeps it. What SIGTERM does stays as it was; only where that is the system's
     own end of a process, Ray's takes its place, so that Ray is stopped.
@@ -99,7 +99,7 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
-    """What Ray reads from the environment, some of it when it is imported."""
+    """Set the variables that Ray reads, some of them when it is imported."""
     # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
     if is_remote():
@@ -112,7 +112,7 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
 
 
 def require_startable() -> None:
-    """Make sure that Ray can be started here, as far as that depends on this user's folders.
+    """Require that Ray can start here, as far as this user's folders decide it.
 
     Raises:
         ConfigError: its token cannot be kept, or its sockets have no place.
@@ -123,13 +123,13 @@ def require_startable() -> None:
 
 
 def _give_back(handler: Any) -> None:
-    """Ray takes SIGTERM for itself when it starts, in the main thread, and never gives it back."""
+    """Give SIGTERM back, which Ray takes when it starts in the main thread."""
     if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _check_metrics_port(port: int) -> None:
-    """On a port that is taken Ray would try to start for half a minute, and then not say why it did not."""
+    """Refuse a taken metrics port, on which Ray would fail late and in silence."""
     if is_remote():
         raise ConfigError(
             "metrics_port: Ray's exporters are those of the cluster that RAY_ADDRESS names",
@@ -148,7 +148,7 @@ def metrics_port() -> int:
 
 
 def abandon() -> None:
-    """Leave Ray as it is until this process ends, and end it hard then, with the code that `exit_code_kept` saw or 3.
+    """Leave Ray alone and end hard with this process, with the kept code or 3.
 
     For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
     aborts the process. Ray's own processes on this machine go with ours.
@@ -179,7 +179,7 @@ def _exit_hard() -> None:
 def inspect(
     *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
 ) -> Hardware:
-    """The hardware of a node that will run engines: of one with accelerators, if the cluster has any.
+    """The hardware of a node for engines; one with accelerators, if there is any.
 
     It takes none of them, so it does not wait for those that are busy.
 
@@ -206,15 +206,16 @@ def inspect(
 
 
 def _detect_all() -> Hardware:
-    """The hardware of this node with all its accelerators: a task sees only those that it has reserved."""
+    """This node's hardware with all accelerators, not only those that a task has."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     return hardware.detect()
 
 
 def scale_with_the_queue() -> None:
-    """Have Ray Data want another actor when each has all the calls that it can take and as many again wait for one
-    more; and let one go that has none. Ray Data 2.60's default, 1.75 times its calls, is never reached where an actor
-    queues only one call.
+    """Set when Ray Data adds and removes actors.
+
+    It wants another when each has all the calls that it can take and as many again wait; it lets one go that has none.
+    Ray Data 2.60's default, 1.75 times its calls, is never reached where an actor queues only one call.
     """
     from ray.data import DataContext
 
@@ -224,7 +225,7 @@ def scale_with_the_queue() -> None:
 
 
 def keep_rows_apart() -> None:
-    """Have Ray Data make a block of each row, as soon as it is there, in any order, and print nothing."""
+    """Have Ray Data make a block of each row at once, in any order, silently."""
     from ray.data import DataContext
 
     keep_blocks()
@@ -232,7 +233,7 @@ def keep_rows_apart() -> None:
 
 
 def keep_blocks() -> None:
-    """Have Ray Data pass blocks on as they are, in any order, however long one takes, and print nothing."""
+    """Have Ray Data pass blocks on as they come, in any order, silently."""
     from ray.data import DataContext, ExecutionOptions
 
     context = DataContext.get_current()
@@ -253,7 +254,7 @@ def has_gpus() -> bool:
 
 
 def require_workers(count: int, *, on_gpu: bool) -> None:
-    """Make sure that `count` workers of a CPU each, and of a GPU each where there are any, can run at once.
+    """Require room for `count` workers at once, each with a CPU and, if any, a GPU.
 
     Raises:
         CapacityError: they cannot; Ray would wait for ever in silence.
@@ -277,7 +278,7 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Make sure that the engines and one task beside them can be scheduled; else Ray would wait for ever in silence.
+    """Require room for the engines and a task; Ray would wait for ever in silence.
 
     Args:
         check: raises when there is no sense in waiting any longer; it is asked at each look, also at the last one.
@@ -301,7 +302,7 @@ def require_capacity(
 
 
 def release_nodes() -> None:
-    """Take back what an autoscaler was asked for: it would keep those nodes for ever, used or not."""
+    """Take back an autoscaler's request, which would keep those nodes for ever."""
     global _asked
     if _asked:
         from ray.autoscaler.sdk import request_resources
@@ -318,7 +319,7 @@ def num_nodes(
     nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """Nodes of the cluster among which engines are divided, as `num_engine_nodes` says."""
+    """The number of nodes that engines are divided among (`num_engine_nodes`)."""
     return num_engine_nodes(
         _nodes(),
         hardware,

@@ -1,4 +1,6 @@
-"""The terminal that Ray shares with a command: its signals, which Ray must not get, and its lines, which are ours.
+"""The terminal that Ray shares with a command: signals and lines.
+
+Ray must not get the signals; the lines are ours.
 
 A terminal's Ctrl-C, `timeout` and many supervisors send a signal to a whole process group. Ray's raylet and the engines
 would be gone before they could commit what they have.
@@ -34,7 +36,9 @@ def own_groups() -> Iterator[None]:
 
 
 def keep_off_standard_output() -> None:
-    """Have Ray print what fails in its processes on standard error, which is a log while a command has Ray.
+    """Have Ray print its processes' failures on standard error.
+
+    That is a log while a command has Ray.
 
     Ray 2.60 prints it on the driver's standard output, in colours, whatever `log_to_driver` says: after each clean end
     of Serve, for example, that its controller is dead.

@@ -1,4 +1,6 @@
-"""Ray's token. Whoever has it may run anything on the cluster's nodes; whoever has not gets nothing from them.
+"""Ray's token.
+
+Whoever has it may run anything on the cluster's nodes; whoever has not gets nothing from them.
 
 Ray 2.60 asks for a token where RAY_AUTH_MODE=token stands in the environment of each process, and by default only on
 a cluster that `ray.init` starts. Here every cluster that is started or joined has one, unless the user says
@@ -41,7 +43,7 @@ def token_file() -> Path:
 
 
 def prepare_to_start() -> None:
-    """Have the Ray that is about to be started here ask for a token: the one that there is, or a new one.
+    """Have the Ray that starts here ask for a token: an existing or a new one.
 
     Ray would create the file with whatever the umask allows, which mostly is for everybody to read.
 
@@ -68,7 +70,7 @@ def prepare_to_start() -> None:
 
 
 def prepare_to_join() -> None:
-    """Present the token that this machine has to the cluster that is about to be joined.
+    """Present this machine's token to the cluster about to be joined.
 
     Ray itself does so only where RAY_AUTH_MODE says so.
     """
@@ -82,7 +84,7 @@ def prepare_to_join() -> None:
 
 
 def require_token() -> None:
-    """Refuse the cluster that this process has joined if it takes orders without a token.
+    """Refuse a joined cluster that takes orders without a token.
 
     Raises:
         ConfigError: it does, and the user has not said that it may.
@@ -121,7 +123,7 @@ def _is_open(address: str) -> bool:
 
 
 def _close_to_others(path: Path) -> None:
-    """Take a token's file away from others, where Ray or a copy has left it open to them."""
+    """Make a token's file private, where Ray or a copy has left it open."""
     status = path.stat()
     if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed

@@ -1,1 +1,1 @@
-"""The endpoint: Ray Serve's OpenAI application with our engines, keys, limits, usage and cost."""
+"""The endpoint: Ray Serve's OpenAI application with keys, limits and costs."""

@@ -1,4 +1,6 @@
-"""From a configuration to a Serve application: `peagle serve`, and `serve run`/`serve deploy` with deploy/serve.yaml.
+"""Build the Serve application from a configuration.
+
+For `peagle serve`, and `serve run`/`serve deploy` with deploy/serve.yaml.
 
     config -> hardware, price -> an engine for each model -> replicas, ingress
 
@@ -57,7 +59,7 @@ class Served:
 
 
 def build(arguments: ServeConfig) -> Any:
-    """The application, for Serve's own commands: `import_path: pipelines.online.app:build`.
+    """The application for Serve's CLI: `import_path: pipelines.online.app:build`.
 
     Raises:
         PeagleError: what was asked for cannot be served, or the cluster asks for no token.
@@ -118,7 +120,9 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
 
 
 def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
-    """The Serve application of models that are decided. Ray must be up, and vLLM installed here.
+    """The Serve application of models that are decided.
+
+    Ray must be up, and vLLM installed here.
 
     Raises:
         ConfigError: the endpoint would be open to others without keys, or has no price that fits.
@@ -172,7 +176,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
 
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
-    """What the ingress lets in.
+    """The settings by which the ingress lets requests in.
 
     Raises:
         ConfigError: no key is there, and the address is not this machine's own.
@@ -207,7 +211,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 
 def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
-    """What the replicas of a model are told."""
+    """The job of a model's replicas."""
     from pipelines.online.replica.account import Engine
     from pipelines.online.replica.fake import stand_in
     from pipelines.online.replica.server import ReplicaJob
@@ -267,7 +271,10 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
 
 
 def _with_media(spec: EngineSpec, keys: ServedModelKeys) -> EngineSpec:
-    """The spec with the media that this model of the endpoint takes. A batch has text alone."""
+    """The spec with the media that this model of the endpoint takes.
+
+    A batch has text alone.
+    """
     return replace(
         spec,
         limit_mm_per_prompt=keys.limit_mm_per_prompt,
@@ -276,7 +283,10 @@ def _with_media(spec: EngineSpec, keys: ServedModelKeys) -> EngineSpec:
 
 
 def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
-    """What `/v1/models` says of a model: OpenAI's fields, and under `peagle` what its engines are."""
+    """A model's entry in `/v1/models`.
+
+    OpenAI's fields, and under `peagle` its engines' settings.
+    """
     spec, keys = one.engine.spec, one.keys
     ours = {
         "target": name_of(one.engine.model.name),

@@ -1,4 +1,6 @@
-"""The bodies of the two model routes: vLLM's own types, whose every failure on a client's values is that client's.
+"""The bodies of the two model routes: vLLM's types with clients' faults.
+
+Every failure on a client's values is that client's.
 
 vLLM 0.29 checks bodies in validators that meet values before these have types, and then raise whatever Python does
 (`'list' object has no attribute 'get'`); none of that is a fault of the server. Lists that pydantic would check only
@@ -70,19 +72,25 @@ protocol.validate_structural_tag_payload = _leave_to_trial
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
-    """A chat whose output tokens may be capped by the endpoint, where the client named no number."""
+    """A chat whose output tokens the endpoint may cap.
+
+    Only where the client named no number.
+    """
 
     messages: list[Annotated[ChatCompletionMessageParam, WrapValidator(_message)]]
     _is_capped: bool = PrivateAttr(default=False)
 
     def cap(self, tokens: int) -> None:
-        """Give it as many output tokens as its prompt leaves of the context, and no more than these."""
+        """Cap its output tokens by these and by the rest of the context."""
         self.max_completion_tokens = tokens
         self._is_capped = True
 
     def build_tok_params(self, model_config: Any) -> Any:
-        """vLLM's check of the prompt's length, which keeps room for all output tokens that were asked for. Nobody asked
-        for a cap; after this check vLLM gives what the prompt leaves, as where no number is named."""
+        """vLLM's check of the prompt's length, without room for a cap.
+
+        It keeps room for all output tokens that were asked for. Nobody asked for a cap; after this check vLLM gives
+        what the prompt leaves, as where no number is named.
+        """
         params = super().build_tok_params(model_config)
         return replace(params, max_output_tokens=0) if self._is_capped else params
 

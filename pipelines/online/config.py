@@ -1,4 +1,4 @@
-"""What a user can ask of the endpoint: one flat set of keys, the same in YAML and on the command line.
+"""The keys of the endpoint, the same in YAML and on the command line.
 
 The keys of a model describe the only one, or are what the entries of `models` have in common. It checks what can be
 checked without a model or a cluster; it resolves nothing.
@@ -82,7 +82,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
     @property
     def served_name(self) -> str:
-        """What clients call it; of a folder its name, since where it lies is the server's matter."""
+        """The model's name for clients; of a folder its last part."""
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
@@ -128,7 +128,10 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
 
 class ServeConfig(ServedModelKeys, PriceKeys):
-    """The endpoint. A description is the help text of its flag; an unknown key is an error."""
+    """The endpoint.
+
+    A description is the help text of its flag; an unknown key is an error.
+    """
 
     models: tuple[ServedModelKeys, ...] = Field(
         (), description="several models: a list of such keys; what stands beside the list holds for all of them"
@@ -229,7 +232,10 @@ class ServeConfig(ServedModelKeys, PriceKeys):
 
     @model_validator(mode="after")
     def _names_have_no_colon(self) -> Self:
-        """Ray's ingress takes what follows a colon as the id of a LoRA adapter, and finds no model."""
+        """Refuse names with a colon.
+
+        Ray's ingress takes what follows a colon as the id of a LoRA adapter, and finds no model.
+        """
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
                 f"a model is called {wrong[0]}, and no request would reach it: Ray takes what follows ':' as the id of "

@@ -1,4 +1,6 @@
-"""What the endpoint delivered and what that cost: by key, by model and in all, from its ledger.
+"""The endpoint's deliveries and costs: by key, by model and in all.
+
+From its ledger.
 
 Of a request, the cost is that of its share of an engine's busy seconds. What engines cost while they loaded or idled
 belongs to nobody's request; it stands in the account of the whole. It knows records and prices; `totals.py` reads the
@@ -48,7 +50,9 @@ class CostView:
             return self._report(key, window_s)
 
     def spent_usd(self, account: str) -> float | None:
-        """What the key of this account has spent in all; None while the ledger is read for the first time.
+        """USD that this account's key has spent in all.
+
+        None while the ledger is read for the first time.
 
         Raises:
             OSError: the ledger cannot be read.
@@ -89,7 +93,10 @@ class CostView:
         }
 
     def _since_minute(self, window_s: float | None) -> float:
-        """With all of the minute, or long ago of the hour or the day, that the window begins in."""
+        """The minute in which the window begins, counted whole.
+
+        Long ago it is an hour or a day.
+        """
         if window_s is None:
             return -math.inf
         now = self._now()
@@ -104,7 +111,9 @@ class CostView:
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:
-    """Sums over requests. Tokens per dollar are of busy time: no request pays for an idle engine.
+    """Sums over requests.
+
+    Tokens per dollar are of busy time: no request pays for an idle engine.
 
     All requests' time over all their shares of the busy time is how many there were at once. Of one key's it is that
     only where nobody's had several choices, as these count in the shares. A batch has engines of its own and is left

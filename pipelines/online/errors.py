@@ -56,8 +56,10 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, where waiting helps; the end of the connection, where more of a request that is
-        refused would come."""
+        """Headers of an error: Retry-After in whole seconds, `Connection: close`.
+
+        The first where waiting helps; the second where more of a refused request would come.
+        """
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
         return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
 
@@ -73,12 +75,12 @@ def overloaded(message: str) -> ApiError:
 
 
 def is_engine_death(error: BaseException) -> bool:
-    """Whether the engine that had the request is gone, and nothing will ever come of it there."""
+    """Whether the request's engine is gone, and will never answer."""
     return any(kind.__name__ in _ENGINE_DEATHS for kind in type(error).__mro__)
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The answer for what the application raised; its text only where it is meant for a client."""
+    """The answer to an exception; its text only where it is meant for clients."""
     if isinstance(error, ApiError):
         return error
     names = [kind.__name__ for kind in type(error).__mro__]

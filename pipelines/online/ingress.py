@@ -1,5 +1,6 @@
-"""The HTTP side: Ray's `OpenAiIngress` on our own FastAPI application, behind the gate, with `/health`, `/v1/cost`,
-`/v1/live` and the page at `/`.
+"""The HTTP side: Ray's `OpenAiIngress` on our FastAPI application.
+
+It is behind the gate, with `/health`, `/v1/cost`, `/v1/live` and the page at `/`.
 
 Ray's own application answers wrong types with 400, repeats internal exceptions to clients and lets every web page in
 with credentials; so only Ray's handlers are taken, by `make_fastapi_ingress(app=)`. Embeddings, scores and
@@ -113,7 +114,9 @@ class Cancelling:
 
 
 async def listen(response: ServeResponse) -> AsyncGenerator[Any, None]:
-    """The parts of an answer. Cancelled or closed before the last of them, the call is too.
+    """The parts of an answer.
+
+    Cancelled or closed before the last of them, the call is too.
 
     Raises:
         Answered: the answer is not streamed.
@@ -215,7 +218,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def cost(
         self, request: Request, window_s: float | None = Query(None, gt=0, allow_inf_nan=False)
     ) -> JSONResponse:
-        """What was delivered and what it cost: everybody's for an operator, else one's own."""
+        """The deliveries and costs: everybody's for an operator, else one's own."""
         own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
         await self._cost.require()
         return JSONResponse(await asyncio.to_thread(self._cost.report, own, window_s))
@@ -223,7 +226,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
     ) -> JSONResponse:
-        """The figures of the last minutes: everybody's and the engines for an operator, else one's own."""
+        """The last minutes: everybody's and the engines for an operator, else one's own."""
         await self._cost.require()
         if OPERATOR_HEADER not in request.headers:
             return JSONResponse(await asyncio.to_thread(self._live.report, request.headers[KEY_HEADER], window_s))
@@ -245,7 +248,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         return page_response(name)
 
     async def schema(self, request: Request) -> JSONResponse:
-        """What all routes take and give, as OpenAPI has it."""
+        """The inputs and outputs of all routes, as OpenAPI has them."""
         schema = await asyncio.to_thread(request.app.openapi)
         prefix = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
@@ -256,7 +259,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
 
 async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
-    """Ray's answer. Where the engine died before the first of it was sent, another engine is asked, once.
+    """Ray's answer.
+
+    Where the engine died before the first of it was sent, another engine is asked, once.
 
     Raises:
         ApiError: for whatever went wrong; Ray's application would answer some of its errors in plain text.
@@ -282,7 +287,7 @@ def _respond(answer: WholeAnswer, request: Request) -> Response:
 
 
 def _again(request: Request, asked_at: float) -> Request:
-    """The request as the second engine is to see it: what the first has billed is not billed again."""
+    """The request for the second engine; what the first has billed is not repeated."""
     headers = [*request.scope["headers"], (AGAIN_HEADER.encode(), str(asked_at).encode())]
     return Request({**request.scope, "headers": headers}, request.receive)
 
@@ -293,7 +298,7 @@ def make_ingress(settings: GateSettings) -> Any:
 
 
 def make_app(settings: GateSettings) -> FastAPI:
-    """An application without routes that answers errors as OpenAI does, behind the gate."""
+    """An application without routes behind the gate, with OpenAI's errors."""
     app = guarded_app(title="peagle")
     answer_errors(app)
     app.state.load = Load()

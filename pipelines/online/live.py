@@ -1,4 +1,6 @@
-"""The figures of the last minutes, for the page at `/` and whoever else looks often: `/v1/live`.
+"""The figures of the last minutes, for the page at `/` and `/v1/live`.
+
+Also the watch over profiles.
 
 Requests come from the ledger as `CostView` reads it, are added up as it adds them, and the account of the whole is its
 own; new here are only speeds, percentiles and how they went over the window. It knows records, no HTTP.
@@ -39,7 +41,7 @@ class Whose:
 
 @dataclass(slots=True)
 class _Cell:
-    """What ended in one step, and the tokens that were made in it."""
+    """The requests that ended in one step, and the tokens made in it."""
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
@@ -58,7 +60,9 @@ class LiveView:
         cost.totals.follow(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
-        """Figures ready for JSON; made anew once a second at most, however many pages look.
+        """Figures ready for JSON, made anew once a second at most.
+
+        However many pages look.
 
         Args:
             key: only this one's requests, and nothing of the whole; None is everybody's.
@@ -149,7 +153,7 @@ class LiveView:
 
 
 def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, float]]:
-    """The steps that an interval touches, each with its share of it; the shares sum to 1.
+    """The steps that an interval touches, with shares that sum to 1.
 
     >>> list(spread_over_steps(3.0, 7.0)), list(spread_over_steps(5.0, 5.0))
     ([(1, 0.25), (2, 0.5), (3, 0.25)], [(2, 1.0)])

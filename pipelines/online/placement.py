@@ -1,4 +1,4 @@
-"""What an engine of each model takes of the nodes, and whether the nodes can hold all of them.
+"""Placement of each model's engines on the nodes, and whether all fit.
 
 On CPUs the cores are divided once, among the endpoint's engines and those of batches. Accelerators belong to whoever
 has one at the moment, and an engine of a batch waits for its own; so only the endpoint's engines must fit together.
@@ -80,6 +80,9 @@ def _size(keys: ServedModelKeys) -> int:
 
 
 def _fake_placement(hardware: Hardware) -> Placement:
-    """Of a fake engine, which is charged for one device of the kind that a real one would have there."""
+    """A fake engine's placement.
+
+    It is charged for one device of the kind that a real one would have there.
+    """
     device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
     return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)

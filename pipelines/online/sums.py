@@ -1,4 +1,6 @@
-"""Requests of a ledger added up by the minute, and long ago by the hour and the day: what `/v1/cost` is made of.
+"""A ledger's requests by minute, hour and day, their prices, a checkpoint.
+
+`/v1/cost` is made of them.
 
 It knows records alone. So a year of twenty keys is some tens of thousands of sums, however many requests it had.
 
@@ -83,7 +85,10 @@ class TokenPrice:
 
     @property
     def usd_per_output_token(self) -> float:
-        """0 where nothing is known. Where no request went on after its first token, that bounds a step."""
+        """0 where nothing is known.
+
+        Where no request went on after its first token, that bounds a step.
+        """
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests
@@ -97,7 +102,10 @@ class TokenPrice:
         return min(self.prefill_s / self.prompt_tokens * self.usd / self.busy_s, self.usd_per_output_token)
 
     def of(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
-        """US dollars that a request costs at most, at this price; None where there is none yet."""
+        """The most US dollars that a request costs at this price.
+
+        None where there is none yet.
+        """
         if not self.is_known:
             return None
         return prompt_tokens * self.usd_per_prompt_token + output_tokens * self.usd_per_output_token
@@ -181,7 +189,7 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What `Totals` has, and `RequestReader.marks`."""
+    """The contents of `Totals` and of `RequestReader.marks`."""
 
     marks: Mapping[str, tuple[int, str]]
     cells: dict[Cell, Sums]
@@ -205,7 +213,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """What the file says; None where there is none, or one that is damaged or of another version."""
+    """Read the checkpoint's file.
+
+    None where there is none, or one that is damaged or of another version.
+    """
     try:
         with path.open("rb") as file:
             return _read(file)

@@ -1,4 +1,6 @@
-"""A ledger added up as it grows: requests by time, engine, key and model, what keys have spent, what tokens cost.
+"""A growing ledger's totals: requests, spending of keys, prices of tokens.
+
+By time, engine, key and model.
 
 Each line is read once, by whoever asks next, and told to those who follow. Now and then what is added up is written
 down with how far the files were read (`sums.py`), and the next process goes on from there. Memory grows with
@@ -49,7 +51,9 @@ class Follower(Protocol):
 
 
 class Totals:
-    """The sums of a ledger. Whoever looks at them does so in `up_to_now`, or as a follower.
+    """The sums of a ledger.
+
+    Whoever looks at them does so in `up_to_now`, or as a follower.
 
     Attributes:
         spent_usd: by a key's account, on requests and batches.
@@ -76,7 +80,7 @@ class Totals:
 
     @property
     def is_known(self) -> bool:
-        """Whether the ledger has been read to its end once, and whoever follows has been told."""
+        """Whether the ledger was read to its end once, and followers were told."""
         return self._was_read and not self._joining
 
     def follow(self, follower: Follower) -> None:
@@ -153,7 +157,10 @@ class Totals:
         self.prices.update(found.prices)
 
     def _save_if_due(self) -> None:
-        """Write down what has been added up, also in the middle; where that fails, the next process reads more."""
+        """Write the totals down when due, also in the middle of a ledger.
+
+        Where that fails, the next process reads more.
+        """
         if self._num_unsaved < max(_LEAST_UNSAVED, len(self.cells) // _CELLS_PER_LINE):
             return
         self._num_unsaved = 0
@@ -198,7 +205,10 @@ class Totals:
 
 
 def account_of(request: RequestUsage) -> str:
-    """What a request is counted under: its key's account, or its name in a record from before there were accounts."""
+    """The account of a request: its key's, or its name in an older record.
+
+    There were no accounts before.
+    """
     return request.account or request.key
 
 

@@ -1,4 +1,6 @@
-"""What an engine's answers say of their own usage, whole ones and streams of server-sent events.
+"""The wire format of answers: usage in whole answers and event streams.
+
+Also the refusal of unprintable paths.
 
 It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
 them on.
@@ -26,7 +28,9 @@ _END = "\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeAnswer:
-    """An answer that is not streamed, as a replica hands it on: nobody behind it parses the body.
+    """A whole answer, as a replica hands it on.
+
+    Nobody behind it parses the body.
 
     Attributes:
         body: JSON, as the client gets it.
@@ -39,7 +43,7 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of an answer so far; a later statement replaces an earlier one about the same.
+    """The facts of an answer so far; a later statement replaces an earlier one.
 
     Attributes:
         choices_per_prompt: of a completion, whose choices are numbered through all its prompts; None where there is
@@ -68,7 +72,7 @@ class Tally:
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:
-        """Take what an event of a stream says; a prompt counts from the first event of its answer on."""
+        """Take an event of a stream; a prompt counts from its answer's first event."""
         self.read(event)
         if event.get("usage") and (choices := event.get("choices")):
             choice = choices[0].get("index") or 0
@@ -80,7 +84,10 @@ class Tally:
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:
-    """The events of a text: JSON objects as such, anything else (the end of a stream) as it stands."""
+    """The events of a text: JSON objects as such, the rest as it stands.
+
+    The rest is, for example, the end of a stream.
+    """
     for event in text.split(_END):
         if not event:
             continue
@@ -104,7 +111,9 @@ def is_usage_alone(event: Mapping[str, Any]) -> bool:
 
 
 def path_refusal(scope: Scope) -> ApiError | None:
-    """The answer to a path with control characters or line breaks of any alphabet; None for any other.
+    """The refusal of a path with control characters or line breaks.
+
+    In any alphabet; None for any other.
 
     Regular expressions, logs and other people's proxies read such a path differently: `$` of Python's matches before a
     line break at its end.

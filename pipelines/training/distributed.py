@@ -1,4 +1,6 @@
-"""A training on several workers under Ray: features by Ray Data actors, then Ray Train (gloo on CPU, nccl on CUDA).
+"""Train on several workers: features by Ray Data actors, then Ray Train.
+
+gloo on CPU, nccl on CUDA.
 
 Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
 checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
@@ -206,12 +208,18 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
 
 
 def _device_of_workers(asked: str) -> str:
-    """Where the workers compute. The cluster says whether there are GPUs: this process may be on a node without."""
+    """Where the workers compute.
+
+    The cluster says whether there are GPUs: this process may be on a node without.
+    """
     return ("cuda" if has_gpus() else "cpu") if asked == "auto" else asked
 
 
 def _for_workers(config: TrainConfig) -> TrainConfig:
-    """The same for a process of its own, with absolute paths: workers have working directories of their own."""
+    """The configuration for another process, with absolute paths.
+
+    Workers have working directories of their own.
+    """
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
@@ -226,14 +234,17 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
 
 
 def _target_for_workers(config: TrainConfig) -> str:
-    """The target by a name that every node can resolve; one of the catalog wins over a folder, as everywhere."""
+    """The target by a name that every node can resolve.
+
+    One of the catalog wins over a folder, as everywhere.
+    """
     folder = user_path(config.target)
     is_folder = load_catalog().find(config.target) is None and folder.is_dir()
     return str(folder.resolve()) if is_folder else config.target
 
 
 def _work(told: dict[str, Any]) -> DivergedError | None:
-    """What each worker runs; it reads what the driver has prepared.
+    """The work of each worker; it reads what the driver has prepared.
 
     The identity is the driver's, with paths as they were typed, so that one worker and several go on with each other's
     trainings. A loss is not finite for all workers at once, and would be again: so the error is returned, for Ray would
@@ -255,7 +266,10 @@ def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the first worker that failed said last; Ray gives its traceback as a text."""
+    """The last words of the first failed worker.
+
+    Ray gives its traceback as a text.
+    """
     failures = getattr(error, "worker_failures", None) or {0: error}
     lines = [line for line in str(next(iter(failures.values()))).splitlines() if line[:1].strip()]
     return lines[-1] if lines else repr(error)
@@ -263,7 +277,7 @@ def _reason(error: Exception) -> str:
 
 @dataclass
 class _Follower:
-    """Tells the listener of the steps that the first worker writes to the metrics file."""
+    """Tells the listener of the first worker's steps in the metrics file."""
 
     metrics: Metrics
     listener: Listener

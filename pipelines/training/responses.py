@@ -1,4 +1,6 @@
-"""The target answers the prompts itself: bulk runs without a drafter, a share of them sampled, before a training.
+"""Have the target answer the prompts in bulk runs before a training.
+
+Without a drafter; a share of the answers is sampled.
 
     OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and the run that answered them
     OUTPUT/responses/sampled.jsonl   OUTPUT/responses/sampled/
@@ -30,7 +32,9 @@ _AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "us
 def regenerate(
     config: TrainConfig, progress: Progress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
-    """Have the target answer the prompts, as far as it has not; `config.response_sources` then has the responses.
+    """Have the target answer the prompts that it has not answered.
+
+    `config.response_sources` then has the responses.
 
     Args:
         command: the command line, for each run's `run.json`.

@@ -1,4 +1,4 @@
-"""The tree of modules: their size and their imports.
+"""The tree of modules: their size, their imports, and the first lines of their docstrings.
 
 Which folder may import which is in `pyproject.toml`, for `lint-imports`.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 350
 LONGEST_CHAIN = 20
+LONGEST_FIRST_LINE = 80
 
 
 def name_of(path: Path) -> str:
@@ -68,3 +69,19 @@ def test_no_chain_of_imports_is_too_long_to_follow() -> None:
         chains[name] = [name, *max((chains[below] for below in graph[name]), key=len, default=[])]
     longest = max(chains.values(), key=len)
     assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
+
+
+def first_lines() -> Iterator[tuple[str, str]]:
+    """Of each docstring, where it is and its first line."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{name}:{getattr(node, 'name', '')}", text.splitlines()[0]
+
+
+def test_a_docstring_begins_with_a_short_line_that_names_the_thing() -> None:
+    wrong = [f"{where}: {line}" for where, line in first_lines() if len(line) > LONGEST_FIRST_LINE]
+    wrong += [f"{where}: {line}" for where, line in first_lines() if line.startswith("What ")]
+    assert wrong == []

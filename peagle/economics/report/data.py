@@ -1,4 +1,6 @@
-"""The result of one run as data, and the sentences that its reader should not miss.
+"""The result of a run, or of several side by side, as data with notes.
+
+The notes are sentences that a reader should not miss.
 
 `report_dict` is the only source: the terminal's summary, report.json and report.html are made from it and
 nothing else, so a report can be made again from its file. It knows accounts; not where they come from.
@@ -237,7 +239,10 @@ def _ratio(value: float | None, to: float | None) -> float | None:
 
 
 def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The runs' labels: without the model where all have the same, and numbered where several are equal."""
+    """Labels of the runs, numbered where several are equal.
+
+    Without the model where all have the same.
+    """
     labels = [str(report["run"]["label"]) for report in reports]
     models = {report["run"]["model"] for report in reports}
     if len(reports) > 1 and len(models) == 1:

@@ -1,4 +1,4 @@
-"""The figures of a report: which there are, where they lie in its data, and how they are written for people.
+"""The figures of a report: names, places in its data, formats for people.
 
 One table serves the terminal, the page and the comparison: a figure has one name and one form everywhere.
 """
@@ -147,7 +147,10 @@ FIGURES = {
 
 
 def price_in_words(price: Mapping[str, Any]) -> str:
-    """A price in one line: "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1)"."""
+    """A price in one line.
+
+    For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1)".
+    """
     num = price["num_devices"]
     device = f"{price['accelerator'] or 'accelerator'}" if price["device"] == "accelerator" else "vCPU"
     plural = "s" if num != 1 and device in ("vCPU", "accelerator") else ""

@@ -1,4 +1,6 @@
-"""A report as one HTML page that needs nothing else: no script, no other host, light and dark.
+"""A report as one HTML page without scripts or other hosts, light and dark.
+
+Its two plots are SVG.
 
 It knows reports as data only. `page.html.j2` is the page; here its contents are laid out.
 """
@@ -52,7 +54,7 @@ class Rates:
 
 
 def acceptance_svg(runs: Sequence[Rates]) -> str:
-    """Grouped bars: for each draft position, the share of drafts in which it was accepted.
+    """Grouped bars: the share of drafts accepted, for each draft position.
 
     Args:
         runs: one or more, at most `MAX_SERIES`, each with at least one rate.
@@ -82,7 +84,9 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """One bar a run, cut into the shares of its cost. With several runs each bar has its label above it.
+    """One bar a run, cut into the shares of its cost.
+
+    With several runs each bar has its label above it.
 
     Args:
         runs: label and share by name, each summing to 1 (or all 0 where nothing was spent).
@@ -304,7 +308,10 @@ def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _words(value: object) -> str:
-    """Configuration as read aloud: "temperature 0, max_tokens 128"; what is empty is left out."""
+    """Configuration as read aloud: "temperature 0, max_tokens 128".
+
+    Empty values are left out.
+    """
     if isinstance(value, Mapping):
         parts = [f"{name} {_words(item)}" for name, item in value.items() if item not in (None, "", [], {})]
         return ", ".join(parts) or UNKNOWN

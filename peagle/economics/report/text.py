@@ -1,4 +1,4 @@
-"""A report on the terminal: aligned lines for one run, an aligned table for several."""
+"""A report on the terminal: lines for one run, a table for several."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

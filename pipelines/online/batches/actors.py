@@ -1,4 +1,6 @@
-"""Work on batches in Ray actors: a process for each piece of work, on any node, that ends with the ingress's.
+"""Work on batches in Ray actors, a process for each piece, on any node.
+
+It ends with the ingress's.
 
 An actor belongs to the process that made it. When the ingress dies, Ray ends the actor and the engines that it
 started; the next ingress continues the run.
@@ -27,7 +29,10 @@ class Handle(Protocol[Answer_co]):
         """
 
     def counts(self) -> tuple[int, int] | None:
-        """Requests that are completed and that have failed, as of a moment ago; None where no answer is there yet."""
+        """Completed and failed requests, as of a moment ago.
+
+        None where no answer is there yet.
+        """
 
     def stop(self, reason: Reason) -> None:
         """Ask for its end."""

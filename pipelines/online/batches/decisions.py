@@ -1,4 +1,7 @@
-"""How a batch ends: the last word on its progress. Pure."""
+"""The scheduler's decisions: whose batch is next, its run, how it ends.
+
+Pure.
+"""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -28,7 +31,7 @@ _OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
 
 
 def fault(code: str, message: str) -> Errors:
-    """What went wrong with a whole batch, as OpenAI's error object."""
+    """A whole batch's fault, as OpenAI's error object."""
     return ({"code": code, "message": message, "param": None, "line": None},)
 
 
@@ -79,7 +82,7 @@ _TEMPERATURE = 1.0  # what OpenAI's API gives a request that names none
 
 
 def make_rules(order: Order, settings: BatchSettings) -> Rules:
-    """What the requests of a batch are held against."""
+    """The rules that the requests of a batch must keep."""
     return Rules(
         endpoint=order.endpoint,
         key=order.key,
@@ -110,7 +113,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
 
 
 def _sampling(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """What a request gets that does not say: what the routes themselves would give it."""
+    """Sampling parameters for a silent request, as the routes would give it."""
     served = settings.recipes[model].model
     return {
         "input_format": "openai-batch",
@@ -120,8 +123,10 @@ def _sampling(order: Order, settings: BatchSettings, model: str) -> dict[str, An
 
 
 def in_turn(batches: Sequence[Batch], under_way: Container[str], began: Mapping[str, int]) -> list[Batch]:
-    """The batches in the order in which they are looked at: those under way, which may make room; then those of keys
-    that have the least under way, then of the key that has waited longest for its turn, then the oldest.
+    """The batches in the order in which they are looked at.
+
+    First those under way, which may make room; then those of keys that have the least under way, then of the key that
+    has waited longest for its turn, then the oldest.
 
     Args:
         batches: that have not ended, the oldest first.

@@ -1,4 +1,4 @@
-"""A file on its way to a client: a part of it at a time, and no more of all files than there is room for.
+"""Send a file to a client in parts, within the room for all files.
 
 With the proxy's notes (`flow.py`) a window of each file is under way. Without them the ingress cannot see what a client
 takes before the client has all of it, so all that was asked for counts; a larger file is then fetched with `Range`.
@@ -158,7 +158,9 @@ class Download(Response):
 
 
 def span_of(header: str | None, num_bytes: int) -> Span:
-    """The bytes that a `Range` header asks for; all of them where it is none, or asks for several parts.
+    """The bytes that a `Range` header asks for.
+
+    All of them where it is invalid, or asks for several parts.
 
     Raises:
         ApiError: 416, there are no such bytes.

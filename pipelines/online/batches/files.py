@@ -1,4 +1,6 @@
-"""The files of all keys in the folder of the batches: records, and where their bytes are.
+"""The files of all keys in the folder of the batches.
+
+Records, places of bytes, expiry, and the copies in runs.
 
     files/ID.json       a file's record; ID.jsonl its bytes, unless a run has them
 
@@ -51,7 +53,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str | None:
-    """Of this start of this machine: the monotonic clock counts from there. None where the system has none."""
+    """Of this start of this machine: the monotonic clock counts from there.
+
+    None where the system has none.
+    """
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -93,11 +98,14 @@ class SteadyClock:
             return now + self._offset
 
     def after(self, seconds: float) -> float:
-        """When something expires that is to be there for so long: late rather than early where clocks disagree."""
+        """The expiry of something that is kept for so long.
+
+        Late rather than early where clocks disagree.
+        """
         return max(self(), self._wall()) + seconds
 
     def note(self) -> dict[str, Any]:
-        """What the next process needs to go on."""
+        """The state that the next process needs to go on."""
         now = self()
         with self._lock:
             return {"now": now, "monotonic": now - self._offset, "boot": self._boot, "doubted": self._doubted}
@@ -182,7 +190,7 @@ class FileStore:
         return open_to_read(self.bytes_of(file))
 
     def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
-        """Where a client gets its bytes from a store itself; None where they lie on a disk."""
+        """A URL of a store for a client; None where the bytes lie on a disk."""
         return presigned_url(self.bytes_of(file), _PRESIGNED_S, disposition)
 
     @contextmanager
@@ -193,13 +201,16 @@ class FileStore:
             yield at, target
 
     def drop(self, file: StoredFile) -> None:
-        """Delete its bytes and its record; the record last, so whoever is killed in between does not hide the rest."""
+        """Delete its bytes and its record, the record last.
+
+        Whoever is killed in between does not hide the rest.
+        """
         remove(self.bytes_of(file))
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
     def drop_orphans(self, older_than_s: float) -> None:
-        """Delete the bytes of uploads whose record was never written: somebody was killed in between."""
+        """Delete uploads without a record: somebody was killed in between."""
         folder = self.root / "files"
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
@@ -228,7 +239,7 @@ class FileStore:
 
 
 def read_json(path: Place) -> dict[str, Any] | None:
-    """What a file says; None where it is not there."""
+    """The JSON of a file; None where there is no file."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -248,7 +259,10 @@ _ERRORS = "errors.jsonl"
 
 
 def forget_prompts(run: Place) -> None:
-    """Delete what the run has of its input; the API's files of answers and errors stay."""
+    """Delete a run's copies of its input.
+
+    The API's files of answers and errors stay.
+    """
     _empty(run / "data")
     _empty(run / "failed")
     _empty(run / "suspects")

@@ -1,4 +1,7 @@
-"""Taking an order for a batch: once for each `Idempotency-Key`, and no more than a key may have at a time.
+"""Take an order for a batch or a file, within the limits of its key.
+
+An order is taken once for each `Idempotency-Key`; the client's fields are checked first. Outputs of batches count
+towards a key's quota, and uploads while they arrive.
 
 Whoever sends an order again, because the answer was lost, gets the batch of the first time. The order is written under
 the name of the key before the batch begins, and of several at once the first counts. A crash in between loses nothing:
@@ -29,7 +32,7 @@ from pipelines.online.gateway.keys import KeyRecord
 
 
 class Quota:
-    """What keys keep, and what is on its way to them. Threads may share it."""
+    """The contents of keys and those on their way. Threads may share it."""
 
     def __init__(self, store: BatchStore, shares: Shares) -> None:
         self._store, self._shares = store, shares
@@ -39,8 +42,9 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Take room for a file that is about to arrive, until its record is there or nothing came of it. The `with`
-        gets a function that does in a thread what makes the record: it goes on, and holds the room, where the client
+        """Hold room for a file until its record exists or it came to nothing.
+
+        The `with` gets a function that makes the record in a thread: it goes on, and holds the room, where the client
         leaves.
 
         Raises:
@@ -76,7 +80,7 @@ class Quota:
             self._arriving_files[key.name] += num_files
 
     def _require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
-        """See whether all that a key has, and that arrives, and as much more, is within its share."""
+        """Require that a key's files, arrivals and as much more fit its share."""
         share, files = self._shares.of(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
         num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
@@ -168,8 +172,10 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
 
 
 def require_form(content_type: str) -> None:
-    """Refuse what is no form with files, which would be held whole, and forms that are not in UTF-8: they may name any
-    encoding that Python has, and some take minutes to read.
+    """Refuse bodies that are not forms with files, or not in UTF-8.
+
+    A body without files would be held whole; a form may name any encoding that Python has, and some take minutes to
+    read.
 
     Raises:
         ApiError: 400 or 415.
@@ -187,7 +193,7 @@ def _no_file() -> ApiError:
 
 
 def upload_bytes(headers: Mapping[str, str], most: int) -> int:
-    """Bytes of a body that has not come: as it says of itself, or `most` where it says nothing."""
+    """Bytes of a body to come, as stated, or `most` where it is silent."""
     length = headers.get("content-length", "")
     return min(int(length), most) if length.isdecimal() and "transfer-encoding" not in headers else most
 

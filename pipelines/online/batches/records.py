@@ -25,7 +25,7 @@ CANCELLING = "cancelling"
 
 
 def new_id(prefix: str) -> str:
-    """An id nobody can guess; ids sort by the time at which they were made, to the millisecond."""
+    """A random id; ids sort by the time of their making, to the millisecond."""
     return f"{prefix}{int(time.time() * 1000):012x}{secrets.token_hex(8)}"
 
 

@@ -1,4 +1,6 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's API has them. A key sees its own files and batches only.
+"""`/v1/files` and `/v1/batches`, as OpenAI's API has them.
+
+A key sees its own files and batches only.
 
 It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these routes sets `batches`.
 """

@@ -1,4 +1,4 @@
-"""What happens to a batch from its order to its end: checked, run, collected; cancelled, expired, started again.
+"""The life of a batch: checked, run, collected; cancelled, expired, restarted.
 
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> failed, expired, cancelled
@@ -39,7 +39,7 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(slots=True)
 class _Work:
-    """What is being done for a batch.
+    """The work under way for a batch.
 
     Attributes:
         has_engines: it counts among those that may be at work at once.
@@ -89,7 +89,7 @@ class Scheduler:
         """When a key's work began last, as a number that grows."""
 
     def tick(self) -> None:
-        """Do what can be done now; what cannot be read or written down is done again by the next one."""
+        """Do everything that can be done now; failures are tried by the next tick."""
         try:
             self._unfinished = self._store.unfinished()
             for batch in in_turn(self._unfinished, self._works, self._began):
@@ -157,7 +157,7 @@ class Scheduler:
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True)
 
     def _hold(self, batch: Batch, budget_usd: float) -> float:
-        """Hold what is left of the budget of a batch's key until the batch has ended; 0 if it cannot begin now."""
+        """Hold the rest of a batch's key's budget until its end; 0 if it must wait."""
         if not self._is_its_turn(batch):
             return 0.0
         account = batch.order.key.account
@@ -182,8 +182,10 @@ class Scheduler:
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
     def _is_its_turn(self, batch: Batch) -> bool:
-        """Whether no other batch of its key has begun: what that one spends is known when it has ended, and two at once
-        could each spend what is left."""
+        """Whether no other batch of its key has begun.
+
+        A batch's spending is known when it has ended, and two at once could each spend the rest.
+        """
         # One at a time, the oldest first: often that is all, and a look can be remote.
         begun = (other.id for other in self._unfinished if self._has_begun(other, batch.order.key.name))
         return next(begun, batch.id) == batch.id
@@ -243,7 +245,10 @@ class Scheduler:
         self._store.save(batch.id, progress)
 
     def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
-        """Make the files known, write the account, and say so last: whoever is killed in between does it again."""
+        """Publish the files, write the account, and mark the batch last.
+
+        Whoever is killed in between does it again.
+        """
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
@@ -253,7 +258,10 @@ class Scheduler:
         self._ends.pop(batch.id, None)
 
     def _break_off(self, batch: Batch, work: _Work, error: PeagleError) -> None:
-        """Work ended with an error: again in a while, a few times, unless it would end in the same way."""
+        """Handle work that ended with an error: try again later, a few times.
+
+        Not where it would end in the same way.
+        """
         del self._works[batch.id]
         if isinstance(error, RunInUse):
             self._not_before[batch.id] = self._monotonic() + _AGAIN_S

@@ -1,4 +1,4 @@
-"""The endpoint's batches: the store, and a thread that schedules as long as no other process does.
+"""The endpoint's batches: the store, and the only scheduling thread.
 
 A new ingress may start before the old one has gone. So scheduling goes with the lease of the folder: whoever does not
 hold it takes orders and answers questions, and looks again.
@@ -26,7 +26,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class Batches:
-    """What the routes need, and what goes on behind them until `close`.
+    """The routes' view of batches, and the work behind them until `close`.
 
     Args:
         spent_usd, present_key: as `Scheduler` has them.

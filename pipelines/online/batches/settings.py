@@ -1,4 +1,7 @@
-"""What the endpoint's batches are built from, wherever the ingress lands."""
+"""The settings of the endpoint's batches, wherever the ingress lands.
+
+Made from the endpoint's configuration: the same engines, beside its own.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,14 +25,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What a key may have; each as its record says, or as all keys have it."""
+    """Shares of a key: by its record, or as all keys have them."""
 
     max_stored_mib: int = 10 * 1024
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
 
     def of(self, key: KeyRecord) -> "Shares":
-        """What this key may have."""
+        """The shares of this key."""
         given = {name: getattr(key, name) for name in self.__slots__}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -99,7 +102,7 @@ def batch_settings(
     specs: Mapping[str, EngineSpec],
     app_id: str,
 ) -> BatchSettings | None:
-    """What the batches are built from; None where there are none.
+    """The settings of the batches; None where there are none.
 
     Args:
         placements: what an engine takes, by the model's name, with those of batches counted in.

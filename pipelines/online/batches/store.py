@@ -122,8 +122,10 @@ class BatchStore(FileStore):
         self.drop(file)
 
     def sweep(self) -> None:
-        """Delete the files whose time is over, but for what a batch still reads, and what killed writers left; note
-        what the time is."""
+        """Delete expired files and leftovers; note the time.
+
+        A file that a batch still reads stays.
+        """
         for file in self.overdue():
             if not self.uses(file):
                 self.remove_file(file)
@@ -160,7 +162,7 @@ class BatchStore(FileStore):
         return Batch(order=order, progress=Progress())
 
     def order_as(self, name: str, order: Order, asked: Mapping[str, Any]) -> None:
-        """Keep for a day that this is what was ordered under a name; of several the first stays.
+        """Keep an order under its name for a day; of several the first stays.
 
         Args:
             asked: the body of the request.
@@ -169,12 +171,13 @@ class BatchStore(FileStore):
         write_once(self.root / "ordered" / f"{name}.json", json.dumps(kept).encode())
 
     def ordered_as(self, name: str) -> dict[str, Any] | None:
-        """What was ordered under a name, as `order_as` kept it."""
+        """The order under a name, as `order_as` kept it."""
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def forget_oldest(self, batches: Sequence[Batch]) -> bool:
-        """Forget that the oldest of these was ever ordered, of those that ended a day ago and whose files are deleted;
-        its run stays, for whoever runs the endpoint. False where there is none.
+        """Forget the order of the oldest of these that ended a day ago.
+
+        Its files must be deleted. Its run stays, for whoever runs the endpoint. False where there is none.
 
         Args:
             batches: of a key, the newest first.
@@ -196,12 +199,18 @@ class BatchStore(FileStore):
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
 
     def begin_to_schedule(self) -> None:
-        """From now on only this process says how far batches are; what others have said meanwhile is read once more."""
+        """Have this process alone say how far batches are, from now on.
+
+        What others have said meanwhile is read once more.
+        """
         self._progress = {name: one for name, one in list(self._progress.items()) if one.status in FINAL}
         self.is_scheduling = True
 
     def save(self, batch_id: str, progress: Progress) -> None:
-        """Keep how far a batch is. Only the scheduler says so; of several ends the first one counts."""
+        """Keep how far a batch is.
+
+        Only the scheduler says so; of several ends the first one counts.
+        """
         if progress.status in FINAL:
             write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
         else:
@@ -289,5 +298,5 @@ _threads = ThreadPoolExecutor(_MOST, thread_name_prefix="files")
 
 
 async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """What a function answers that may take a while."""
+    """The result of a function that may take a while, from a thread."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))

@@ -24,7 +24,7 @@ _MAX_MESSAGE_CHARS = 400  # of an error, which may repeat what was sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a request of a batch is held against.
+    """The rules for a request of a batch.
 
     Attributes:
         max_line_bytes: of a request; as JSON it takes many times as much memory.
@@ -39,7 +39,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What was found.
+    """The findings of a check.
 
     Attributes:
         model: of all its requests.

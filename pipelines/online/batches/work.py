@@ -1,4 +1,6 @@
-"""The work on a batch: run it in bulk, and collect what came of it. In a process of its own; it schedules nothing.
+"""The work on a batch: run it in bulk, and collect what came of it.
+
+In a process of its own; it schedules nothing.
 
 The output and error files are the run's own export; what was not executed when a batch ends early is added to the
 errors, as OpenAI has it.
@@ -46,7 +48,7 @@ UNEXECUTED: Mapping[Reason, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a process needs to work on a batch.
+    """The task of a process that works on a batch.
 
     Attributes:
         owner: name of the key.
@@ -72,7 +74,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of a batch.
+    """The result of a batch.
 
     Attributes:
         reason: why it ended early; None if every request was executed.
@@ -141,7 +143,7 @@ class Stop:
 
 
 def collect(task: Task, reason: Reason | None) -> Result:
-    """The files and the figures of a batch as far as it came, whether it was ever run or not.
+    """Collect a batch's files and figures as far as it came, run or not.
 
     Raises:
         PeagleError: a file of the run is damaged, or cannot be written.
@@ -163,7 +165,10 @@ def collect(task: Task, reason: Reason | None) -> Result:
 def _write_errors(
     task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
-    """Write the error file, if there is anything in it; how many requests were not executed, and its bytes."""
+    """Write the error file, if it has lines.
+
+    Returns the requests not executed, and its bytes.
+    """
     failed = place(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
     first = next(unexecuted, None)
@@ -203,7 +208,10 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """All that the run used, as one request of the key: engines were started for it, so their every second counts."""
+    """Record all that the run used, as one request of the key.
+
+    Engines were started for it, so their every second counts.
+    """
     report, now = make_report(directory), time.time()
     nothing = UnitUsage(
         session_id=task.batch_id,

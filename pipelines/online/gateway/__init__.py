@@ -1,1 +1,1 @@
-"""The gate before the OpenAI routes: routes, keys, limits, admission, answers on their way out."""
+"""The gate before the OpenAI routes: keys, limits, admission, answers."""

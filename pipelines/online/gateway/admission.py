@@ -1,4 +1,4 @@
-"""A request's body before it goes to an engine: is it one, may this key make it, how long may the answer be.
+"""Admit a request's body: valid, allowed to its key, bounded in its answer.
 
 Pure: bytes in, bytes out. It checks what the endpoint itself decides by (model, stream, number of tokens); the rest is
 for the models of the API behind it.
@@ -175,7 +175,7 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
 
 
 def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without what asks for nothing, and without what the endpoint says itself.
+    """The request without fields that ask for nothing or that the endpoint sets.
 
     Raises:
         ApiError: 400, it has a field that nobody knows, or that is not taken.
@@ -197,12 +197,12 @@ def _depth(values: Any) -> int:
 
 
 def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:
-    """Whether a request has no output tokens because it wants the prompt back, with the logprobs of its tokens."""
+    """Whether a request wants only its prompt back, with its tokens' logprobs."""
     return path == COMPLETIONS and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
 class _Fractions:
-    """Numbers that are no whole ones, of one body: they take the longest to write down, and nothing has many."""
+    """Fractions in one body: slow to write down, and rarely many."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -241,7 +241,10 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
 def _asked_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, most: int | None, num_choices: int
 ) -> int | None:
-    """Output tokens of one choice at most, as the request names them; `most` is for all choices together."""
+    """The most output tokens of one choice, as the request names them.
+
+    `most` is for all choices together.
+    """
     field = (
         "max_tokens" if path == COMPLETIONS or values.get("max_completion_tokens") is None else "max_completion_tokens"
     )
@@ -255,8 +258,11 @@ def _asked_tokens(
 
 
 def _most_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedModel, num_choices: int) -> int:
-    """Prompt tokens of all choices at most: none is less than a byte of the body, but what a chat's template adds and
-    what an image becomes, and no prompt is longer than the context."""
+    """The most prompt tokens of all choices.
+
+    None is less than a byte of the body, but what a chat's template adds and what an image becomes, and no prompt is
+    longer than the context.
+    """
     n = int(values.get("n") or 1)
     num_prompts = num_choices // n
     most = num_prompts * model.max_model_len
@@ -273,7 +279,9 @@ def _has_media(values: Mapping[str, Any]) -> bool:
 
 
 def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None, num_choices: int = 1) -> int:
-    """Output tokens of one choice at most where a request names no number: the smallest limit there is.
+    """The most output tokens of one choice where a request names no number.
+
+    The smallest limit there is.
 
     Raises:
         ApiError: 400, there are more choices than tokens for all of them.

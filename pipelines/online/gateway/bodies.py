@@ -1,4 +1,6 @@
-"""How much a JSON body holds, looked at before it is parsed: a mebibyte of brackets is slower to read than one of text.
+"""Bodies of requests: their shape before parsing, slow ones, large ones.
+
+A mebibyte of brackets is slower to read than one of text.
 
 Reading and checking hold Python's lock for as long as they take, and every stream of the endpoint waits. So a body has
 a number of values that takes some hundredths of a second. Pure: bytes in, an error out.
@@ -28,7 +30,7 @@ _PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # som
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a body may hold at most.
+    """The most that a body may hold.
 
     Attributes:
         num_containers: objects and lists.
@@ -66,7 +68,7 @@ class Shape:
 
 
 def _counts(text: bytes) -> tuple[int, int, int]:
-    """Containers, members and values but one of each container, where the text is no string."""
+    """Containers, members and values but one of each container, outside of strings."""
     return text.count(b"[") + text.count(b"{"), text.count(b":"), text.count(b",")
 
 

@@ -1,4 +1,4 @@
-"""Money of keys: what they have spent, and what batches and requests under way hold of their budgets.
+"""Budgets of keys: money spent, and money held by batches and requests.
 
 The gate lets requests in and the scheduler begins batches, each in a thread of its own, and both spend what is left of
 the same budget. So each holds here what it may cost from its start to its end, in one step with the look at what is
@@ -32,7 +32,9 @@ class _Amount:
 
 
 class Budgets:
-    """By key: US dollars that are spent, and those that are held. It follows the ledger.
+    """By key: US dollars that are spent, and those that are held.
+
+    It follows the ledger.
 
     A key stands here by its account (`KeyRecord.account`).
     """
@@ -110,7 +112,10 @@ class Budgets:
             self._requests[key].pop(request_id, None)
 
     def forget(self, before: float) -> None:
-        """Wait no longer for the ledger to name requests that were settled before this time; they stay spent."""
+        """Stop waiting for the ledger's records of requests settled before this time.
+
+        They stay spent.
+        """
         with self._lock:
             while self._told:
                 request_id, told = next(iter(self._told.items()))
@@ -121,7 +126,9 @@ class Budgets:
     # --- batches
 
     def hold_rest(self, batch_id: str, key: str, left_usd: float) -> float:
-        """Hold for a batch what requests under way do not hold of the rest of a budget; how much that is.
+        """Hold the rest of a budget for a batch, and return how much that is.
+
+        Without what requests under way hold.
 
         Nothing is held where there is nothing.
         """
@@ -132,7 +139,10 @@ class Budgets:
             return max(0.0, rest_usd)
 
     def settle_batch(self, batch_id: str, key: str, usd: float) -> None:
-        """A batch has ended and cost as much; saying it again, as the ledger does, changes nothing."""
+        """Settle a batch that has ended at that cost.
+
+        Saying it again, as the ledger does, changes nothing.
+        """
         with self._lock:
             self._batches.pop(batch_id, None)
             if batch_id not in self._told and batch_id not in self._read_batches:
@@ -143,12 +153,12 @@ class Budgets:
         return batch_id in self._batches
 
     def held_by_batches(self, key: str) -> float:
-        """What they may still spend."""
+        """The money that batches under way may still spend."""
         with self._lock:
             return sum(one.usd for one in self._batches.values() if one.key == key)
 
     def spent_usd(self, key: str) -> float:
-        """What a key has spent, batches that have ended included."""
+        """The money that a key has spent, ended batches included."""
         with self._lock:
             return self._spent_by(key)
 
@@ -174,8 +184,11 @@ class Budgets:
 
 @functools.cache
 def budgets_of(ledger: Path) -> Budgets:
-    """Those of the keys of a ledger, the same for all of this process: Ray builds the gate and the rest of the ingress
-    from copies of what they are given, so neither can hand them to the other."""
+    """The budgets of a ledger's keys, one object for this process.
+
+    Ray builds the gate and the rest of the ingress from copies of what they are given, so neither can hand them to the
+    other.
+    """
     budgets = Budgets()
     totals_of(ledger).follow(budgets)
     return budgets

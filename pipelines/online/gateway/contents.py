@@ -1,4 +1,4 @@
-"""What a request may hold beside its numbers: text, media that its model takes, lists and constraints of a size.
+"""Contents of a request: text, media, lists, constraints; room for its answer.
 
 Nothing that the engine's side would fetch, run or render for a client passes here. Pure: values in, an error out.
 """
@@ -125,7 +125,10 @@ _TEMPLATE_TOKENS = 1_024  # that a chat template may add to what the body says
 def answer_shape(
     values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
 ) -> AnswerShape:
-    """How an answer to this request grows; a prompt that is text has no more tokens than bytes."""
+    """How an answer to this request grows.
+
+    A prompt that is text has no more tokens than bytes.
+    """
     asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
     if is_chat:
         logprobs = 1 + max(_count(values.get("top_logprobs")), _length(values.get("logprob_token_ids")))
@@ -190,7 +193,10 @@ def _length(value: Any) -> int:
 
 
 def _count(value: Any) -> int:
-    """As pydantic would take it; -1 is the whole vocabulary, which vLLM refuses beyond its own limit."""
+    """A count as pydantic would take it.
+
+    -1 is the whole vocabulary, which vLLM refuses beyond its own limit.
+    """
     try:
         number = int(value or 0)
     except (TypeError, ValueError, OverflowError):

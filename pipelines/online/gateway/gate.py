@@ -1,4 +1,6 @@
-"""What stands before the OpenAI routes: who asks, may they, how much did it use. An ASGI middleware.
+"""The gate before the OpenAI routes, an ASGI middleware.
+
+It tells who asks, whether they may, and how much they used.
 
     path -> key -> request counted -> route -> body -> checks -> tokens held -> the application -> usage from its answer
 
@@ -43,7 +45,7 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
-    """What the gate is built from, wherever the ingress lands.
+    """The settings of the gate, wherever the ingress lands.
 
     Attributes:
         key_file: read again whenever it changes.
@@ -70,7 +72,10 @@ class GateSettings:
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:
-        """What sets the cached prompts of a key apart; None where there is nobody to keep them from."""
+        """The salt that keeps a key's cached prompts apart.
+
+        None where there is nobody to keep them from.
+        """
         if self.shares_prefix_cache or not self.requires_key:
             return None
         return hmac.digest(self.cache_secret, key.name.encode(), "sha256").hex()
@@ -260,9 +265,11 @@ def _header(scope: Scope, name: str) -> str | None:
 
 
 def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
-    """The scope with these headers in place of the client's. What begins with x- is not the client's to say: ours would
-    be believed, and vLLM and Ray read others, of which they can fail (X-Vllm-Priority, x_session_id). The key is
-    nobody's business."""
+    """The scope with these headers in place of the client's.
+
+    What begins with x- is not the client's to say: ours would be believed, and vLLM and Ray read others, of which they
+    can fail (X-Vllm-Priority, x_session_id). The key is nobody's business.
+    """
     kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith((b"x-", b"x_"))]
     kept = [(name, value) for name, value in kept if name.lower() != b"authorization"]
     return {**scope, "headers": [*kept, *encoded(headers)]}

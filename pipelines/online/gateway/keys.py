@@ -66,7 +66,10 @@ class KeyRecord(BaseModel):
 
     @property
     def account(self) -> str:
-        """What its spending is counted under: not its name alone, which a key may have had that was revoked."""
+        """The account of a key's spending.
+
+        Not its name alone, which a revoked key may have had.
+        """
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def is_expired(self) -> bool:
@@ -89,12 +92,15 @@ def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
 
 
 def digest(key: str) -> str:
-    """What is stored of a key."""
+    """The stored form of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
-    """The record of `key`. Every record is compared, whole: the time tells nothing of which one came close."""
+    """The record of `key`.
+
+    Every record is compared, whole: the time tells nothing of which one came close.
+    """
     presented, found = digest(key), None
     for record in records:
         if hmac.compare_digest(presented, record.sha256):
@@ -137,7 +143,9 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
 
 @contextlib.contextmanager
 def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
-    """The keys of a file; as they are at the end of the `with`, they are written. Whoever else changes it waits.
+    """The keys of a file; as they are at the end of the `with`, they are written.
+
+    Whoever else changes it waits.
 
     Args:
         create: make its folder.
@@ -175,7 +183,7 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 class KeyRing:
-    """The keys that hold now: fixed ones, and those of a file, which is read again when it has changed.
+    """The valid keys: fixed ones, and those of a file that is read when changed.
 
     A file that cannot be read, as one that somebody is just editing, changes nothing: the keys that were read last go
     on holding, revoked ones too, until it can. One that is gone holds no keys.
@@ -198,7 +206,9 @@ class KeyRing:
         return find(key, self._records())
 
     def present(self, key: KeyRecord) -> KeyRecord | None:
-        """What the key of this name may do now, without its hash; None if it was revoked, or has expired.
+        """The key of this name with its present rights, without its hash.
+
+        None if it was revoked, or has expired.
 
         Raises:
             ConfigError: as `find`.

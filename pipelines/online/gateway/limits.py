@@ -1,4 +1,6 @@
-"""What a key may still do: requests at once, requests and output tokens of the last minute, and its budget.
+"""Limits of a key, kept true to the ledger: requests, tokens, budget.
+
+Requests at once, requests and output tokens of the last minute.
 
 A clock is injected, and it knows neither HTTP nor where keys come from. Counts live in one process (the ingress); money
 is kept by `budgets.py`.
@@ -66,7 +68,7 @@ class _Window:
             self.total -= self.entries.popleft()[1]
 
     def wait_s(self, now: float, excess: int) -> float | None:
-        """Seconds until `excess` of the total have expired; None if all of it would not be enough."""
+        """Seconds until `excess` of the total expire; None if it would not be enough."""
         for at, amount in self.entries:
             excess -= amount
             if excess <= 0:
@@ -105,7 +107,9 @@ class Limiter:
         self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
     def count(self, key: KeyRecord, *, is_poll: bool = False) -> None:
-        """Count a request, whatever becomes of it; one that is refused here does not count.
+        """Count a request, whatever becomes of it.
+
+        A request that is refused here does not count.
 
         Args:
             is_poll: it counts in a window of its own, as the page asks for figures every two seconds.
@@ -126,7 +130,7 @@ class Limiter:
         window.add(now, 1)
 
     def require_budget(self, key: KeyRecord) -> None:
-        """Refuse what costs nothing by itself, such as a file or an order, to a key that has spent its budget.
+        """Refuse free actions, such as a file or an order, to a key without budget.
 
         Raises:
             ApiError: 429, as `admit`.
@@ -161,7 +165,7 @@ class Limiter:
             self._usage[permit.key].num_being_answered -= 1
 
     def settle(self, permit: Permit, *, output_tokens: int, usd: float | None) -> None:
-        """A request has ended with so many tokens, at that cost; a second time changes nothing.
+        """Settle an ended request with its tokens and cost; once only.
 
         Args:
             usd: None where nobody will say.
@@ -223,7 +227,7 @@ _GIVE_UP_S = 120.0  # an engine that was killed writes nothing
 
 
 class Settlements:
-    """The limiter, and the permits of requests of which the ledger has said nothing yet.
+    """The limiter, and permits of requests that the ledger has not named yet.
 
     Args:
         folder: of the ledger; what it holds now was spent before. It is read beside everything else.
@@ -244,7 +248,7 @@ class Settlements:
         self._totals.read_in_background()
 
     def begin(self, totals: Totals) -> None:
-        """What was there before is a matter of budgets alone."""
+        """Begin at the ledger's end: older records count for budgets alone."""
 
     def hear(self, request: RequestUsage) -> None:
         """Note what the ledger says of a request that was let in here."""
@@ -281,7 +285,10 @@ class Settlements:
         self.limiter.settle(permit, output_tokens=output_tokens, usd=usd)
 
     def defer(self, permit: Permit) -> None:
-        """The ledger will say what this request used, or has said so: an engine may be done before the ingress is."""
+        """Leave a request's settlement to the ledger.
+
+        It may have the record already: an engine may be done before the ingress is.
+        """
         self.limiter.leave(permit)
         if permit.request_id in self._permits:
             self._waiting[permit.request_id] = self._monotonic()
@@ -293,7 +300,10 @@ class Settlements:
             raise overloaded("what this key has spent is being read; try again")
 
     async def catch_up(self) -> None:
-        """Settle what the ledger has by now; looks at it once a second at most, and seldom when nothing waits."""
+        """Settle the ledger's new records, at most once a second.
+
+        Seldom when nothing waits.
+        """
         now = self._monotonic()
         is_looking = self._look_task is not None and not self._look_task.done()
         if is_looking or now < self._looked_at + self._pause_s(now):
@@ -304,7 +314,10 @@ class Settlements:
         await asyncio.shield(self._look_task)
 
     def _pause_s(self, now: float) -> float:
-        """Between two looks: short where the ledger is waited for, or says first what tokens cost."""
+        """Seconds between two looks.
+
+        Short where the ledger is waited for, or says first what tokens cost.
+        """
         is_awaited = self._waiting or self._without_price or now < self._started_at + _YOUNG_S
         return _LOOK_S if is_awaited else _LOOK_ANYWAY_S
 
@@ -319,7 +332,7 @@ class Settlements:
         self._give_up(now - _GIVE_UP_S)
 
     def _give_up(self, before: float) -> None:
-        """Wait no longer for what should have been in the ledger by now; where it comes all the same, it is spent."""
+        """Stop waiting for overdue records; a late one is spent all the same."""
         for request_id, since in list(self._waiting.items()):
             if since < before:
                 del self._waiting[request_id]

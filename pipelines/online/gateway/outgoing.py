@@ -1,4 +1,6 @@
-"""An answer on its way to the client: its headers are added to, and what the request used is read from it.
+"""Answers on their way to clients, and the requests under way by model.
+
+Headers are added, and the usage is read.
 
 A stream says what it used in its events. Of an answer that is not streamed the application says it apart, by `note`
 (`NOTE_IN_SCOPE`), before it starts the response: nothing here holds or parses a whole answer. It knows ASGI alone.
@@ -54,12 +56,18 @@ class Outgoing:
             self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more: before its first byte, only its engine knows what it used."""
+        """Give up an answer that nobody waits for.
+
+        Before its first byte, only its engine knows its usage.
+        """
         if self._start is None:
             self.is_complete = False
 
     def close_unless_read(self, upload: Upload) -> None:
-        """Answered before its end, as what is no form, a body is not read on: the connection closes."""
+        """Close the connection of a body that is not read to its end.
+
+        An answer before the end is for what is not a form.
+        """
         self._upload = upload
 
     def note(self, said: Mapping[str, Any]) -> None:
@@ -86,7 +94,7 @@ class Outgoing:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with an error: as a response, or as the last event of a stream that has begun."""
+        """Answer with an error: a response, or the last event of a begun stream."""
         body = json.dumps(error.body()).encode()
         if self.is_started:
             event = f"data: {body.decode()}\n\n".encode() if self._is_stream else b""
@@ -106,7 +114,10 @@ class Outgoing:
         await self._send({**self._start, "headers": headers})
 
     def _read_events(self, body: bytes) -> bytes:
-        """Read the events that say what the request used; leave out the last one if the client did not ask for it."""
+        """Read the usage events of a stream.
+
+        The last one is left out where the client did not ask for it.
+        """
         assert self._intake is not None
         if f'"{OURS}"'.encode() not in body:
             return body

@@ -1,4 +1,6 @@
-"""Requests with their prompts, in a file for whoever runs the endpoint; only where `log_prompts` asks for it.
+"""A log of requests with prompts, only where `log_prompts` asks for it.
+
+It is for whoever runs the endpoint.
 
 A line of JSON for each request that was let in: what the client sent, and whose it was; never the key itself. It knows
 files, no HTTP.
@@ -29,7 +31,7 @@ class PromptLog:
         self._lock = threading.Lock()
 
     async def write(self, *, request_id: str, key: str, model: str, path: str, body: bytes) -> None:
-        """Add a request; one that cannot be written is missing there, and answered all the same.
+        """Log a request; one that cannot be written is answered all the same.
 
         Args:
             key: its name.

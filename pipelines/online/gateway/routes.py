@@ -1,4 +1,6 @@
-"""The table of routes: each is declared once, with the rule under which the gate lets requests in.
+"""The table of routes, each with the rule under which the gate lets it in.
+
+Also the rule for an endpoint without keys: requests of this machine.
 
 The gate looks a request up in this table, and the application's router is built from it. A route answers only what the
 gate has treated as that very route: without the gate's pass it refuses, so that two readings of one path give an error
@@ -35,7 +37,10 @@ _log = logging.getLogger("ray.serve")
 
 
 class Rule(enum.Enum):
-    """What the gate does before a route answers. All but the first two want a key and count as a request of it."""
+    """The gate's action before a route answers.
+
+    All but the first two want a key and count as a request of it.
+    """
 
     OPEN = enum.auto()
     """Anybody is answered."""
@@ -55,7 +60,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One route. Called with an application, it is the decorator that adds a handler to it."""
+    """One route; called with an application, it decorates a handler."""
 
     method: str
     path: str
@@ -87,10 +92,13 @@ def delete(path: str) -> Route:
 
 
 class GuardedRoute(APIRoute):
-    """A route that answers only what the gate has let in for it, and reads its bodies beside the loop."""
+    """A route for requests that the gate let in; it reads bodies beside the loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's, given the body as its handler wants it: FastAPI itself would read it while all streams wait."""
+        """FastAPI's handler, given the body that it wants.
+
+        FastAPI itself would read it while all streams wait.
+        """
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
             return handle
@@ -148,7 +156,7 @@ def _read(body: bytes, field: Any) -> Any:
 
 
 def guarded_app(**options: Any) -> FastAPI:
-    """An application all of whose routes are guarded: none of FastAPI's own, no redirects."""
+    """An application of guarded routes only: none of FastAPI's own, no redirects."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **options)
     app.router.route_class = GuardedRoute
     return app
@@ -177,8 +185,10 @@ def find_route(routes: Iterable[Route], scope: Scope) -> Route:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the application's router matches it: without the prefix under which Serve has the application, which
-    it leaves in `path`."""
+    """The path as the application's router matches it.
+
+    Without the prefix under which Serve has the application, which it leaves in `path`.
+    """
     return get_route_path(scope)
 
 

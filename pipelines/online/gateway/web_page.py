@@ -1,4 +1,4 @@
-"""The page at `/`: its files as responses, with headers under which it can load and ask nothing but this endpoint.
+"""The page at `/`: its files, with headers that confine it to this endpoint.
 
 The files lie in `page/`: plain HTML, CSS and JavaScript modules, without a build step. They hold no secrets, so they
 are sent without a key; what they show is asked for with one. It knows starlette, no Ray.

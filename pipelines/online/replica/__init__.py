@@ -1,1 +1,1 @@
-"""One engine behind the endpoint: the server, its answers, its account of seconds and requests."""
+"""One engine behind the endpoint: its server, answers and account."""

@@ -1,4 +1,4 @@
-"""The account of one engine of the endpoint: where its seconds go, and a usage record for each request.
+"""The account of one engine: its seconds, and a usage record per request.
 
 It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what
 its answer says, and when it ends.
@@ -30,7 +30,7 @@ _KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What the account has to know of the engine.
+    """The facts of an engine that its account needs.
 
     Attributes:
         model: what clients call it.
@@ -111,7 +111,9 @@ class EngineAccount:
         num_choices: int = 1,
         first_asked_at: float | None = None,
     ) -> "RequestAccount":
-        """A request enters the engine; of a completion, each of its prompts gets so many choices.
+        """A request enters the engine.
+
+        Each prompt of a completion gets so many choices.
 
         Args:
             account: of the key.
@@ -164,7 +166,10 @@ class EngineAccount:
                 self.heartbeat()
 
     def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> bool:
-        """Write a record, unless another engine has billed the request; whether it was written."""
+        """Write a record unless another engine has billed the request.
+
+        Returns whether it was written.
+        """
         if first_asked_at is not None and is_billed(
             self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
         ):
@@ -212,7 +217,9 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """One request in the engine. It leaves the engine with `finish`, and its record is written by `write`.
+    """One request in the engine.
+
+    It leaves the engine with `finish`, and its record is written by `write`.
 
     Attributes:
         tally: what its answer says.
@@ -249,12 +256,15 @@ class RequestAccount:
         self._is_kept = False
 
     def first_token(self) -> None:
-        """Something of a streamed answer is there; what is said again later does not count."""
+        """The first token of a streamed answer is there; repeats do not count."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
 
     def seconds_to_first_token(self) -> float | None:
-        """Of a stream as it was seen here; of a whole answer, which is seen at its end only, as its engine says."""
+        """Seconds to a stream's first token, as seen here.
+
+        A whole answer is seen at its end only, so its engine tells.
+        """
         if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
             return self.ttft_s
         return max(0.0, at - self.started_at)
@@ -266,14 +276,19 @@ class RequestAccount:
         return self._record
 
     def write(self, outcome: Outcome) -> None:
-        """Write the record; `outcome` if nobody said how it ended, or that its answer did not get through."""
+        """Write the record, with `outcome` if nobody told its end.
+
+        Or if its answer did not get through.
+        """
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
         self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at)
 
     async def reach_disk(self) -> None:
-        """Return when the record that was written outlasts a power cut; a disk that fails or hangs is logged.
+        """Return when the written record outlasts a power cut.
+
+        A disk that fails or hangs is logged.
 
         Requests that end at the same time wait for the same `fdatasync`.
         """
@@ -282,7 +297,7 @@ class RequestAccount:
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:
-    """What a client is told of its request, beside OpenAI's usage."""
+    """A client's summary of its request, beside OpenAI's usage."""
     speculation = record.usage.speculation
     return {
         "request_id": record.request_id,

@@ -1,4 +1,6 @@
-"""Bulk's fake engine behind Ray's `LLMServer`: the endpoint with everything but a model, for faults and load.
+"""The fake engine behind Ray's `LLMServer`, for faults and load.
+
+It is the endpoint with everything but a model.
 
 A request takes bulk's own way: `parse_body` checks it, `PromptBuilder` tokenises it, `FakeEngine` answers, and
 `output_line` puts that into OpenAI's words. Only the events of a stream are made here, as vLLM makes them.
@@ -27,7 +29,7 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """What the fake engine is like.
+    """The traits of the fake engine.
 
     Attributes:
         token_s: seconds a token takes.
@@ -58,7 +60,7 @@ def stand_in(keys: ServedModelKeys) -> StandIn | None:
 
 
 class StandInEngine:
-    """What Ray's `LLMServer` calls of an engine.
+    """The methods that Ray's `LLMServer` calls of an engine.
 
     Args:
         llm_config: the model's `LLMConfig`.
@@ -89,7 +91,10 @@ class StandInEngine:
         return self._live().checkable
 
     async def check_health(self) -> None:
-        """Raise what vLLM raises once the engine is dead; Serve then starts another replica."""
+        """Raise vLLM's exception once the engine is dead.
+
+        Serve then starts another replica.
+        """
         try:
             self._live().require_life()
         except EngineError as error:
@@ -175,7 +180,10 @@ class StandInEngine:
     async def _stream(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream and its end; where the engine dies, an event that says so, as vLLM has it."""
+        """The events of a stream and its end.
+
+        Where the engine dies, an event that says so, as vLLM has it.
+        """
         try:
             async for text in self._events(url, request_id, token_ids, sampling):
                 yield text
@@ -187,7 +195,7 @@ class StandInEngine:
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """What each token adds, with the usage of its choice until then; all usage alone."""
+        """The event of each token with its choice's usage until then; last, all usage."""
         sent = [""] * sampling.get("n", 1)
         async for completions, whole in self._live().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
@@ -204,7 +212,10 @@ class StandInEngine:
         return f"data: {json.dumps({**head, 'choices': choices, 'usage': usage, **more})}\n\n"
 
     def _metrics(self, whole: Generation) -> dict[str, Any] | None:
-        """As vLLM tells a request's acceptance: of a draft the first token holds, and no other."""
+        """A request's acceptance as vLLM tells it.
+
+        The first token of a draft holds, and no other.
+        """
         drafts = whole.speculation
         if drafts is None:
             return None
@@ -240,7 +251,7 @@ def _refusal(message: str) -> Any:
 
 
 def _dead() -> Exception:
-    """What vLLM raises for every request of an engine that died."""
+    """vLLM's exception for every request of a dead engine."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     error: Exception = EngineDeadError()

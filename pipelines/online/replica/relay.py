@@ -1,4 +1,6 @@
-"""An engine's answer on its way out: its usage is read, what nobody asked for left out, what it cost put in.
+"""An engine's answer on its way out: usage read, cost added, parts merged.
+
+What nobody asked for is left out.
 
 It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 
@@ -52,7 +54,7 @@ class Pace:
 
 
 async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerator[list[T], None]:
-    """Lists of what comes: of the first alone, then of all that came since the last list, an interval after it.
+    """Lists of items as they come: the first alone, the rest at intervals.
 
     Nothing waits longer than that, and what comes after a longer silence does not wait at all. What the source
     raises is raised after what came before. Closing this closes the source.
@@ -130,7 +132,7 @@ async def answering_refusals(
     refusal: Callable[[Exception], Any],
     told_refusal: Callable[[Mapping[str, Any]], Any],
 ) -> AsyncGenerator[Any, None]:
-    """An answer as it comes; an error before the first of it becomes the answer, where it is a refusal of the request.
+    """An answer as it comes; an early refusal of the request becomes the answer.
 
     Ray 2.60 answers two of vLLM's kinds of refusals so, and lets the others through as if the replica had failed. In a
     stream vLLM tells a refusal in the first event, under a status of success.
@@ -157,7 +159,9 @@ async def answering_refusals(
 async def relay(
     answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and write the request's record at its end, unless that is the engine's.
+    """Pass an answer on, and write the request's record at its end.
+
+    Unless that is the engine's.
 
     An engine that dies leaves no records: nobody pays for what it was doing, and another may have the request then.
 
@@ -187,7 +191,10 @@ async def relay(
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
-    """The same answer, the texts of a stream joined at the engine's pace; the first is never kept back."""
+    """The answer with a stream's texts joined at the engine's pace.
+
+    The first is never kept back.
+    """
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_text, several in itertools.groupby(piece, key=_is_text):
@@ -237,7 +244,9 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> Any:
-    """A whole answer as JSON with the summary, and the summary apart; an error as it is.
+    """A whole answer as JSON with the summary, and the summary apart.
+
+    An error stays as it is.
 
     Raises:
         CancelledError: nobody waits any more. vLLM 0.29 takes this for an error of the request and answers it, though

@@ -1,4 +1,4 @@
-"""What vLLM knows of each sequence of a request, and its API tells of some requests only.
+"""The sequences of a request, which vLLM's API tells of some requests only.
 
 vLLM 0.29 states drafts in an answer of one sequence only, and loses them where the end of a stream is told together
 with what came before it; of an answer that is not streamed it states no time to the first token. Both are in the states
@@ -16,7 +16,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(slots=True)
 class Sequences:
-    """Those of one request, as far as they are; none where another engine than vLLM answers."""
+    """The sequences of one request; none where the engine is not vLLM."""
 
     _states: list[Any] = field(default_factory=list)
     _drafts: SpeculationStats | None = None  # of those that were let go
@@ -27,15 +27,19 @@ class Sequences:
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """One more: vLLM's `RequestState`. Of those that are no longer among the live ones only the figures are kept:
-        each holds all of its tokens."""
+        """One more: vLLM's `RequestState`.
+
+        Of those that are no longer among the live ones only the figures are kept: each holds all of its tokens.
+        """
         self._drafts, self._began_at = self.speculation, self.first_token_at  # of live ones vLLM tells no drafts
         self._states = [*(one for one in self._states if live.get(one.request_id) is one), state]
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """Drafts of the sequences that have ended, but for those that a string of the request's `stop` ended: of these,
-        as of one that is cut, vLLM tells none. None where there are no others."""
+        """Drafts of the ended sequences; None where there are none.
+
+        Without those that a string of the request's `stop` ended: of these, as of one that is cut, vLLM tells none.
+        """
         told = [
             SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens)
             for state in self._states
@@ -61,7 +65,7 @@ _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)
 
 
 def tell_sequences(processor: Any) -> None:
-    """Have vLLM's `OutputProcessor` tell whoever listens of each sequence that it is given."""
+    """Have vLLM's `OutputProcessor` report each sequence that it is given."""
     add_request = processor.add_request
 
     def add_and_tell(request: Any, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,6 @@
-"""A replica: Ray's `LLMServer` around vLLM, on this node's own paths and cores, with an account.
+"""A replica: Ray's `LLMServer` around vLLM on this node, with metrics.
+
+It has the node's own paths and cores, and an account.
 
 It is imported on the nodes that run engines, and by whoever builds the application. Requests come with headers of the
 gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
@@ -95,7 +97,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaJob:
-    """What a replica needs. `spec` names its models as any node can resolve them.
+    """The job of a replica. `spec` names its models as any node can resolve them.
 
     Attributes:
         app_id: of one start of the endpoint; replicas on one node share its cores by it.
@@ -121,7 +123,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     """One engine of the endpoint."""
 
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
-        """As Ray's, with the configuration made anew for this node; `llm_config` only placed the replica."""
+        """As Ray's, with the configuration made anew for this node.
+
+        `llm_config` only placed the replica.
+        """
         keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
@@ -159,8 +164,11 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         require_passed(found)
 
     async def _end_with_engine(self) -> None:
-        """End this process once the engine is dead. Serve asks for health only now and then, and three times; until
-        then the replica would refuse at once what the other engines could take, and draw it by being idle."""
+        """End this process once the engine is dead.
+
+        Serve asks for health only now and then, and three times; until then the replica would refuse at once what the
+        other engines could take, and draw it by being idle.
+        """
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -233,7 +241,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
 
 def refusal(error: Exception) -> Any | None:
-    """What `vllm serve` answers to a request of which vLLM raises this; None where that is a failure of the server."""
+    """The refusal of `vllm serve` for this exception.
+
+    None where it is a failure of the server.
+    """
     from ray.serve.llm.openai_api_models import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 

@@ -1,1 +1,4 @@
-"""Work-arounds for Ray Serve and uvicorn: deployment, proxy, routing, slow clients, back-pressure."""
+"""Work-arounds for Ray Serve and uvicorn, in the only place for them.
+
+Deployment, proxy, routing, slow clients, back-pressure, certificates.
+"""

@@ -1,4 +1,6 @@
-"""From an engine's spec to Ray's `LLMConfig`: the same engine arguments as in bulk, and where and how many.
+"""Ray's `LLMConfig` of an engine's spec, with request counts and autoscaling.
+
+The engine arguments are the same as in bulk.
 
 Built twice: by whoever starts the endpoint, to place replicas, and by each replica, from its own node's hardware and
 paths.
@@ -62,7 +64,9 @@ def pieces_per_s(placement: Placement) -> float:
 
 
 def requests_in_flight(slots: int) -> int:
-    """Requests to give an engine that decodes so many at once: an eighth more, one at least.
+    """Requests to give an engine that decodes so many at once.
+
+    An eighth more, one at least.
 
     A finished request is then replaced in the next step, without a round trip to whoever holds the others.
 
@@ -86,7 +90,7 @@ def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
 
 
 def target_ongoing_requests(slots: int) -> float:
-    """The mean number of requests under way at which an engine of so many slots is full.
+    """The mean number of requests at which an engine of so many slots is full.
 
     Requests come at random, so with a mean of t under way their number varies with a standard deviation of sqrt(t)
     (Poisson). The mean may be so high that it and one deviation still find a slot:
@@ -167,7 +171,9 @@ def make_llm_config(
 
 
 def check_parsers(parsers: Mapping[str, Any]) -> None:
-    """Whether vLLM has them; it would say so when an engine starts, and only in its log.
+    """Require that vLLM has these parsers.
+
+    It would say so when an engine starts, and only in its log.
 
     Raises:
         ConfigError: it has not.

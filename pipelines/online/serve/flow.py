@@ -1,4 +1,6 @@
-"""Back-pressure between a client and the ingress, which Serve does not have: files would pile up in between.
+"""Back-pressure between a client and the ingress, which Serve lacks.
+
+Files would pile up in between.
 
 Ray Serve 2.60 pulls an answer out of the ingress as fast as it is made, and a body out of the client as fast as it
 comes; only the server in the proxy knows to wait. The messages of the other direction go through Serve as they are. So
@@ -68,7 +70,9 @@ class Notes:
 
 
 class Reading:
-    """The proxy's end of a body: `receive` and `send` that hand on no more of it than the ingress is to have.
+    """The proxy's end of a body: a `receive` and `send` that hand on no more.
+
+    The ingress is not to have more at once.
 
     What is more stays with the client: a server stops reading where nobody asks for more. Another application than the
     ingress tells nothing, and gets a window each second.
@@ -106,7 +110,9 @@ class Reading:
 
 
 class Told:
-    """The ingress's end of a body: a `receive` that says what was read, where somebody waits for that.
+    """The ingress's end of a body: a `receive` that reports reading.
+
+    To whoever waits for that.
 
     Args:
         send: as the answer's messages are sent.
@@ -146,12 +152,15 @@ class Window:
                 await self._read()
 
     async def wait(self, num_sent: int, most: int) -> None:
-        """Wait until no more than `most` of the bytes that were sent are under way, or the client has left."""
+        """Wait until at most `most` sent bytes are under way, or the client left."""
         while not self.has_left and num_sent - self._num_taken > most:
             await self._read()
 
     async def wait_for_end(self) -> None:
-        """Wait until the client has all of the answer, or has left: the server says the one as the other."""
+        """Wait until the client has all of the answer, or has left.
+
+        The server says the one as the other.
+        """
         while not self.has_left:
             await self._read()
 

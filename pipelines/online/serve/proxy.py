@@ -1,4 +1,6 @@
-"""What stands before Serve's proxy: no client sees that the ingress died, but an error of the API. An ASGI middleware.
+"""Serve's proxy: the middleware before it, and the check of its certificate.
+
+Clients see an error of the API where the ingress died.
 
 Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
 or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
@@ -62,8 +64,11 @@ _log = logging.getLogger("ray.serve")
 
 
 def middlewares() -> list[Any]:
-    """What Ray's proxies put before their application. They ask in their process before they start its server, which is
-    the moment to have it wait no longer than it should for headers."""
+    """The middlewares before the application of Ray's proxies.
+
+    Proxies ask in their process before they start its server, which is the moment to have it wait no longer than it
+    should for headers.
+    """
     slow_clients.limit()
     return [Middleware(Front)]
 
@@ -93,7 +98,7 @@ class Front:
 
 
 class _Answer:
-    """What the proxy sends, looked at on its way.
+    """The proxy's answer, looked at on its way.
 
     Args:
         is_for_api: whether the path is the endpoint's, under whatever prefix. Where other applications share the
@@ -166,7 +171,7 @@ def _is_for_api(scope: Scope) -> bool:
 
 @contextlib.asynccontextmanager
 async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
-    """The `receive` and `send` with which Serve is to answer: where much may go either way, with back-pressure."""
+    """The `receive` and `send` for Serve, with back-pressure on large bodies."""
     method, path = scope.get("method"), scope.get("path", "")
     if method == "GET" and _FILES in path and path.endswith(_CONTENT):
         with contextlib.closing(Notes(receive, send)) as notes:
@@ -179,7 +184,10 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
 
 
 def _for_proxy(scope: Scope) -> Scope:
-    """The request without the headers that the proxy cannot read, and at the API without those that it would obey."""
+    """The request without headers that the proxy cannot read.
+
+    At the API also without those that it would obey.
+    """
     refused = _ORDERS if _is_for_api(scope) else frozenset()
     kept = []
     for name, value in scope.get("headers", []):
@@ -197,7 +205,7 @@ _MISMATCH = "KEY_VALUES_MISMATCH"
 
 
 def require_certificate(certificate: Path, key: Path) -> None:
-    """Refuse files by which nobody could be answered, or which somebody else could answer by.
+    """Refuse files with which nobody, or somebody else too, could be answered.
 
     Raises:
         ConfigError: one cannot be read or is not what it should be, the key is not the certificate's, is encrypted, or

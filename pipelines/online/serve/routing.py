@@ -1,4 +1,6 @@
-"""Which engine of a model gets a request: the one that has seen how its prompt begins, while that is not too busy.
+"""Route requests to the engine that has seen how their prompt begins.
+
+While that is not too busy.
 
 Ray's own `PrefixCacheAffinityRouter` (2.60) loses requests: a prompt without text (token ids, an empty message) divides
 by zero in a task that only logs it, and the request is never routed. It also waits for an actor of its own, several
@@ -18,7 +20,10 @@ _LEAST_SHARE = 0.1  # of a prompt's blocks; of fewer than these any engine is as
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Requests that begin alike go to one engine until it is ahead of another; the rest to the idler of any two."""
+    """Requests that begin alike go to one engine until it is ahead of another.
+
+    The rest go to the idler of any two.
+    """
 
     def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
         """Called by Serve with the deployment's options.
@@ -34,7 +39,10 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Engines to try, in groups: Serve takes the idlest of a group if it has room, else it tries the next group."""
+        """Engines to try, in groups.
+
+        Serve takes the idlest of a group if it has room, else it tries the next group.
+        """
         allowed = self.apply_locality_routing(pending_request)
         candidates = [one for one in candidate_replicas if one.replica_id in allowed]
         if not candidates:
@@ -44,7 +52,10 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [alike, any_two] if alike else [any_two]
 
     def _alike(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Engines that have seen most of these blocks, and enough of them, and are not too far ahead of the idlest."""
+        """Engines that have seen most of these blocks, and enough of them.
+
+        They are not too far ahead of the idlest.
+        """
         matched = [self._num_seen(one.replica_id, blocks) for one in candidates]
         most = max(matched)
         if not blocks or most < _LEAST_SHARE * len(blocks):
@@ -83,8 +94,10 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
 
 
 def _blocks_of(request: PendingRequest | None) -> list[int]:
-    """A number for each whole block of the request's prompt, which stands for it and all that comes before it, and for
-    the salt of the cache in which an engine keeps them."""
+    """A number for each whole block of the request's prompt.
+
+    It stands for the block and all that comes before it, and for the salt of the cache in which an engine keeps them.
+    """
     prompt, salt = _prompt_of(request)
     text = _beginning(prompt)
     blocks: list[int] = []
@@ -102,7 +115,10 @@ def _prompt_of(request: PendingRequest | None) -> tuple[Any, str | None]:
 
 
 def _beginning(prompt: Any) -> str:
-    """What decides; no more of a long prompt is looked at, since all streams wait meanwhile."""
+    """The beginning of a prompt, which decides.
+
+    All streams wait meanwhile, so no more is looked at.
+    """
     pieces, num_chars = [], 0
     for piece in _texts(prompt):
         pieces.append(piece)
@@ -113,7 +129,10 @@ def _beginning(prompt: Any) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """What a prompt says in any of its forms: text, token ids, several of either, messages, parts of messages."""
+    """The texts of a prompt in any form.
+
+    Text, token ids, several of either, messages, parts of messages.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple) and value and isinstance(value[0], int):

@@ -1,4 +1,6 @@
-"""A connection that does not get to the end of a request's headers is closed: uvicorn itself waits for ever.
+"""Close connections of slow clients, for which uvicorn waits for ever.
+
+They do not end a request's headers, or do not take their answer.
 
 uvicorn 0.54 has a timer between requests only (`timeout_keep_alive`), which the next request's first byte stops: a
 client that sends nothing after connecting, or half a header, keeps its connection, and many such clients all that the
@@ -25,7 +27,7 @@ LEAST_BYTES = 64 * 1024
 
 
 class SlowReaders(asyncio.Protocol):
-    """What stands before a protocol of uvicorn: a timer that runs while its buffer is full."""
+    """A timer before a protocol of uvicorn, which runs while its buffer is full."""
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
@@ -51,7 +53,10 @@ class SlowReaders(asyncio.Protocol):
         self._reading = self.loop.call_later(READER_LIMIT_S, self._look, self.transport.get_write_buffer_size())
 
     def _look(self, before: int) -> None:
-        """Whether enough was taken. Nothing was added meanwhile: uvicorn waits while the buffer is full."""
+        """Whether enough was taken.
+
+        Nothing was added meanwhile: uvicorn waits while the buffer is full.
+        """
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
             # Else the kernel would go on with what it has of the answer.
             socket_ = self.transport.get_extra_info("socket")
@@ -71,7 +76,9 @@ LIMIT_BYTES = 64 * 1024  # as h11's own
 
 
 def limit() -> None:
-    """Have servers of this process that start from now on wait `HEADERS_LIMIT_S` for headers, of `LIMIT_BYTES`.
+    """Limit headers for servers of this process that start from now on.
+
+    To `HEADERS_LIMIT_S` seconds and `LIMIT_BYTES`.
 
     It changes the class that uvicorn takes where it is not told which.
     """
@@ -82,14 +89,17 @@ def limit() -> None:
 
 
 def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """One of uvicorn's HTTP protocols, with the limits, those for clients that do not read too."""
+    """One of uvicorn's HTTP protocols with the limits.
+
+    Those for clients that do not read, too.
+    """
     has_parser = hasattr(protocol, "on_body")
     bases = (LongHeaders if has_parser else SlowHeaders, SlowReaders, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
 
 class SlowHeaders(asyncio.Protocol):
-    """What stands before a protocol of uvicorn: a timer that runs while a request's headers are awaited.
+    """A timer before a protocol of uvicorn, which runs while headers are awaited.
 
     It runs from the connection, and from the first byte after an answer, until uvicorn has a request to answer. What is
     still to come of a body that was answered before its end counts as well. In between uvicorn's own timer runs.
@@ -143,13 +153,15 @@ class SlowHeaders(asyncio.Protocol):
 
 
 class LongHeaders(SlowHeaders):
-    """The same before uvicorn's protocol on httptools, with a count of what has come since the last headers or the last
-    of a body: also trailers, and what is said of chunks, come without end."""
+    """The same before uvicorn's protocol on httptools, with a count of bytes.
+
+    It counts since the last headers or the last of a body: also trailers, and what is said of chunks, come without end.
+    """
 
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Take a piece, which is not counted where headers end in it, or some of a body is."""
+        """Take a piece; it is not counted where headers end in it, or a body is in it."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > LIMIT_BYTES and not self.transport.is_closing():
