@@ -1,7 +1,5 @@
 """Line charts of measurements, and the SVG pen that all plots are drawn with.
 
-It knows the pen (`peagle.charts`); it does not know what the axes mean.
-
 Plots are drawn by hand rather than by a plotting library: colours are CSS classes, so that one drawing serves light and
 dark, text stays text, and the drawing scales with the screen. A page that shows drawings takes `RULES` and the palettes
 into its style sheet; `standalone` makes a file of one.

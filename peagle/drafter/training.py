@@ -2,7 +2,7 @@
 
 On any device, alone or as one of several workers.
 
-A step is a pure function of the seed and its number: which documents (order.py), which rows (COD, seeded by step and
+A step is a pure function of the seed and its number: which documents (`recipe.py`), which rows (COD, seeded by step and
 document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
 curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows
 features and a head; it knows nothing of prompts, engines or Ray.

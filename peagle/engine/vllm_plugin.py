@@ -4,7 +4,7 @@ Compiled code, sampling with drafts on CPUs, and the priority of grammars.
 
 | what | on | vLLM | the test that fails when vLLM has mended it |
 |---|---|---|---|
-| Sampling with drafts uses memory that nobody wrote (`vllm_plugin.py`, issue 55005) | CPU | 0.29 to 0.32 | `test_cpu_sampler.py::test_vllms_own_kernel_is_still_wrong` |
+| Sampling with drafts uses memory that nobody wrote (`vllm_plugin.py`, issue 55005) | CPU | 0.29 to 0.32 | `test_vllm_plugin.py::test_vllms_own_kernel_is_still_wrong` |
 | Compiled code is stored, and compiled again at each start (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_fails_to_load_what_it_compiled` |
 | Compiled code is keyed by which cores compute (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_tells_cores_apart` |
 | Grammars are compiled at the priority of steps (`vllm_plugin.py`) | all | 0.29 | none: it does no harm |
