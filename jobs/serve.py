@@ -240,8 +240,9 @@ def _start(application: Any, state: Path) -> None:
     from ray import serve
 
     from peagle.economics.ledger import read_sessions
+    from peagle.economics.usage import start_warnings
     from peagle.engine.self_check import require_none_failed
-    from peagle.engine.startup import as_told, warnings_of
+    from peagle.engine.startup import as_told
     from peagle.engine.vllm import with_root_cause
     from peagle.errors import EngineError
 
@@ -258,7 +259,7 @@ def _start(application: Any, state: Path) -> None:
         new = sorted(set(logs.glob("engine-*.log")) - before)
         text = "\n".join(log.read_text(errors="replace") for log in new)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
-    for warning in warnings_of(started()):
+    for warning in start_warnings(started()):
         print(as_told(warning), flush=True)
 
 

@@ -261,6 +261,11 @@ def session_at(moment: float, earlier: EngineSession | None, later: EngineSessio
     )
 
 
+def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
+    """The warnings of these engines' starts, each once, in their order."""
+    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
+
+
 def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
     """One row a session, for `ledger/session-<id>.parquet`."""
     import pyarrow as pa

@@ -9,11 +9,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError, EngineError
 
 VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
@@ -98,11 +97,6 @@ def costly_warnings(log: str) -> list[str]:
     ['no libtcmalloc: performance is lost']
     """
     return list(dict.fromkeys(_costly(log)))[:_MOST]
-
-
-def warnings_of(sessions: Iterable[EngineSession]) -> list[str]:
-    """Warnings that engines' ledgers have of their starts, each once, in their order."""
-    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
 
 
 def as_told(warning: str) -> str:

@@ -109,7 +109,7 @@ def _started(live: Live) -> Live:
 
 
 def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
-    """Output tokens a second of these engines together; None before the first of them has begun to work."""
+    """The output tokens a second of these engines together; None before one works."""
     at_work = _at_work(alive)
     return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
 

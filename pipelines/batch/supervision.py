@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.engine.startup import warnings_of
+from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
@@ -148,7 +147,7 @@ class Supervisor:
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(usd, alive)
-        self._warnings = dict.fromkeys(warnings_of(sessions), False) | self._warnings
+        self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
