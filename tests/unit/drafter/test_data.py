@@ -147,7 +147,7 @@ def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
     [
         ("a.csv", b"response,prompt\nx,p\n"),
         ("a.ndjson", b'{"response": "x", "prompt": "p"}\n'),
-        ("a.jsonl.gz", gzip.compress(b'{"response": "x", "prompt": "p"}\n')),
+        ("a.jsonl.gz", gzip.compress(b'{"response": "x", "prompt": "p"}\n', mtime=0)),
     ],
 )
 def test_every_corpus_of_a_bulk_run_gives_responses(tmp_path: Path, name: str, content: bytes) -> None:
