@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.throttle import say
 from peagle.quiet import QuietStderr
 
-HEAVY = ("torch", "vllm", "ray", "transformers", "matplotlib", "pyarrow")
+HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
 
 
 @pytest.mark.parametrize(
