@@ -108,10 +108,8 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
     footprint = read_footprint(spec.model)
     if footprint is None:
         return round(share_gib, 2)
-    full_house_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint)
-    # A drafter's layers cache every token too, and vLLM keeps whole blocks, one of them empty.
-    drafter_share = _num_drafter_layers(spec) / (footprint.num_layers + footprint.num_sliding_layers)
-    wanted_gib = full_house_gib * (1 + drafter_share) + _CPU_KV_CACHE_SLACK_GIB
+    # vLLM keeps whole blocks, one of them empty.
+    wanted_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint) + _CPU_KV_CACHE_SLACK_GIB
     return round(min(wanted_gib, share_gib), 2)
 
 
@@ -177,21 +175,25 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
 
 
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
-    precision = spec_precision(spec, hardware)
+    dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
-    return footprint.kv_cache_bytes(num_tokens, _KV_CACHE_DTYPE_BYTES[precision.kv_cache]) / _GIB
+    drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * dtype_bytes
+    return (footprint.kv_cache_bytes(num_tokens, dtype_bytes) + drafter_bytes) / _GIB
 
 
-def _num_drafter_layers(spec: EngineSpec) -> int:
-    """Layers of the drafter, which are as wide as the target's.
+def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
+    """Key and value elements that all layers of the drafter cache for a token.
 
-    4, as in the published heads, where its folder is not here.
+    4 layers as wide as the target's, as in the published heads, where its folder is not here.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
     try:
         config = json.loads((Path(spec.drafter.model) / "config.json").read_text())
     except (OSError, ValueError):
-        return 4
-    layers = config.get("transformer_layer_config", config).get("num_hidden_layers")
-    return int(layers) if layers else 4
+        config = {}
+    layers = config.get("transformer_layer_config", config)
+    drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)
+    if drafter is None:
+        return (layers.get("num_hidden_layers") or 4) * target.kv_elements_per_token
+    return (drafter.num_layers + drafter.num_sliding_layers) * drafter.kv_elements_per_token

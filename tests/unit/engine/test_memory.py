@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import peagle
 from peagle.engine.memory import check_capacity, default_kv_cache_gib, footprint_from_config, read_footprint
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
@@ -12,6 +13,8 @@ from peagle.hardware import Hardware
 
 GIB = 1024**3
 # 30 layers x 2 x 3 KV heads x 64 = 11,520 cached elements a token, 23,040 bytes in bf16.
+HEADS = Path(peagle.__file__).parent / "catalog" / "heads"
+SHIPPED = {method: HEADS / f"smollm2-135m-{method}" for method in ("peagle", "eagle3")}
 SMALL_LLAMA: dict[str, Any] = {
     "hidden_size": 576,
     "num_attention_heads": 9,
@@ -99,6 +102,24 @@ def test_the_default_cache_has_room_for_the_drafters_layers(tmp_path: Path, laye
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
     needed = 8192 * 23_040 * (30 + layers) / 30 / GIB
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(needed + 0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("method", SHIPPED)
+def test_the_default_cache_holds_a_request_with_a_shipped_head_in_float32(tmp_path: Path, method: str) -> None:
+    """Their layers have 9 KV heads where the target's have 3: vLLM asks for 17,280 elements a token with the first."""
+    drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
+    layer = json.loads((SHIPPED[method] / "config.json").read_text())["transformer_layer_config"]
+    per_token = 30 * 384 + layer["num_hidden_layers"] * 2 * layer["num_key_value_heads"] * layer["head_dim"]
+    assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 4 * per_token / GIB + 0.1, abs=0.01)
+
+
+def test_a_cache_that_cannot_hold_a_request_with_its_drafts_is_refused(tmp_path: Path) -> None:
+    drafter = DrafterSpec(method="peagle", model=str(SHIPPED["peagle"]), num_speculative_tokens=3)
+    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter, kv_cache_gib=0.2)
+    with pytest.raises(CapacityError, match=r"cannot hold one request of 8,192 tokens, which needs 0\.26 GiB"):
+        check_capacity(spec, cpu())
+    check_capacity(replace(spec, drafter=None), cpu())
 
 
 def test_drafts_without_a_head_need_no_cache(tmp_path: Path) -> None:
