@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import write_head
 
 from peagle.bench.acceptance_cells import CellResult
 from peagle.engine.fake import FakeEngine
@@ -57,18 +57,6 @@ class RecordingEngine(FakeEngine):
 
     def shutdown(self) -> None:
         self.is_down = True
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No waiting for counters; a home of each test's own."""
-    measure_at_once(monkeypatch)
-    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return write_target(tmp_path / "target")
 
 
 @pytest.fixture
