@@ -75,14 +75,14 @@ def cpu_spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple
     return spent
 
 
-def leave_cores(process: int, options: argparse.Namespace) -> None:
-    """Keep all that runs below a process, and itself, off the cores that engines compute on, as `--engine-cores` asks.
+def leave_cores(process: int, engine_cores: str) -> None:
+    """Keep a process and all below it off the cores that engines compute on, as `--engine-cores` names them.
 
-    Those that compute keep theirs. OpenMP binds threads within the cores that a process starts with, so this is done
+    Engines keep theirs. OpenMP binds threads within the cores that a process starts with, so this is done
     once an engine is up, and `take_cores` before another starts.
     """
-    others = set(range(os.cpu_count() or 1)) - {int(core) for core in options.engine_cores.split(",") if core}
-    if not options.engine_cores or not others:
+    others = set(range(os.cpu_count() or 1)) - {int(core) for core in engine_cores.split(",") if core}
+    if not engine_cores or not others:
         return
     root = psutil.Process(process)
     for found in [root, *root.children(recursive=True)]:

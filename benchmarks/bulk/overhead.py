@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
             while process.poll() is None and not (clock.exists() and clock.stat().st_size):
                 time.sleep(0.5)
             if process.poll() is None:
-                same_engine.leave_cores(process.pid, options)
+                same_engine.leave_cores(process.pid, options.engine_cores)
             cores = _worker_cores(process, clock, (1 - _EDGE) * expected)
         took = {"worker_cores": cores, "command_s": round(time.monotonic() - started, 1)}
         done.write_text(json.dumps(took), encoding="utf-8")

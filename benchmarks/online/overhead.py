@@ -103,7 +103,7 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
     if left:
         with _serving(endpoint, system, folder) as (server, port):
             for concurrency in left:
-                same_engine.leave_cores(os.getpid(), options)
+                same_engine.leave_cores(os.getpid(), options.engine_cores)
                 before = same_engine.cpu_times(server)
                 _load(options, endpoint, port, concurrency, folder)
                 spent = same_engine.cpu_spent(before, same_engine.cpu_times(server))

@@ -4,6 +4,7 @@ Its exit code is 1 when the attacker got what it must not get, or the neighbour 
 """
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -31,6 +32,7 @@ def main() -> int:
         model=_MODELS[args.engine],
         tokens=args.tokens,
         start_s=args.start_s,
+        engine_cores=args.engine_cores if args.engine == "vllm" else "",
     ) as (endpoint, keys):
         _say(f"up at {endpoint.url}")
         rows = play(endpoint, keys, names, args.seconds, say=_say)
@@ -43,7 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--engine", choices=sorted(_MODELS), default="vllm", help="default vllm")
     parser.add_argument("--seconds", type=float, default=30, help="of each scene; default 30")
-    parser.add_argument("--tokens", type=int, default=24, help="output tokens of the neighbour's requests; default 24")
+    parser.add_argument("--tokens", type=int, default=8, help="output tokens of the neighbour's requests; default 8")
+    last_core = (os.cpu_count() or 1) - 1
+    parser.add_argument(
+        "--engine-cores",
+        default=str(last_core or ""),
+        help="a vLLM engine computes on these alone, as on a GPU, where no client takes its processor; "
+        "default the last one, '' for all",
+    )
     parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
     parser.add_argument(
         "--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK", help=", ".join(ATTACKS)
@@ -55,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(args: argparse.Namespace) -> str:
     words = ["python -m tests.hostile", f"--engine {args.engine}", f"--seconds {args.seconds:g}"]
+    if args.engine == "vllm":
+        words.append(f"--engine-cores {shlex.quote(args.engine_cores)}")
     if list(args.only) != list(ATTACKS):
         words.append(f"--only {shlex.join(args.only)}")
     return " ".join(words)

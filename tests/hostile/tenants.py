@@ -1,6 +1,7 @@
 """An endpoint with keys, the client of the key that works, and what the endpoint's processes hold."""
 
 import asyncio
+import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from benchmarks.same_engine import leave_cores
 from pipelines.online.gateway.keys import changing_keys, new_key
 from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Endpoint, serving
@@ -58,10 +60,23 @@ def attacker(scene: str) -> str:
 
 @contextmanager
 def tenants(
-    folder: Path, scenes: Collection[str], *, engine: str, model: str, tokens: int, start_s: float
+    folder: Path,
+    scenes: Collection[str],
+    *,
+    engine: str,
+    model: str,
+    tokens: int,
+    start_s: float,
+    engine_cores: str = "",
 ) -> Iterator[tuple[Endpoint, Tenants]]:
-    """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything."""
+    """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything.
+
+    Args:
+        engine_cores: a vLLM engine computes on these, and all else on the others; on all together when empty.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if engine_cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = engine_cores
     key_file, keys = folder / "keys.json", {}
     limits = {"requests_per_min": REQUESTS_PER_MIN, "max_parallel_requests": PARALLEL_REQUESTS}
     with changing_keys(key_file, create=True) as records:
@@ -82,6 +97,7 @@ def tenants(
     real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
     flags += ["--fake-token-s", "0.02"] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
+        leave_cores(os.getpid(), engine_cores)
         yield endpoint, Tenants(url=endpoint.url, model=model, tokens=tokens, keys=keys)
 
 
