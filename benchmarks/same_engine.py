@@ -78,7 +78,7 @@ def cpu_spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple
 def leave_cores(process: int, engine_cores: str) -> None:
     """Keep a process and all below it off the cores that engines compute on, as `--engine-cores` names them.
 
-    Engines keep theirs. OpenMP binds threads within the cores that a process starts with, so this is done
+    Engines may use all. OpenMP binds threads within the cores that a process starts with, so this is done
     once an engine is up, and `take_cores` before another starts.
     """
     others = set(range(os.cpu_count() or 1)) - {int(core) for core in engine_cores.split(",") if core}
@@ -87,7 +87,7 @@ def leave_cores(process: int, engine_cores: str) -> None:
     root = psutil.Process(process)
     for found in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if "VLLM::Worker" not in " ".join(found.cmdline()):
+            if "VLLM::" not in " ".join(found.cmdline()):
                 for thread in found.threads():
                     os.sched_setaffinity(thread.id, others)
 

@@ -1,6 +1,7 @@
 """`/v1/files` and `/v1/batches` as OpenAI's own client uses them, on a real Ray cluster with the engine's stand-in."""
 
 import json
+import os
 import threading
 import time
 
@@ -23,6 +24,7 @@ from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.gateway.routes import guarded_app
 from pipelines.online.ingress import answer_errors
+from tests.chaos.processes import command_line, descendants
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 HERE = hardware.detect()
@@ -128,6 +130,20 @@ def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(s
     charged = RequestReader(tmp_path / "ledger").new()
     assert {one.request_id: one.outcome for one in charged} == {batch.id: "ok", cancelled.id: "cut"}
     assert all(one.key == "alice" and one.model == "m" and one.usd > 0 for one in charged)
+
+
+def test_orders_that_do_not_hold_start_no_process_each(start, keys):
+    before, seen = batch_actors(), set()
+    with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
+        for number in range(4):
+            batch = order(client, [request(number, model="nobody")])
+            wait(client, batch, lambda found: found.status == "failed")
+            seen |= batch_actors()
+    assert len(seen - before) == 1
+
+
+def batch_actors():
+    return {pid for pid in descendants(os.getpid()) if "BatchActor" in command_line(pid)}
 
 
 def check_restarted(client, batch, run):

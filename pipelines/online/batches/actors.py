@@ -1,11 +1,10 @@
-"""Work on batches in Ray actors, a process for each piece, on any node.
-
-It ends with the ingress's.
+"""Work on batches in Ray actors, on any node: one for each run, one that checks and collects for all batches.
 
 An actor belongs to the process that made it. When the ingress dies, Ray ends the actor and the engines that it
 started; the next ingress continues the run.
 """
 
+import os
 from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.errors import PeagleError
@@ -16,6 +15,7 @@ from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, co
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 _METHODS_AT_ONCE = 3  # the work, a question, a stop
+_LIGHT_NICENESS = 10
 
 
 class Handle(Protocol[Answer_co]):
@@ -55,25 +55,46 @@ class Runner(Protocol):
 
 
 class RayRunner:
-    """Each piece of work in an actor of its own."""
+    """A run has an actor of its own; an actor that has checked or collected is kept for the next such task.
+
+    A process takes seconds of processor time to start, and an order of one line costs a key nothing.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
 
     def check(self, path: str, rules: Rules) -> Handle[Checked]:
         """See `Runner`."""
-        return _ActorHandle("check", path, rules)
+        return _ActorHandle(self._light_actor(), "check", path, rules, idle=self._idle)
 
     def run(self, task: Task) -> Handle[Result]:
         """See `Runner`."""
-        return _ActorHandle("run", task)
+        return _ActorHandle(_new_actor(), "run", task)
 
     def collect(self, task: Task, reason: Reason) -> Handle[Result]:
         """See `Runner`."""
-        return _ActorHandle("collect", task, reason)
+        return _ActorHandle(self._light_actor(), "collect", task, reason, idle=self._idle)
+
+    def _light_actor(self) -> Any:
+        return self._idle.pop() if self._idle else _new_actor(_LIGHT_NICENESS)
+
+
+def _new_actor(niceness: int = 0) -> Any:
+    import ray
+
+    options = {"num_cpus": 0, "max_concurrency": _METHODS_AT_ONCE, "max_restarts": 0}
+    return ray.remote(BatchActor).options(**options).remote(niceness)
 
 
 class BatchActor:
-    """The process of one piece of work."""
+    """A process for work on batches.
 
-    def __init__(self) -> None:
+    Args:
+        niceness: how far it yields the processor to those who answer requests.
+    """
+
+    def __init__(self, niceness: int) -> None:
+        os.nice(niceness)
         keep_private()
         self._stop, self._counts = Stop(), Counts()
 
@@ -99,12 +120,15 @@ class BatchActor:
 
 
 class _ActorHandle(Generic[Answer_co]):
-    def __init__(self, method: str, *arguments: Any) -> None:
-        import ray
+    """A task of an actor.
 
-        actor = ray.remote(BatchActor)
-        self._actor = actor.options(num_cpus=0, max_concurrency=_METHODS_AT_ONCE, max_restarts=0).remote()
-        self._answer = getattr(self._actor, method).remote(*arguments)
+    Args:
+        idle: where the actor is left once it has answered, if nobody waits there; it is killed otherwise.
+    """
+
+    def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
+        self._actor, self._idle = actor, idle
+        self._answer = getattr(actor, method).remote(*arguments)
         self._asked: Any = None
 
     def poll(self) -> Answer_co | None:
@@ -115,8 +139,11 @@ class _ActorHandle(Generic[Answer_co]):
         try:
             answer: Answer_co = ray.get(self._answer)
         except Exception as error:
+            self.kill()
             raise explain(error, "the work broke off", hint="", otherwise=PeagleError) from error
-        finally:
+        if self._idle == []:
+            self._idle.append(self._actor)
+        else:
             self.kill()
         return answer
 
