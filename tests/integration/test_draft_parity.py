@@ -43,13 +43,14 @@ LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the secon
 CHUNK = 128  # tokens of a step in the engines of a smaller K
 TIE = 1e-3
 STATES_APART = 1e-4  # of their length; 3e-6 was measured
-# Prompts for the engine of each head that drafts every K.
-EVERY_K = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
-# Tokens of each answer: a head whose drafts are accepted passes over contexts. 200 are left at 3.5 tokens a step.
+# Prompts for the engine of each head that drafts every K: nine fill a batch of eight and find the first in the cache.
+EVERY_K = {"peagle": 9, "eagle3": 9}
+EVERY_K_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
+# Tokens of each answer: a head whose drafts are accepted passes over contexts. Of 25 prompts 200 are left at 3.5 tokens
+# a step.
 NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
 OWN_K = [("peagle", 4), ("eagle3", 1)]
-# The heads that ship stand for the others where each engine costs half a minute.
-HEADS = ["peagle", "eagle3", pytest.param("peagle-1-layer", marks=pytest.mark.soak)]
+CASES = [*EVERY_K.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in EVERY_K_SOAK.items())]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -64,7 +65,7 @@ def prompts(embedded_target):
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     by_length = sorted((tokenizer.encode(text, add_special_tokens=False) for text in texts), key=len)
     long = next(prompt for prompt in reversed(by_length) if len(prompt) <= LONG_PROMPT)
-    return [long, *by_length[: max(EVERY_K.values()) - 2], long]
+    return [long, *by_length[: max(EVERY_K_SOAK.values()) - 2], long]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def _stir(head):
 
 @pytest.fixture(scope="module")
 def recorded(embedded_target, heads, prompts, tmp_path_factory):
-    """Answers of recorded_drafts.py: of a head for every K, of (head, K) for an engine of a smaller K.
+    """Answers of recorded_drafts.py, by (head, K, prompts); every K up to it is drafted where it is the largest.
 
     The engines of the default suite are started together when one is asked for, and so are all others.
     """
@@ -122,12 +123,13 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
             "every_k": k == MAX_K,
         }
 
+    in_default_suite = [(head, MAX_K, number) for head, number in EVERY_K.items()]
+    others = [(head, MAX_K, number) for head, number in EVERY_K_SOAK.items()] + [(*own, 3) for own in OWN_K]
+
     @functools.cache
-    def run(in_default_suite):
-        jobs = {head: job(head, MAX_K, EVERY_K[head]) for head in EVERY_K if (head in HEADS) == in_default_suite}
-        if not in_default_suite:
-            jobs |= {(head, k): job(head, k, 3) for head, k in OWN_K}
-        asked, answers = folder / f"jobs-{in_default_suite}.json", folder / f"answers-{in_default_suite}.pt"
+    def run(is_default):
+        jobs = {key: job(*key) for key in (in_default_suite if is_default else others)}
+        asked, answers = folder / f"jobs-{is_default}.json", folder / f"answers-{is_default}.pt"
         asked.write_text(json.dumps(list(jobs.values())))
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("recorded_drafts.py")), asked, answers],
@@ -139,7 +141,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         assert done.returncode == 0, done.stderr[-3000:]
         return dict(zip(jobs, torch.load(answers), strict=True))
 
-    return lambda key: run(key in HEADS)[key]
+    return lambda *key: run(key in in_default_suite)[key]
 
 
 @pytest.fixture(scope="module")
@@ -257,21 +259,23 @@ def _some(prompts, number):
     return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
 
 
-def _compare(key, number, name, recorded, prompts, own_heads, document_of):
+def _compare(name, k, number, recorded, prompts, own_heads, document_of):
     lengths = [len(prompt) for prompt in _some(prompts, number)]
-    return compare(recorded(key), lengths, own_heads[name], document_of)
+    return compare(recorded(name, k, number), lengths, own_heads[name], document_of)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_every_k_from_1_to_10_drafts_what_vllm_drafts(name, recorded, prompts, own_heads, document_of, record_property):
-    found = _compare(name, EVERY_K[name], name, recorded, prompts, own_heads, document_of)
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_every_k_from_1_to_10_drafts_what_vllm_drafts(
+    name, number, recorded, prompts, own_heads, document_of, record_property
+):
+    found = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
     record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
-    assert len(found.contexts) >= (200 if name in ("peagle", "eagle3") else 60)
+    assert len(found.contexts) >= (200 if number > 9 else 60)
     assert found.drafts.keys() == set(range(1, MAX_K + 1))
     assert all(len(drafts) == len(found.contexts) for drafts in found.drafts.values())
     assert found.num_chunks == 0
-    if EVERY_K[name] > 8:  # as many are in the first batch, with the long prompt
-        assert recorded(name)["num_cached_tokens"][-1] > 0
+    if number > 8:  # as many are in the first batch, with the long prompt
+        assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
     assert found.states_apart < STATES_APART
     for depth in range(MAX_K):  # tokens that were always the same would be equal for no reason
         assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 5, depth
@@ -282,18 +286,18 @@ def test_every_k_from_1_to_10_drafts_what_vllm_drafts(name, recorded, prompts, o
 def test_an_engine_of_a_smaller_k_drafts_the_same_behind_a_prompt_in_chunks(
     name, k, recorded, prompts, own_heads, document_of, record_property
 ):
-    found = _compare((name, k), 3, name, recorded, prompts, own_heads, document_of)
+    found = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
     record_property("compared", f"{len(found.contexts)} contexts, {found.num_chunks} chunks, {found.ties} ties")
     assert len(found.contexts) >= 15
     assert found.num_chunks > 0
     assert found.drafts.keys() == {k}
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_states_that_come_one_token_late_are_noticed(name, recorded, prompts, own_heads, document_of):
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_states_that_come_one_token_late_are_noticed(name, number, recorded, prompts, own_heads, document_of):
     def late(tokens, num_prompt_tokens):
         document = document_of(tokens, num_prompt_tokens)
         return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))
 
     with pytest.raises(AssertionError, match="apart"):
-        _compare(name, EVERY_K[name], name, recorded, prompts, own_heads, late)
+        _compare(name, MAX_K, number, recorded, prompts, own_heads, late)

@@ -26,7 +26,7 @@ from peagle.runs.directory import RunDirectory
 
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_TOKENS, K = 32, 64, 5
-NUM_ROWS = 18  # of the run that is killed
+NUM_ROWS = 12  # of the run that is killed
 CHANGED = "000000000"
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,14 +91,14 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     ]  # fmt: skip
     first = peagle(*arguments)
     deadline = time.monotonic() + 300
-    while len(run.committed()) < 3:
+    while len(run.committed()) < 2:
         assert first.poll() is None, first.stdout.read()
         assert time.monotonic() < deadline, "no unit was committed"
         time.sleep(0.1)
     first.send_signal(signal.SIGKILL)
     first.communicate()
     survived = run.committed()
-    assert 3 <= len(survived) < NUM_ROWS // 2
+    assert 2 <= len(survived) < NUM_ROWS // 2
 
     second = peagle(*arguments)
     said, _ = second.communicate()
