@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.runs.export import describe_answers
     from peagle.runs.progress import Progress
     from pipelines.batch.config import GenerateConfig
+    from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
     from pipelines.cluster.ray import ray_cluster
 
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         for number, own in enumerate(runs, 1):
             progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
             keys = {**common, **own}
-            reports.append(generate(GenerateConfig(**keys), progress, command=command_of(keys)).report)
+            request = RunRequest(config=GenerateConfig(**keys), command=command_of(keys))
+            reports.append(generate(request, progress).report)
             progress.say(text_summary(reports[-1]) + "\n")
     write_atomic(folder / "report.html", render_html(reports).encode())
     print(text_comparison(reports))

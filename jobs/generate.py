@@ -67,9 +67,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import describe_answers
     from peagle.runs.progress import Progress
+    from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
-    outcome = generate(config, Progress(console(soft_wrap=True)), command=args.command_line)
+    request = RunRequest(config=config, command=args.command_line)
+    outcome = generate(request, Progress(console(soft_wrap=True)))
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))

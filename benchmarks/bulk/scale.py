@@ -152,10 +152,11 @@ def _generate(config: Any) -> dict[str, Any]:
 
     from peagle.errors import StoppedEarly
     from peagle.runs.progress import Progress
+    from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
     try:
-        report = generate(config, Progress(Console(file=io.StringIO())), command=["scale"]).report
+        report = generate(RunRequest(config=config, command=["scale"]), Progress(Console(file=io.StringIO()))).report
     except StoppedEarly:
         return {"complete": False}
     return {"complete": True, "num_rows": report["account"]["num_rows"]}

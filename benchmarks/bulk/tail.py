@@ -58,6 +58,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
     from peagle import hardware
     from peagle.runs.progress import Progress
     from pipelines.batch.config import GenerateConfig
+    from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
     # Rows only wait, so engines may be more than cores: the driver is told of enough of them.
@@ -76,7 +77,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
         heartbeat_s=1,
         usd_per_hour=1,
     )
-    generate(config, Progress(Console(file=io.StringIO())), command=sys.argv)
+    generate(RunRequest(config=config, command=sys.argv), Progress(Console(file=io.StringIO())))
 
 
 def _account(options: argparse.Namespace) -> dict[str, Any]:

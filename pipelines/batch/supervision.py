@@ -6,7 +6,6 @@ It reads the run directory and asks workers to stop through it. It knows neither
 import contextlib
 import datetime
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,20 +16,17 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
-from peagle.runs.limits import Limits, MaxFailedRows, Reached, Situation, dollars, parse_deadline, reached
+from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached
 from peagle.runs.plan import Plan
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
 from peagle.runs.stopping import resume_command
 from peagle.storage import WRITE_ERRORS
-from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 
-_GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
-_NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived
 _MAX_DEATHS_IN_A_ROW = 5
 _MEND = "mend the cause; this takes the failed rows up again and continues the run"
-BY_SIGNAL = "asked to by a signal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +81,15 @@ class Supervisor:
     """Watches one attempt at a run.
 
     Args:
-        limits: as `limits_of` the configuration when the command began.
-        stop: set by a signal.
-        command: the command line, from which that of a resume is made.
+        request: of this attempt, with its limits, its stop, and the command from which that of a resume is made.
 
     Attributes:
         tally: of the whole run directory.
         ending: why the run ends early; None while it goes on.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        plan: Plan,
-        resolved: ResolvedRun,
-        limits: Limits,
-        stop: threading.Event,
-        *,
-        command: Sequence[str],
-    ) -> None:
-        self._run, self._plan, self._resolved = run, plan, resolved
-        self._stop, self._command = stop, command
+    def __init__(self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, request: RunRequest) -> None:
+        self._run, self._plan, self._resolved, self._request = run, plan, resolved, request
         price = Price.from_dict(run.manifest()["price"])
         self.tally = Tally(num_rows_planned=plan.num_rows)
         self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
@@ -113,9 +97,9 @@ class Supervisor:
         engines = resolved.config.engine_range
         self._deaths = DeathWatch(engines.largest)
         self._price = price
-        self._limits = limits
+        self._limits = request.limits
         # All that may start at once: those that load cannot be asked to stop before they have loaded.
-        self._limits = replace(limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
+        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
         self._warnings: dict[str, bool] = {}  # of engines' starts: whether they were told
@@ -151,7 +135,7 @@ class Supervisor:
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
-            self._give_up_at = time.monotonic() + self._resolved.config.grace_s + _GIVE_UP_S
+            self._give_up_at = time.monotonic() + self._resolved.config.grace_s + GIVE_UP_S
         if self.ending is not None and not self._is_asked:
             self._ask_to_stop()
 
@@ -181,7 +165,7 @@ class Supervisor:
         committed = self._run.committed()  # not the tally: of what is committed last, the driver may hear nothing
         num_units, num_done = len(self._plan.units), len(committed)
         rows_left = sum(unit.num_rows for unit in self._plan.left(committed))
-        command = resume_command(self._command, ending.resume_flags)
+        command = resume_command(self._request.command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
             f"  {rows_left} of {self._plan.num_rows} rows are left, {dollars(self.tally.usd)} spent in all",
@@ -191,7 +175,7 @@ class Supervisor:
     # --- reasons
 
     def _asked_to_end(self) -> Ending | None:
-        if self._stop.is_set():
+        if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         limit = reached(self._limits, self._situation())
         return self._ending_of(limit) if limit else None
@@ -258,7 +242,7 @@ class Supervisor:
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
-def require_few_failures(report: Mapping[str, Any], run: RunDirectory, limits: Limits, command: Sequence[str]) -> None:
+def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: RunRequest) -> None:
     """Require no more dead letters than the user allows, of a fully committed run.
 
     The last rows may pass the limit when nobody looks any more; how a run ends must not depend on that.
@@ -269,55 +253,17 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, limits: L
     Raises:
         TooManyFailedRows: it has.
     """
-    if limits.max_failed_rows is None:
+    allowed = request.limits.max_failed_rows
+    if allowed is None:
         return
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
     done = Situation(now=0.0, spent_usd=0.0, num_done_rows=num_done + num_failed, num_failed_rows=num_failed)
-    if limit := reached(Limits(max_failed_rows=limits.max_failed_rows), done):
-        again = resume_command(command, {"--retry-failed": None})
+    if limit := reached(Limits(max_failed_rows=allowed), done):
+        again = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
             hint=f"{_MEND}: {again}; the report and the export are made",
         )
-
-
-def require_time(limits: Limits, stop: threading.Event, command: Sequence[str]) -> None:
-    """Refuse to wait longer for a cluster before a run exists.
-
-    Raises:
-        StoppedEarly: the deadline is near, or a stop was asked for.
-    """
-    nothing_done = Situation(now=time.time(), spent_usd=0.0, num_done_rows=0, num_failed_rows=0)
-    limit = reached(limits, nothing_done)
-    if stop.is_set() or limit:
-        raise stopped_before_engines(limit.message if limit else BY_SIGNAL, command)
-
-
-def stopped_before_engines(message: str, command: Sequence[str]) -> StoppedEarly:
-    """How a command ends that is stopped while no engine of its run is at work."""
-    return StoppedEarly(
-        f"stopped while no engine was at work: {message}",
-        hint=f"the same command continues: {resume_command(command, {})}",
-    )
-
-
-def stopped_at_once(command: Sequence[str]) -> str:
-    """The last words of a command that a second signal ends."""
-    again = resume_command(command, {})
-    return f"stopped at once: units under way are lost\n  the same command continues the run: {again}"
-
-
-def limits_of(config: GenerateConfig) -> Limits:
-    """The limits of the configuration, counted from now.
-
-    With the time that ending takes.
-    """
-    return Limits(
-        budget_usd=config.budget_usd,
-        deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now()),
-        max_failed_rows=None if config.max_failed_rows is None else MaxFailedRows.parse(config.max_failed_rows),
-        reserve_s=config.grace_s + _GIVE_UP_S + _NOTICE_S,
-    )
 
 
 def describe_failures(run: RunDirectory) -> str:

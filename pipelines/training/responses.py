@@ -24,6 +24,7 @@ from peagle.plain_json import to_json
 from peagle.runs.directory import RunDirectory
 from peagle.runs.progress import Progress
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
 _AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "usd_per_hour")
@@ -55,7 +56,7 @@ def regenerate(
             run_config = _run_config(
                 config, way, _write(asked, config.answers(way)), target, MESSAGES in asked[0], engine
             )
-            generate(run_config, progress, command=command)
+            generate(RunRequest(config=run_config, command=command), progress)
             letters += list(RunDirectory(config.answers(way)).dead_letters())
     if letters:
         progress.say(f"{len(letters)} of {len(rows):,} prompts were not answered; the first: {letters[0]['message']}")

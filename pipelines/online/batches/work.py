@@ -29,6 +29,7 @@ from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import RunRequest
 from pipelines.cluster.placement import Neighbours
 
 Reason = str
@@ -112,16 +113,16 @@ def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
     # A run that is there has its own keys, whatever the endpoint was started with since.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
+    request = RunRequest(
+        config=GenerateConfig(**config),
+        command=["POST", "/v1/batches", task.batch_id],
+        stop=stop.event,
+        neighbours=task.neighbours,
+        commits=task.commits,
+        served_name=task.model,
+    )
     try:
-        run.generate(
-            GenerateConfig(**config),
-            counts,
-            command=["POST", "/v1/batches", task.batch_id],
-            stop=stop.event,
-            neighbours=task.neighbours,
-            commits=task.commits,
-            served_name=task.model,
-        )
+        run.generate(request, counts)
     except StoppedEarly:
         if stop.reason is None and task.budget_usd is None:
             raise

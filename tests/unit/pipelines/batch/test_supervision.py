@@ -1,5 +1,3 @@
-import datetime
-import threading
 from dataclasses import replace
 
 import pyarrow as pa
@@ -14,8 +12,9 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import resolve, resolve_price
-from pipelines.batch.supervision import Supervisor, limits_of, require_few_failures, require_time
+from pipelines.batch.supervision import Supervisor, require_few_failures
 
 HERE = hardware.detect()
 COMMAND = ["peagle", "generate", "--output", "runs/a"]
@@ -66,7 +65,7 @@ def start(tmp_path):
         ]
         run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
         resolved = resolve(config, HERE, ["prompt"], announce=print)
-        return run, Supervisor(run, plan, resolved, limits_of(config), threading.Event(), command=[*COMMAND, *command])
+        return run, Supervisor(run, plan, resolved, RunRequest(config=config, command=[*COMMAND, *command]))
 
     return make
 
@@ -94,8 +93,8 @@ def test_a_run_within_its_limits_goes_on(start):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StorageError("503")])
 def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, monkeypatch, error):
     run, supervisor = start(grace_s=0)
-    supervisor._stop.set()
-    monkeypatch.setattr(supervision, "_GIVE_UP_S", 0.0)
+    supervisor._request.stop.set()
+    monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
 
     def fail(_):
         raise error
@@ -112,7 +111,7 @@ def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, m
 
 def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
     run, supervisor = start(grace_s=7)
-    supervisor._stop.set()
+    supervisor._request.stop.set()
     supervisor.observe()
     assert run.stop.grace_s() == 7
     assert not supervisor.gives_up
@@ -125,7 +124,7 @@ def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
 
 def test_rows_left_are_those_of_units_that_are_not_committed_whatever_the_driver_has_heard(start):
     run, supervisor = start()
-    supervisor._stop.set()
+    supervisor._request.stop.set()
     supervisor.observe()
     assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # its receipt was lost with Ray
     assert "stopped with 2 of 4 units committed" in supervisor.error().message
@@ -213,10 +212,10 @@ def test_a_finished_run_has_failed_if_too_many_of_its_rows_have(start, allowed, 
     run, supervisor = start(max_failed_rows=allowed)
     report = {"account": {"num_rows": 1, "num_failed_rows": 2}}
     if message is None:
-        require_few_failures(report, run, supervisor._limits, COMMAND)
+        require_few_failures(report, run, supervisor._request)
         return
     with pytest.raises(TooManyFailedRows, match=message) as stopped:
-        require_few_failures(report, run, supervisor._limits, COMMAND)
+        require_few_failures(report, run, supervisor._request)
     assert "2 refused; for example row 000000001" in stopped.value.message
     assert "--output runs/a --retry-failed; the report" in stopped.value.hint
 
@@ -232,22 +231,9 @@ def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
     assert supervisor.ending is None
 
 
-def test_a_time_of_day_that_passes_before_the_engines_start_is_not_tomorrow(monkeypatch, start):
-    run, _ = start()
-    soon = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=90)
-    limits = limits_of(GenerateConfig(input="in.csv", output=run.root, deadline=f"{soon:%H:%M:%S}", grace_s=1))
-    require_time(limits, threading.Event(), COMMAND)
-    monkeypatch.setattr(supervision.time, "time", lambda: soon.timestamp() + 1)
-    with pytest.raises(StoppedEarly, match=r"no engine was at work: the deadline .* is near") as stopped:
-        require_time(limits, threading.Event(), COMMAND)
-    assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
-
-
-def test_a_stop_that_was_asked_for_ends_the_wait_for_a_cluster(start):
+def test_a_stop_that_was_asked_for_ends_the_wait_for_engines(start):
     _, supervisor = start()
     supervisor.require_room()
-    supervisor._stop.set()
+    supervisor._request.stop.set()
     with pytest.raises(StoppedEarly, match="1 of 4 units committed: asked to by a signal"):
         supervisor.require_room()
-    with pytest.raises(StoppedEarly, match="asked to by a signal"):
-        require_time(supervisor._limits, supervisor._stop, COMMAND)

@@ -15,8 +15,10 @@ from peagle.runs.prepare import PrepareJob, prepare_unit
 from peagle.runs.rows import PreparedUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.decide import Decided
+from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import resolve
-from pipelines.batch.run import _manifest
+from pipelines.batch.run import manifest
 
 SESSION = EngineSession(
     session_id="engine", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=9.0,
@@ -31,7 +33,9 @@ class FakeRun:
         self.plan = make_plan(config)
         self.resolved = resolve(config, hardware.detect(), self.plan.schema.names, announce=print)
         self.run = RunDirectory(config.output)
-        self.run.create(_manifest(self.resolved, self.plan, ["peagle", "generate"]), self.plan)
+        request = RunRequest(config=config, command=["peagle", "generate"])
+        decided = Decided(request=request, directory=self.run, plan=self.plan, resolved=self.resolved)
+        self.run.create(manifest(decided), self.plan)
         drafter = self.resolved.spec.drafter
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 

@@ -38,6 +38,6 @@ def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
 
 def test_a_run_knows_what_clients_call_its_model(task, monkeypatch):
     asked = []
-    monkeypatch.setattr(work.run, "generate", lambda *_, **options: asked.append(options["served_name"]))
+    monkeypatch.setattr(work.run, "generate", lambda request, _: asked.append(request.served_name))
     run_batch(task, Stop(), Counts())
     assert asked == ["m"]

@@ -1,0 +1,56 @@
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.runs.directory import RunDirectory
+from pipelines.batch import decide as module
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.decide import hardware_for
+from pipelines.batch.request import RunRequest
+from pipelines.batch.run import begin_or_continue
+
+
+def request_of(config):
+    return RunRequest(config=config, command=["peagle", "generate"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [("inspect", 2, None)]),
+        ({"accelerator_type": "H100"}, [("require", 2, "H100", 3, 900.0), ("inspect", 2, "H100")]),
+        ({"accelerator_type": "any"}, [("require", 2, None, 3, 900.0), ("inspect", 2, "any")]),
+        (
+            {"accelerator_type": "any", "engines": "3", "nodes_per_engine": 2},
+            [("require", 1, None, 3, 900.0), ("inspect", 1, "any")],
+        ),
+    ],
+)
+def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_at(
+    monkeypatch, tmp_path, keys, expected
+):
+    done = []
+    keys = {"engines": "3:9"} | keys
+    config = GenerateConfig(input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, **keys)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(
+        module.ray,
+        "require_capacity",
+        lambda p, n, *, wait_s, check, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
+    )
+    monkeypatch.setattr(
+        module.ray,
+        "inspect",
+        lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: done.append(
+            ("inspect", accelerators_per_engine // nodes_per_engine, accelerator_type)
+        ),
+    )
+    hardware_for(request_of(config), RunDirectory(tmp_path), print)
+    assert done == expected
+
+
+def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(decided):
+    run = decided()
+    begin_or_continue(run)
+    config = run.request.config.model_copy(update={"accelerator_type": "H100"})
+    with pytest.raises(ConfigError, match=r"began on .*accelerator_type H100 cannot continue it"):
+        hardware_for(request_of(config), run.directory, print)
