@@ -34,6 +34,7 @@ def add_flags(
     *,
     short: Mapping[str, str] = MappingProxyType({}),
     yaml_only: Collection[str] = (),
+    hidden: Collection[str] = (),
 ) -> None:
     """Add a flag for each field of `model`, and `--config`.
 
@@ -42,6 +43,7 @@ def add_flags(
     Args:
         short: one-letter names.
         yaml_only: fields that no flag can express.
+        hidden: fields whose flags the help leaves out: for those who test peagle itself.
     """
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
@@ -49,13 +51,14 @@ def add_flags(
     for name, field in model.model_fields.items():
         if name in yaml_only:
             continue
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
+        text = argparse.SUPPRESS if name in hidden else _help(field)
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
         kind = _plain(field.annotation)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
-            options |= {"action": "append", "metavar": "TEXT", "help": f"{_help(field)}; may be repeated"}
+            options |= {"action": "append", "metavar": "TEXT", "help": f"{text}; may be repeated"}
         elif typing.get_origin(kind) is typing.Literal:
             options["metavar"] = "|".join(map(str, typing.get_args(kind)))
         else:
@@ -132,6 +135,8 @@ def _explain(error: Any, variables: Collection[str]) -> str:
         where = variable
     if error["type"] == "missing":
         return f"--{where.replace('_', '-')} is needed"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{where}: no such key"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}: {message}, not {error['input']!r}" if where else message
 

@@ -39,12 +39,6 @@ _GROUPS = {
         "accelerator_type",
         *SIZE_KEYS,
         "engine",
-        "fake_token_s",
-        "fake_die_on",
-        "fake_kill_on",
-        "fake_hang_on",
-        "fake_core",
-        "fake_wrong",
         "cluster_wait_s",
         "heartbeat_s",
         "lease_s",
@@ -56,7 +50,7 @@ _GROUPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle generate`."""
-    flags.add_flags(parser, GenerateConfig, _GROUPS)
+    flags.add_flags(parser, GenerateConfig, _GROUPS, hidden=["fake"])
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

@@ -58,10 +58,6 @@ _GROUPS = {
         "drain_s",
         "heartbeat_s",
         "engine",
-        "fake_token_s",
-        "fake_start_s",
-        "fake_core",
-        "fake_wrong",
     ],
     "access": [
         "host",
@@ -101,7 +97,7 @@ _GROUPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle serve`."""
-    flags.add_flags(parser, ServeConfig, _GROUPS, yaml_only=["models"])
+    flags.add_flags(parser, ServeConfig, _GROUPS, yaml_only=["models"], hidden=["fake"])
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

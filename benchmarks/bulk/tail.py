@@ -56,6 +56,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from peagle import hardware
+    from peagle.engine.fake import FakeTraits
     from peagle.runs.progress import Progress
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.request import RunRequest
@@ -71,7 +72,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
         engine="fake",
         engines=options.engines,
         max_num_seqs=options.max_num_seqs,
-        fake_token_s=options.token_s,
+        fake=FakeTraits(token_s=options.token_s),
         rows_per_unit=options.rows_per_unit,
         ignore_eos=True,
         heartbeat_s=1,

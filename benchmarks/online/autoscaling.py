@@ -184,14 +184,8 @@ def plot(samples: list[dict[str, float]], engine: str) -> str:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    kind = [
-        "--engine",
-        "fake",
-        "--fake-token-s",
-        str(options.fake_token_s),
-        "--fake-start-s",
-        str(options.fake_start_s),
-    ]
+    traits = {"token_s": options.fake_token_s, "start_s": options.fake_start_s}
+    kind = ["--engine", "fake", "--fake", json.dumps(traits)]
     if options.engine == "vllm":
         kind = ["--model", options.name, "--max-model-len", "512"]
     return [

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from peagle.engine.interface import Completion, Generation, RequestRefused, TokenLogprob
 from peagle.engine.self_check import Judgement, SelfCheck
@@ -26,19 +28,42 @@ CORE_NAME = "peagle-fake-engine-core"
 _HANGING_S = 60.0
 
 
+_Text = Annotated[str, Field(min_length=1)] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeTraits:
+    """The traits of a fake engine: its speed, and how it fails.
+
+    Attributes:
+        token_s: seconds a token takes.
+        start_s: seconds its start takes.
+        has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
+        is_wrong: its answers are not its target's, as those of an engine with a wrong kernel.
+        die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
+        kill_on: a prompt with this text kills the process that the engine is in.
+        hang_on: after a prompt with this text the engine neither answers nor fails.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    token_s: Annotated[float, Field(ge=0)] = 0.0
+    start_s: Annotated[float, Field(ge=0)] = 0.0
+    has_core: bool = False
+    is_wrong: bool = False
+    die_on: _Text = None
+    kill_on: _Text = None
+    hang_on: _Text = None
+
+
 class FakeEngine:
     """Echoes a digest of the prompt.
 
     Args:
+        traits: `start_s` is for whoever starts it; here it is up at once.
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
         max_model_len: as an engine's.
-        token_s: seconds a token takes.
         max_num_seqs: requests at once; further ones wait, and that counts in their latency. None is no limit.
-        die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
-        kill_on: a prompt with this text kills the process that the engine is in.
-        hang_on: after a prompt with this text the engine neither answers nor fails.
-        has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
-        is_wrong: its answers are not its target's, as those of an engine with a wrong kernel.
     """
 
     compile_s = 0.0
@@ -47,25 +72,19 @@ class FakeEngine:
 
     def __init__(
         self,
+        traits: FakeTraits = FakeTraits(),
         *,
         num_speculative_tokens: int = 0,
         max_model_len: int = 8192,
-        token_s: float = 0.0,
         max_num_seqs: int | None = None,
-        die_on: str | None = None,
-        kill_on: str | None = None,
-        hang_on: str | None = None,
-        has_core: bool = False,
-        is_wrong: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
-        self.checkable = _Checkable(max_model_len, is_wrong=is_wrong)
-        self._core = _start_core() if has_core else None
-        self._die_on, self._kill_on, self._hang_on = die_on, kill_on, hang_on
+        self.checkable = _Checkable(max_model_len, is_wrong=traits.is_wrong)
+        self._traits = traits
+        self._core = _start_core() if traits.has_core else None
         self._is_dead = self._hangs = False
         self._signs_of_life = 0
         self._num_speculative_tokens = num_speculative_tokens
-        self._token_s = token_s
         self._slots = asyncio.Semaphore(max_num_seqs) if max_num_seqs else contextlib.nullcontext()
         self._totals = SpeculationStats.empty()
 
@@ -73,9 +92,9 @@ class FakeEngine:
         """See `Engine.generate`."""
         completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
         async with self._slots:
-            await asyncio.sleep(self._token_s)
+            await asyncio.sleep(self._traits.token_s)
             first_token = time.monotonic()
-            await asyncio.sleep(self._token_s * (_longest(completions) - 1))
+            await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
             while self._hangs:
                 await asyncio.sleep(_HANGING_S)
         return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
@@ -92,7 +111,7 @@ class FakeEngine:
         first_token = started
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
-                await asyncio.sleep(self._token_s)
+                await asyncio.sleep(self._traits.token_s)
                 self.require_life()
                 first_token = time.monotonic() if num_tokens == 1 else first_token
                 if num_tokens < longest:
@@ -151,10 +170,10 @@ class FakeEngine:
         )
 
     def _meet_poison(self, prompt_token_ids: list[int]) -> None:
-        if _contains(prompt_token_ids, self._kill_on):
+        if _contains(prompt_token_ids, self._traits.kill_on):
             os.kill(os.getpid(), signal.SIGKILL)
-        self._hangs = self._hangs or _contains(prompt_token_ids, self._hang_on)
-        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._die_on)
+        self._hangs = self._hangs or _contains(prompt_token_ids, self._traits.hang_on)
+        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._traits.die_on)
         self.require_life()
 
     def require_life(self) -> None:

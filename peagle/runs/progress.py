@@ -5,14 +5,13 @@ It adds up what it is told and draws it; it reads no files.
 
 import math
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.speculation import SpeculationStats
 
 _PLAIN_LINE_EVERY_S = 10.0
@@ -47,11 +46,9 @@ class Tally:
         if before:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
-    def observe(self, usd: float, alive: Sequence[EngineSession]) -> None:
-        """Take dollars and speed from this attempt's live heartbeats."""
-        self.usd = usd
-        self.num_engines = len(_at_work(alive))
-        self.tokens_per_s = tokens_per_s(alive) or 0.0
+    def observe(self, usd: float, *, num_engines: int, tokens_per_s: float) -> None:
+        """Take the present dollars, and the speed of the engines at work."""
+        self.usd, self.num_engines, self.tokens_per_s = usd, num_engines, tokens_per_s
         done = self.num_rows + self.num_failed_rows
         left = self.num_rows_planned - done
         self.seconds_left = seconds_left(left, done, self.num_output_tokens, self.tokens_per_s)
@@ -106,16 +103,6 @@ class Progress:
 def _started(live: Live) -> Live:
     live.start()
     return live
-
-
-def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
-    """The output tokens a second of these engines together; None before one works."""
-    at_work = _at_work(alive)
-    return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
-
-
-def _at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
-    return [session for session in alive if session.busy_s + session.idle_s > 0]
 
 
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:

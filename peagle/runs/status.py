@@ -19,9 +19,9 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import Lease, clock, read_lease
 from peagle.runs.limits import dollars
+from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s
 from peagle.runs.plan import Plan
-from peagle.runs.progress import duration, seconds_left, tokens_per_s
-from peagle.runs.scaling import Heartbeats
+from peagle.runs.progress import duration, seconds_left
 
 _SILENT_AFTER_S = 60.0  # or, if that is longer,
 _SILENT_AFTER = 3.0  # heartbeats: engines beat at different moments, and one may come late
@@ -112,7 +112,9 @@ class StatusReader:
         reasons = sum((self._reasons[unit] for unit in committed - self._run.superseded()), Counter[str]())
         usages = [self._usages[unit] for unit in sorted(committed)]
         state = _state(plan, committed, lease)
-        alive = _alive(sessions, lease, self._silent_after_s(lease)) if state == "running" else []
+        alive: list[EngineSession] = []
+        if state == "running" and lease is not None:
+            alive = seen_alive(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
         # A unit may name a session whose first heartbeat was read a moment too early.
         known = {session.session_id for session in sessions}
         usages = [usage for usage in usages if usage.session_id in known]
@@ -181,16 +183,6 @@ def _driver(state: State, lease: Lease | None) -> str:
         # The report and the export come after the last unit.
         return f"{lease.describe()}, is making the report" if lease.seems_alive() else f"{silent}: {_REPORT_MAY_MISS}"
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
-
-
-def _alive(sessions: Sequence[EngineSession], lease: Lease | None, silent_after_s: float) -> list[EngineSession]:
-    """The last recent session in each place (host and number), and its time."""
-    assert lease is not None, "a run is running by its lease"
-    last = {
-        (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
-    }
-    latest = max([lease.since, *(session.last_seen_at for session in last.values())])
-    return [one for one in last.values() if not one.ended and one.last_seen_at > latest - silent_after_s]
 
 
 def _num_open_tokens(alive: Sequence[EngineSession], usages: Sequence[UnitUsage]) -> int:

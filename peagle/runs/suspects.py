@@ -17,9 +17,10 @@ The note is written before the rows go in, so it is there whatever is killed, th
 It knows files; it knows neither engines nor Ray.
 """
 
+import contextlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from peagle.storage import Place, write_atomic
@@ -116,6 +117,53 @@ class UnitNotes:
 
     def _paths(self) -> list[Place]:
         return sorted(self._folder.glob(f"{self._prefix}*.json"), key=lambda path: path.name)
+
+
+class RowsInEngine:
+    """The rows that are in an engine now, by unit.
+
+    Where the engine dies, the notes of their units accuse them.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, UnitNotes] = {}
+        self._rows: defaultdict[int, list[int]] = defaultdict(list)
+
+    def begin(self, unit: int, notes: UnitNotes) -> UnitNotes:
+        """A unit whose rows are about to go in, with its notes."""
+        self._notes[unit] = notes
+        return notes
+
+    def end(self, unit: int) -> None:
+        """A unit that is done or given up; a process that had it twice may end it twice."""
+        self._notes.pop(unit, None)
+
+    @contextlib.contextmanager
+    def inside(self, unit: int, index: int) -> Iterator[None]:
+        """Have a row in the engine for as long as the block lasts."""
+        self._rows[unit].append(index)
+        try:
+            yield
+        finally:
+            self._rows[unit].remove(index)
+
+    def any(self) -> bool:
+        """Whether a row is in the engine."""
+        return any(self._rows.values())
+
+    def accuse(self, *, alone: bool) -> None:
+        """Note the rows that are in an engine that dies.
+
+        Units that had none in it are cleared.
+
+        Args:
+            alone: the row that is in it has it for itself.
+        """
+        for unit, notes in list(self._notes.items()):
+            if rows := self._rows[unit]:
+                notes.write(Note(rows=tuple(sorted(rows)), alone=alone, died=True))
+            else:
+                notes.withdraw()
 
 
 def forgettable(folder: Place, committed: set[int]) -> list[Place]:

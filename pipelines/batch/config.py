@@ -4,12 +4,14 @@ It checks what can be checked without a corpus, a model or a cluster; it resolve
 """
 
 import datetime
+import json
 import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.economics.price_options import PriceKeys
+from peagle.engine.fake import FakeTraits
 from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError
 from peagle.private import user_path
@@ -40,7 +42,7 @@ FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
 
 
 class StandInKeys(BaseModel):
-    """The choice between a real engine and the fake one, and the fake one's traits.
+    """The choice between a real engine and the fake one, with its traits.
 
     Runs and the endpoint have these keys.
     """
@@ -48,13 +50,12 @@ class StandInKeys(BaseModel):
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
     )
-    fake_token_s: float = Field(0.0, ge=0, description="seconds a token takes the fake engine")
-    fake_core: bool = Field(
-        False, description="the fake engine has a process of its own that may be killed, like vLLM's"
-    )
-    fake_wrong: bool = Field(
-        False, description="the fake engine's answers are not its target's, so it does not pass its self-check"
-    )
+    fake: FakeTraits = Field(FakeTraits(), description='traits of the fake engine, as JSON: {"token_s": 0.03}')
+
+    @field_validator("fake", mode="before")
+    @classmethod
+    def _traits_as_text(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
 
 
 class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
@@ -108,9 +109,6 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
         description="engines run on accelerators of this type alone, by Ray's name (H100, RTX-PRO-6000), or on any; "
         "a cluster that has none yet is asked for them; default: accelerators where the cluster has some now",
     )
-    fake_die_on: str | None = Field(None, min_length=1, description="prompts with this text kill the fake engine")
-    fake_kill_on: str | None = Field(None, min_length=1, description="prompts with this text kill its process")
-    fake_hang_on: str | None = Field(None, min_length=1, description="prompts with this text make it hang")
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
@@ -145,9 +143,9 @@ class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKey
     )
 
     @model_validator(mode="after")
-    def _only_the_fake_engine_dies_on_command(self) -> "GenerateConfig":
-        if self.engine != "fake" and (self.fake_die_on or self.fake_kill_on or self.fake_hang_on):
-            raise ValueError("fake_die_on, fake_kill_on and fake_hang_on mean nothing without engine: fake")
+    def _only_the_fake_engine_has_traits(self) -> "GenerateConfig":
+        if self.engine != "fake" and self.fake != FakeTraits():
+            raise ValueError("fake means nothing without engine: fake")
         return self
 
     @model_validator(mode="after")

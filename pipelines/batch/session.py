@@ -17,10 +17,11 @@ from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession
 from peagle.private import keep_private
 from peagle.runs.directory import RunDirectory
+from peagle.runs.liveness import Heartbeats
 from peagle.runs.logs import COPY_S, LogCopy
 from peagle.runs.meter import EngineMeter, new_session_id
 from peagle.runs.plan import Plan
-from peagle.runs.scaling import Heartbeats, is_worth_loading
+from peagle.runs.scaling import is_worth_loading
 from peagle.storage import WRITE_ERRORS
 from pipelines.cluster.node import claim_slot, redirect_output
 

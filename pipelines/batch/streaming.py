@@ -24,10 +24,11 @@ from peagle.runs.prepare import PrepareJob, prepare_units
 from peagle.runs.progress import Progress
 from peagle.runs.rows import require_storable
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.engine_job import EngineJob
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
-from pipelines.batch.worker import EngineJob, EngineWorker
+from pipelines.batch.worker import EngineWorker
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import PREPARE_CPUS
@@ -197,7 +198,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         model=resolved.model.name,
         drafter=resolved.drafter.name,
         sampling=dict(resolved.sampling.base),
-        fake=_fake(config),
+        fake=config.fake if config.engine == "fake" else None,
         row_timeout_s=config.row_timeout_s,
         engine_timeout_s=config.engine_timeout_s,
         num_devices=placement.num_devices,
@@ -208,19 +209,6 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         admission=_admission(run, plan, config),
     )
     return prepare_job, engine_job
-
-
-def _fake(config: GenerateConfig) -> dict[str, Any] | None:
-    if config.engine != "fake":
-        return None
-    return {
-        "token_s": config.fake_token_s,
-        "die_on": config.fake_die_on,
-        "kill_on": config.fake_kill_on,
-        "hang_on": config.fake_hang_on,
-        "has_core": config.fake_core,
-        "is_wrong": config.fake_wrong,
-    }
 
 
 def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:

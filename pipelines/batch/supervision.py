@@ -17,6 +17,7 @@ from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached
+from peagle.runs.liveness import engines_at_work, tokens_per_s
 from peagle.runs.plan import Plan
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
@@ -130,7 +131,7 @@ class Supervisor:
         sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
-        self.tally.observe(usd, alive)
+        self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):

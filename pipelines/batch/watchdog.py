@@ -1,6 +1,4 @@
-"""The watchdog of an engine: its silence, its loop, and a row's time limit.
-
-The limit counts in an engine that works.
+"""The watchdog of an engine: its silence, its loop, a stop's grace, time limits.
 
 A step and what comes of any row are signs of life. It knows no engine: it asks for a number that grows with the signs.
 What looks at an engine runs in the event loop of its actor; whether that loop lives, a thread sees.
@@ -14,6 +12,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from peagle.engine.interface import Generation
+from peagle.engine.self_check import SelfCheck
+from peagle.errors import EngineError
+from peagle.runs.stopping import GraceClock
 
 ENGINE_TIMEOUT_S = 1800.0
 """Six times what vLLM allows an engine's workers for a step: a kernel that is compiled when it is first needed, or a
@@ -29,6 +30,78 @@ _LOOKS_PER_LIMIT = 20  # a row that is out of time is found out before it has ha
 
 class OutOfTime(Exception):  # noqa: N818 - the row's fault, not an error of ours
     """A row was not finished within its limit, by an engine that worked."""
+
+
+class Watchdog:
+    """Watches an engine for the actor that has it.
+
+    Args:
+        signs_of_life: a number that grows with the engine's work.
+        limit_s: of silence, while rows are in the engine, and of standing still of the event loop.
+        grace: a stop's.
+        is_busy: whether rows are in the engine.
+        die: ends this process, with a note of its rows and a reason.
+        leave: ends it at once.
+    """
+
+    def __init__(
+        self,
+        signs_of_life: Callable[[], int],
+        *,
+        limit_s: float,
+        grace: GraceClock,
+        is_busy: Callable[[], bool],
+        die: Callable[[str], object],
+        leave: Callable[[], object],
+    ) -> None:
+        self._signs_of_life, self._limit_s, self._grace, self._is_busy = signs_of_life, limit_s, grace, is_busy
+        self._die, self._leave = die, leave
+        self._silence = SilenceClock(signs_of_life)
+        self._loop_watch: LoopWatch | None = None
+
+    def watch_loop(self) -> None:
+        """Watch the event loop that this is called in, from the first time on."""
+        if self._loop_watch is None:
+            loop = asyncio.get_running_loop()
+            self._loop_watch = LoopWatch(loop, limit_s=self._limit_s, die=self._die, leave=self._leave)
+
+    def is_stopping(self) -> bool:
+        """Whether the run is being stopped: nothing new is to be started."""
+        return self._grace.is_asked()
+
+    async def finished(self, work: "asyncio.Task[Any]") -> bool:
+        """Wait for a unit's rows; False, rows cancelled, when a stop's grace is over.
+
+        Who waits also watches: an engine that is silent for too long ends here. `LoopWatch` sees whether anybody waits.
+        """
+        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
+            if self._grace.is_over():
+                work.cancel()
+                return False
+            if self._silence.look(is_busy=self._is_busy()) > self._limit_s:
+                self._die(f"the engine has shown no sign of life for {self._limit_s:g} s (--engine-timeout-s)")
+        return True
+
+    async def checked(self, check: Coroutine[Any, Any, SelfCheck]) -> SelfCheck:
+        """Wait for an engine's self-check.
+
+        Raises:
+            EngineError: the engine died or is silent.
+        """
+        work = asyncio.create_task(check)
+        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
+            if self._silence.look(is_busy=True) > self._limit_s:
+                work.cancel()
+                raise EngineError(f"the engine showed no sign of life in its self-check for {self._limit_s:g} s")
+        return work.result()
+
+    async def within(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
+        """A row's answer, given up after `limit_s` seconds in a working engine.
+
+        Raises:
+            OutOfTime: the row is given up; its request is cancelled.
+        """
+        return await within(limit_s, answer, self._signs_of_life)
 
 
 class SilenceClock:

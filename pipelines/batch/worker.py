@@ -1,74 +1,36 @@
 """Ray Data's second stage: generate a prepared unit on an engine, commit it.
 
-A unit is one row. What the stage needs travels in one picklable job record, and names of models are resolved on the
-node that uses them. It knows nothing of the driver.
+A unit is one row. The stage knows nothing of the driver: what it needs travels in one record (`engine_job.py`).
 
 An engine that dies takes its actor with it, after a note of the rows that were in it (`suspects.py`); Ray starts
-another actor and gives it the same units again. One that hangs is made to die.
+another actor and gives it the same units again. One that hangs is made to die (`watchdog.py`).
 """
 
 import asyncio
 import atexit
 import os
-import sys
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, NoReturn
 
 import pyarrow as pa
 
 from peagle import hardware
-from peagle.economics.prices import Device
 from peagle.economics.usage import UnitUsage
-from peagle.engine.interface import Engine, Generation, RequestRefused
+from peagle.engine.interface import Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
-from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.requests.prompts import RowError
 from peagle.runs.directory import RunDirectory
 from peagle.runs.rows import PreparedUnit, is_given_back, unpacked
 from peagle.runs.stopping import GraceClock
-from peagle.runs.suspects import Note, UnitNotes, Verdict
+from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
+from pipelines.batch.engine_job import EngineJob, say_end, start_engine
 from pipelines.batch.locks import Places, Turns, rows_in_engine
-from pipelines.batch.multinode import FollowerJob, OtherNodes
-from pipelines.batch.session import Admission, Session
-from pipelines.batch.watchdog import ENGINE_TIMEOUT_S, POLL_S, LoopWatch, OutOfTime, SilenceClock, within
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineJob:
-    """The job of an engine actor.
-
-    `model` and `drafter` are labels; `spec` names them as the user did.
-
-    Attributes:
-        driver: the number of the lease of who runs it; only that one can stop it.
-        places: the name under which engines that share a node number their places on it.
-        part: what an engine on several nodes takes of each of them, by Ray's names.
-        fake: what the fake engine is like where it stands in for vLLM, as `FakeEngine` takes it.
-    """
-
-    run_dir: str
-    places: str
-    spec: EngineSpec
-    model: str
-    drafter: str | None
-    driver: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
-    fake: dict[str, Any] | None = None
-    row_timeout_s: float | None = None
-    engine_timeout_s: float = ENGINE_TIMEOUT_S
-    num_devices: int = 1
-    device: Device = "vcpu"
-    num_engines_on_node: int = 1
-    part: dict[str, float] = field(default_factory=dict)
-    heartbeat_s: float = 5.0
-    admission: Admission | None = None
-
+from pipelines.batch.session import Session
+from pipelines.batch.watchdog import OutOfTime, Watchdog
 
 _KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
 
@@ -85,7 +47,7 @@ class EngineWorker:
         self._run = RunDirectory(job.run_dir, driver=job.driver)
         if job.admission is not None and not _takes_the_place_of_another():
             job.admission.wait(self._run)
-        self._grace = GraceClock(self._run.stop.reader())
+        grace = GraceClock(self._run.stop.reader())
         self._session = Session(
             self._run,
             places=job.places,
@@ -93,35 +55,36 @@ class EngineWorker:
             device=job.device,
             heartbeat_s=job.heartbeat_s,
         )
-        self._meter = self._session.meter
-        self._others: OtherNodes | None = None
         try:
-            self._engine, compile_s = self._start_engine()
+            started = start_engine(job, self._session)
         finally:
             self._session.keep_log()
-        self._meter.ready(compile_s)
+        self._engine, self._others = started.engine, started.others
+        self._session.meter.ready(started.compile_s)
         self._session.beat()
         slots = job.spec.max_num_seqs
         # A row's limit must not pass while it waits in the engine for others to end.
         self._places = Places(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._turns = Turns()
-        self._silence = SilenceClock(self._engine.signs_of_life)
-        self._loop_watch: LoopWatch | None = None
+        self._rows = RowsInEngine()
+        self._watchdog = Watchdog(
+            self._engine.signs_of_life,
+            limit_s=job.engine_timeout_s,
+            grace=grace,
+            is_busy=self._rows.any,
+            die=self._die,
+            leave=self._leave,
+        )
         self._check: asyncio.Task[None] | None = None
-        self._notes: dict[int, UnitNotes] = {}
-        self._in_engine: defaultdict[int, list[int]] = defaultdict(list)
         atexit.register(self._close)
         if self._others is not None:
             self._others.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; a run being stopped gets it back undone."""
-        if self._loop_watch is None:
-            loop = asyncio.get_running_loop()
-            limit_s = self._job.engine_timeout_s
-            self._loop_watch = LoopWatch(loop, limit_s=limit_s, die=self._die, leave=self._leave)
+        self._watchdog.watch_loop()
         table = unpacked(batch)
-        if is_given_back(table) or self._grace.is_asked():
+        if is_given_back(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
         if self._check is None:  # here: vLLM answers in the loop in which it is first asked, and in no other
@@ -130,14 +93,14 @@ class EngineWorker:
         prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
-        notes = self._notes[unit] = UnitNotes(self._run.suspects, unit, self._session.session_id)
+        notes = self._rows.begin(unit, UnitNotes(self._run.suspects, unit, self._session.session_id))
         verdict = await asyncio.to_thread(notes.verdict, table.num_rows)
         for index in verdict.guilty:
             prepared.refuse(index, _KILLER)
         await asyncio.to_thread(notes.write, Note())
         work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
-        if not await self._finished_in_time(work):
-            self._notes.pop(unit, None)
+        if not await self._watchdog.finished(work):
+            self._rows.end(unit)
             notes.withdraw()
             yield _receipt(None)
             return
@@ -145,7 +108,7 @@ class EngineWorker:
         usage = self._usage(prepared, list(generations.values()), started_at)
         output = prepared.output(generations, self._job.model, self._job.drafter)
         committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
-        self._notes.pop(unit, None)  # gone already where this process had the unit twice
+        self._rows.end(unit)
         await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
 
@@ -155,30 +118,11 @@ class EngineWorker:
         Raises:
             EngineError: they are not, or it died or hangs. Another one of these settings would do the same.
         """
-        limit_s = self._job.engine_timeout_s
-        work = asyncio.create_task(self_check(self._engine.checkable, self._job.spec, hardware.detect()))
-        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
-            if self._silence.look(is_busy=True) > limit_s:
-                work.cancel()
-                raise EngineError(f"the engine showed no sign of life in its self-check for {limit_s:g} s")
-        self._session.self_check = work.result().to_json()
-        self._session.start_warnings += [work.result().describe()] * (work.result().outcome == "skipped")
+        found = await self._watchdog.checked(self_check(self._engine.checkable, self._job.spec, hardware.detect()))
+        self._session.self_check = found.to_json()
+        self._session.start_warnings += [found.describe()] * (found.outcome == "skipped")
         await asyncio.to_thread(self._session.beat)
-        require_passed(work.result())
-
-    async def _finished_in_time(self, work: "asyncio.Task[dict[int, Generation]]") -> bool:
-        """Wait for a unit's rows; False, rows cancelled, when a stop's grace is over.
-
-        Who waits also watches: an engine that is silent for too long ends here. `LoopWatch` sees whether anybody waits.
-        """
-        while not (await asyncio.wait([work], timeout=POLL_S))[0]:
-            if self._grace.is_over():
-                work.cancel()
-                return False
-            silent_s = self._silence.look(is_busy=any(self._in_engine.values()))
-            if silent_s > (limit_s := self._job.engine_timeout_s):
-                self._die(f"the engine has shown no sign of life for {limit_s:g} s (--engine-timeout-s)")
-        return True
+        require_passed(found)
 
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
         """Generate unsuspected rows with those of other units, then suspects alone."""
@@ -206,44 +150,33 @@ class EngineWorker:
         assert prompt is not None, "a row without a prompt has a dead letter"
         # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
         request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
-        sampling = self._sampling(row_id, prepared.sampling[index])
+        answer = self._engine.generate(request_id, prompt, self._sampling(row_id, prepared.sampling[index]))
         num_tokens = 0
-        self._meter.start(unit)
-        self._in_engine[unit].append(index)
+        self._session.meter.start(unit)
         try:
-            answer = self._engine.generate(request_id, prompt, sampling)
-            generation = await within(self._job.row_timeout_s, answer, self._engine.signs_of_life)
-            num_tokens = generation.num_output_tokens
+            with self._rows.inside(unit, index):
+                generation = await self._within_limit(answer)
+                num_tokens = generation.num_output_tokens
         except RequestRefused as error:
             prepared.refuse(index, RowError(reason=error.reason, message=str(error)))
             return None
         except OutOfTime:
             prepared.refuse(index, _out_of_time(self._job.row_timeout_s))
             return None
-        except EngineError as error:
-            self._die(error.message)
         finally:
-            self._in_engine[unit].remove(index)
-            self._meter.finish(unit, num_tokens)
+            self._session.meter.finish(unit, num_tokens)
         return generation
 
-    def _die(self, why: str) -> NoReturn:
-        """Note the engine's rows and end this process, which Ray replaces."""
-        sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
-        sys.stderr.flush()
-        for unit, notes in list(self._notes.items()):
-            if rows := self._in_engine[unit]:
-                notes.write(Note(rows=tuple(sorted(rows)), alone=self._turns.is_alone, died=True))
-            else:
-                notes.withdraw()
-        self._session.end()
-        self._leave()
+    async def _within_limit(self, answer: Coroutine[Any, Any, Generation]) -> Generation:
+        """A row's answer; an engine that dies at it takes this process with it.
 
-    def _leave(self) -> NoReturn:
+        Raises:
+            RequestRefused, OutOfTime: the row cannot be done.
+        """
         try:
-            self._engine.kill()  # what hangs would keep the memory that the next engine needs
-        finally:
-            os._exit(1)
+            return await self._watchdog.within(self._job.row_timeout_s, answer)
+        except EngineError as error:
+            self._die(error.message)
 
     def _places_of(self, own: dict[str, Any]) -> int:
         """A row's places in the engine: one for each response where its time counts."""
@@ -269,67 +202,32 @@ class EngineWorker:
             num_prompt_tokens=sum(g.num_prompt_tokens for g in generations),
             num_cached_tokens=sum(g.num_cached_tokens or 0 for g in generations),
             num_output_tokens=sum(g.num_output_tokens for g in generations),
-            busy_s=self._meter.take(prepared.unit.unit),
+            busy_s=self._session.meter.take(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
             finished_at=max(started_at, time.time()),  # a clock may be set back in between
         )
 
-    # --- start and end
-
-    def _start_engine(self) -> tuple[Engine, float]:
-        job = self._job
-        if job.fake is not None:
-            from peagle.engine.fake import FakeEngine
-
-            k = job.spec.drafter.num_speculative_tokens if job.spec.drafter else 0
-            return FakeEngine(num_speculative_tokens=k, max_num_seqs=job.spec.max_num_seqs, **job.fake), 0.0
-        from peagle.engine.startup import costly_warnings
-        from peagle.engine.vllm import compile_seconds, with_root_cause
-        from pipelines.cluster.node import start_vllm
-
-        if job.spec.num_nodes > 1:
-            self._others = self._other_nodes()
-        try:
-            vllm = start_vllm(
-                job.spec,
-                engine_index=self._session.slot,
-                num_engines_on_node=job.num_engines_on_node,
-                node_rank=self._others.rank if self._others is not None else None,
-            )
-        except EngineError as error:
-            if self._others is not None and self._others.failure is not None:
-                self._end_if_lost(self._others)
-                raise self._others.failure from error
-            raise with_root_cause(error, self._session.log.read_text(errors="replace")) from error
-        log = self._session.log.read_text(errors="replace")
-        self._session.start_warnings = costly_warnings(log)
-        return vllm, compile_seconds(log)
-
-    def _end_if_lost(self, others: OtherNodes) -> None:
-        """End this process where a node is lost during the start; Ray restarts it."""
-        if others.is_lost and others.failure is not None:
-            sys.stderr.write(f"peagle: {others.failure.message}; this process ends and is replaced\n")
-            sys.stderr.flush()
-            self._session.end()
-            os._exit(1)
-
-    def _other_nodes(self) -> OtherNodes:
-        job = self._job
-        follower = FollowerJob(
-            run_dir=job.run_dir,
-            places=job.places,
-            spec=job.spec,
-            num_engines_on_node=job.num_engines_on_node,
-            session_id=self._session.session_id,
-        )
-        return OtherNodes(follower, job.part)
+    # --- the end of the process
 
     def _close(self) -> None:
         if self._others is not None:
             self._others.release()
         self._session.end()
         self._engine.shutdown()
+
+    def _die(self, why: str) -> NoReturn:
+        """Note the engine's rows and end this process, which Ray replaces."""
+        say_end(why)
+        self._rows.accuse(alone=self._turns.is_alone)
+        self._session.end()
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        try:
+            self._engine.kill()  # what hangs would keep the memory that the next engine needs
+        finally:
+            os._exit(1)
 
 
 def _takes_the_place_of_another() -> bool:

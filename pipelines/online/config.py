@@ -38,7 +38,6 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     reasoning_parser: str | None = Field(
         None, min_length=1, description="vLLM's name of the form in which it thinks; default: thoughts are text"
     )
-    fake_start_s: float = Field(0.0, ge=0, description="seconds the fake engine takes to start")
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 lets the last one go when it idles")
     max_replicas: int = Field(1, ge=1, description="engines under load")
     target_ongoing_requests: float | None = Field(

@@ -93,7 +93,7 @@ class Campaign:
         engines = 1 if own_cluster else _NUM_ENGINES if is_fake else 2
         common = ("--engines", str(engines), "--heartbeat-s", "0.5", "--max-num-seqs", "4", "--lease-s", "10")
         if is_fake:
-            flags = ("--rows-per-unit", "8", "--fake-token-s", "0.03")
+            flags = ("--rows-per-unit", "8")
         else:
             flags = ("--rows-per-unit", "2", "--max-tokens", "24", "--max-model-len", "256", "--drafter", "peagle")
         num_rows = self._args.rows if is_fake else self._args.real_rows

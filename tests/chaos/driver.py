@@ -52,7 +52,8 @@ class Job:
 
     def command(self) -> list[str]:
         """The command line of every attempt."""
-        engine = ["--engine", "fake", "--fake-core"] if self.is_fake else ["--model", REAL_MODEL, "--enforce-eager"]
+        fake = ["--engine", "fake", "--fake", '{"token_s": 0.03, "has_core": true}']
+        engine = fake if self.is_fake else ["--model", REAL_MODEL, "--enforce-eager"]
         words = ["generate", *engine, "--input", str(self.corpus), "--output", str(self.output), *self.flags]
         return [sys.executable, "-m", "jobs.cli", *words]
 

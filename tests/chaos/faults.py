@@ -23,7 +23,7 @@ from tests.chaos.ray_nodes import ROOT
 
 _NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 _END_S = 300.0
-_FLAGS = ("--rows-per-unit", "4", "--max-num-seqs", "4", "--fake-token-s", "0.03", "--heartbeat-s", "0.5")
+_FLAGS = ("--rows-per-unit", "4", "--max-num-seqs", "4", "--heartbeat-s", "0.5")
 
 
 class Scene:

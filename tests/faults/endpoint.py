@@ -1,5 +1,6 @@
 """`peagle serve` with the fake engine as a process of its own, and who is who among its processes. Linux only."""
 
+import json
 import os
 import signal
 import subprocess
@@ -62,10 +63,11 @@ class Size:
     def flags(self) -> list[str]:
         """For `peagle serve`."""
         return [
-            "--engine", "fake", "--fake-core", "--num-speculative-tokens", "3", "--usd-per-hour", "1",
+            "--engine", "fake", "--fake", json.dumps({"token_s": self.token_s, "has_core": True}),
+            "--num-speculative-tokens", "3", "--usd-per-hour", "1",
             "--min-replicas", str(self.min_replicas), "--max-replicas", str(self.max_replicas),
             "--max-num-seqs", str(self.slots), "--max-queued-requests", str(self.queued),
-            "--fake-token-s", str(self.token_s), "--heartbeat-s", "1", "--drain-s", "10",
+            "--heartbeat-s", "1", "--drain-s", "10",
         ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def tenants(
     ]  # fmt: skip
     # Short steps: one key's prompt keeps others for a step, and one of 2,048 tokens takes seconds on CPUs.
     real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
-    flags += ["--fake-token-s", "0.02"] if engine == "fake" else real
+    flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
         leave_cores(os.getpid(), engine_cores)
         yield endpoint, Tenants(url=endpoint.url, model=model, tokens=tokens, keys=keys)

@@ -37,7 +37,7 @@ class Endpoint:
 
     def __init__(self, folder, keys):
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
-        config = {"engine": "fake", "fake_token_s": 0.03, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
+        config = {"engine": "fake", "fake": {"token_s": 0.03}, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
         recipe = Recipe(
             model=MODEL, config=config, neighbours=Neighbours(places="test", hardware=HERE, placement=placement)
         )

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 def test_a_run_that_loses_a_node_an_engine_and_its_driver_has_every_row_once(tmp_path):
-    flags = ("--engines", "2", "--rows-per-unit", "4", "--max-num-seqs", "4", "--fake-token-s", "0.03")
+    flags = ("--engines", "2", "--rows-per-unit", "4", "--max-num-seqs", "4")
     job = Job(folder=tmp_path / "job", num_rows=120, is_fake=True, flags=(*flags, "--heartbeat-s", "0.5"))
     kills = [Kill(kind=kind, after_units=1, wait_s=0.5, pick=0.0) for kind in ("node", "engine", "driver")]
     with RayNodes(2, max(2, hardware.detect().num_cpus), tmp_path / "ray") as nodes:

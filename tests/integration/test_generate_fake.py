@@ -62,7 +62,7 @@ def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
 
 def test_an_engine_whose_answers_are_not_its_targets_commits_nothing(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
-    assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake-wrong") == 1
+    assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake", '{"is_wrong": true}') == 1
     said = capsys.readouterr().err
     assert "the engine is refused, since its answers are not its target's: token 1 of its greedy answer is '0'" in said
     assert "--drafter none" in said
@@ -148,7 +148,7 @@ def test_a_changed_corpus_is_another_fingerprint(write_jsonl, tmp_path, capsys):
 def test_engines_come_within_their_range_and_go_when_there_is_nothing_left(write_jsonl, tmp_path):
     rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 + n % 40}} for n in range(400)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
-    flags = ["--engines", "1:2", "--max-num-seqs", "2", "--fake-token-s", "0.002", "--ignore-eos"]
+    flags = ["--engines", "1:2", "--max-num-seqs", "2", "--fake", '{"token_s": 0.002}', "--ignore-eos"]
     assert generate(corpus, output, *flags) == 0
     run = RunDirectory(output)
     assert [row["id"] for row in rows_of(output)] == [f"{n:09d}" for n in range(400)]

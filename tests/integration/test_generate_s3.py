@@ -33,7 +33,7 @@ def test_a_killed_run_in_a_failing_store_continues_until_every_row_is_there_once
     write_atomic(place("s3://bucket/corpus") / "a.jsonl", "".join(json.dumps(row) + "\n" for row in prompts).encode())
     run = RunDirectory(OUTPUT)
     arguments = [
-        "generate", "--engine", "fake", "--fake-token-s", 0.05, "--input", "s3://bucket/corpus/a.jsonl",
+        "generate", "--engine", "fake", "--fake", '{"token_s": 0.05}', "--input", "s3://bucket/corpus/a.jsonl",
         "--output", OUTPUT, "--rows-per-unit", 1, "--max-num-seqs", 2, "--heartbeat-s", 0.5, "--output-format", "jsonl",
     ]  # fmt: skip
     first = peagle(*arguments)
@@ -49,7 +49,7 @@ def test_a_killed_run_in_a_failing_store_continues_until_every_row_is_there_once
     assert 3 <= len(before) < NUM_ROWS
 
     s3.fail_often(0.1, seed=1)
-    second = peagle(*arguments, "--fake-token-s", 0)
+    second = peagle(*arguments, "--fake", "{}")
     said, _ = second.communicate(timeout=250)
     s3.reset_faults()
     assert second.returncode == 0, said

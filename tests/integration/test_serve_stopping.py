@@ -23,8 +23,8 @@ def served(peagle, tmp_path):
     def start(drain_s):
         port = free_port()
         process = peagle(
-            *("serve", "--port", port, "--state", tmp_path / "state", "--engine", "fake", "--fake-token-s", TOKEN_S),
-            *("--usd-per-hour", 1, "--drain-s", drain_s),
+            *("serve", "--port", port, "--state", tmp_path / "state", "--engine", "fake"),
+            *("--fake", json.dumps({"token_s": TOKEN_S}), "--usd-per-hour", 1, "--drain-s", drain_s),
         )
         for line in process.stdout:
             if line.startswith("http://"):

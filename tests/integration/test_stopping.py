@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 def arguments(write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": f"row {n}"} for n in range(NUM_ROWS)])
     return [
-        "generate", "--engine", "fake", "--fake-token-s", 0.1, "--input", corpus, "--output", tmp_path / "run",
+        "generate", "--engine", "fake", "--fake", '{"token_s": 0.1}', "--input", corpus, "--output", tmp_path / "run",
         "--rows-per-unit", 1, "--max-num-seqs", 2, "--heartbeat-s", 0.5,
     ]  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_a_stopped_run_continues_with_the_same_command(
     before = run.committed()
     assert 3 <= len(before) < NUM_ROWS
 
-    second = peagle(*arguments, "--fake-token-s", 0)
+    second = peagle(*arguments, "--fake", "{}")
     said, _ = second.communicate(timeout=200)
     assert second.returncode == 0, said
     assert ids(run) == [f"{n:09d}" for n in range(NUM_ROWS)]
@@ -90,7 +90,7 @@ def test_a_stopped_run_continues_with_the_same_command(
 
 def test_another_driver_is_refused_and_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tmp_path):
     run = RunDirectory(tmp_path / "run")
-    process = peagle(*arguments, "--grace-s", 300, "--fake-token-s", 30)
+    process = peagle(*arguments, "--grace-s", 300, "--fake", '{"token_s": 30}')
     deadline = time.monotonic() + 200
     while not list(run.ledger.glob("session-*.parquet")):
         assert process.poll() is None, process.stdout.read()

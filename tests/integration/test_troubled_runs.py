@@ -1,5 +1,6 @@
 """Runs in which rows, engines or money go wrong, on a real Ray cluster with the engine's stand-in."""
 
+import json
 import shlex
 
 import pyarrow.dataset as ds
@@ -24,12 +25,12 @@ def outcomes(output):
     return dict(found)
 
 
-@pytest.mark.parametrize("flag", ["--fake-die-on", "--fake-kill-on", "--fake-hang-on"])
-def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jsonl, tmp_path, flag):
+@pytest.mark.parametrize("trait", ["die_on", "kill_on", "hang_on"])
+def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jsonl, tmp_path, trait):
     corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])
     output = tmp_path / "run"
     flags = ["--rows-per-unit", 3, "--max-num-seqs", 4, "--engine-timeout-s", 3]
-    assert generate(corpus, output, flag, "arsenic", *flags) == 0
+    assert generate(corpus, output, "--fake", json.dumps({trait: "arsenic"}), *flags) == 0
     assert outcomes(output) == {**dict.fromkeys(range(12), "done"), 4: "engine_died"}
     run = RunDirectory(output)
     assert len(run.sessions()) > 1
@@ -39,7 +40,8 @@ def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jso
 def test_engines_that_die_on_every_row_end_the_run_after_a_few_attempts(write_jsonl, tmp_path, capsys):
     corpus = write_jsonl([{"prompt": f"arsenic {n}"} for n in range(60)])
     output = tmp_path / "run"
-    assert generate(corpus, output, "--fake-die-on", "arsenic", "--rows-per-unit", 2, "--max-num-seqs", 4) == 1
+    flags = ["--rows-per-unit", 2, "--max-num-seqs", 4]
+    assert generate(corpus, output, "--fake", '{"die_on": "arsenic"}', *flags) == 1
     said = capsys.readouterr().err
     assert "without finishing a single row" in said
     assert "logs/" in said
@@ -50,7 +52,7 @@ def test_rows_out_of_time_are_set_aside_and_taken_up_again(write_jsonl, tmp_path
     rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 if n % 3 else 30}} for n in range(9)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
     flags = ["--rows-per-unit", 2, "--output-format", "jsonl"]
-    assert generate(corpus, output, *flags, "--fake-token-s", 0.4, "--row-timeout-s", 1) == 0
+    assert generate(corpus, output, *flags, "--fake", '{"token_s": 0.4}', "--row-timeout-s", 1) == 0
     assert outcomes(output) == {n: "done" if n % 3 else "time_limit" for n in range(9)}
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
 
@@ -70,7 +72,7 @@ def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(w
     corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
     budget_usd, usd_per_s, heartbeat_s = 24.0, 1.0, 0.5
     flags = [
-        "--rows-per-unit", 1, "--max-num-seqs", 1, "--fake-token-s", 0.1, "--heartbeat-s", heartbeat_s,
+        "--rows-per-unit", 1, "--max-num-seqs", 1, "--fake", '{"token_s": 0.1}', "--heartbeat-s", heartbeat_s,
         "--usd-per-hour", 3600 * usd_per_s, "--budget-usd", budget_usd, "--grace-s", 1,
     ]  # fmt: skip
     assert generate(corpus, output, *flags) == 3
@@ -82,15 +84,15 @@ def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(w
         sum(s.last_seen_at - s.started_at for s in run.sessions()) * usd_per_s <= budget_usd + heartbeat_s * usd_per_s
     )
     command = shlex.split(said.rpartition("this continues the run: ")[2])
-    assert cli.run([*command[1:], "--fake-token-s", "0"]) == 0
+    assert cli.run([*command[1:], "--fake", "{}"]) == 0
     assert outcomes(output) == dict.fromkeys(range(60), "done")
 
 
 def test_a_job_that_goes_wrong_everywhere_stops_with_the_reasons(write_jsonl, tmp_path, capsys):
     rows = [{"prompt": f"row {n}" if n % 2 else n} for n in range(80)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
-    flags = ["--rows-per-unit", 1, "--max-num-seqs", 1, "--fake-token-s", 0.1, "--grace-s", 1, "--max-failed-rows", 3]
-    assert generate(corpus, output, *flags) == 1
+    flags = ["--rows-per-unit", 1, "--max-num-seqs", 1, "--fake", '{"token_s": 0.1}', "--grace-s", 1]
+    assert generate(corpus, output, *flags, "--max-failed-rows", 3) == 1
     said = capsys.readouterr().err
     assert "more than --max-failed-rows 3" in said
     assert "invalid_prompt; for example row 0000000" in said

@@ -10,10 +10,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Completion, Generation, RequestRefused
 from peagle.engine.self_check import Checkable
 from peagle.errors import EngineError
@@ -29,34 +29,21 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """The traits of the fake engine.
+    """The settings of the fake engine.
 
     Attributes:
-        token_s: seconds a token takes.
-        start_s: seconds it takes to start.
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
-        has_core: it has a process of its own, as vLLM's has.
-        is_wrong: its answers are not its target's.
     """
 
-    token_s: float = 0.0
-    start_s: float = 0.0
+    traits: FakeTraits = field(default_factory=FakeTraits)
     num_speculative_tokens: int = 0
-    has_core: bool = False
-    is_wrong: bool = False
 
 
 def stand_in(keys: ServedModelKeys) -> StandIn | None:
     """The fake engine that a model's keys ask for; None where a real one answers."""
     if keys.engine != "fake":
         return None
-    return StandIn(
-        token_s=keys.fake_token_s,
-        start_s=keys.fake_start_s,
-        num_speculative_tokens=keys.num_speculative_tokens or 0,
-        has_core=keys.fake_core,
-        is_wrong=keys.fake_wrong,
-    )
+    return StandIn(traits=keys.fake, num_speculative_tokens=keys.num_speculative_tokens or 0)
 
 
 class StandInEngine:
@@ -76,13 +63,11 @@ class StandInEngine:
 
     async def start(self) -> None:
         """Be up, after the time that it takes."""
-        await asyncio.sleep(self._settings.start_s)
+        await asyncio.sleep(self._settings.traits.start_s)
         self._engine = FakeEngine(
+            self._settings.traits,
             num_speculative_tokens=self._settings.num_speculative_tokens,
             max_model_len=self._max_model_len,
-            token_s=self._settings.token_s,
-            has_core=self._settings.has_core,
-            is_wrong=self._settings.is_wrong,
         )
 
     @property

@@ -166,7 +166,8 @@ CASES = [
     bad("more context than the model has", "--max-model-len 100000", "the context of fake has 8192"),
     bad("no engine", "--engines 0", "engines"),
     bad("more engines than the machine holds", "--engines 64", "--engines", code=1),
-    bad("poison for a real engine", "--engine vllm --fake-die-on x", "mean nothing without engine: fake"),
+    bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
+        "fake means nothing without engine: fake"),
     # the run directory
     bad("an output folder that holds something else", "--output in", "holds other files",
         files={"in/thesis.tex": b"x"}),

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from peagle.engine.fake import FakeEngine
+from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.errors import EngineError
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
@@ -40,7 +40,7 @@ def test_requests_beyond_its_slots_wait_and_their_latency_says_so():
     token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
 
     async def scene():
-        engine = FakeEngine(token_s=token_s, max_num_seqs=2)
+        engine = FakeEngine(FakeTraits(token_s=token_s), max_num_seqs=2)
         return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
 
     latencies = sorted(answer.latency_s for answer in asyncio.run(scene()))
@@ -69,7 +69,7 @@ def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
 
 def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
     async def scene():
-        engine = FakeEngine(die_on="rat poison", token_s=0.05)
+        engine = FakeEngine(FakeTraits(die_on="rat poison", token_s=0.05))
         alive = asyncio.create_task(engine.generate("a", list(b"cheese"), GREEDY))
         await asyncio.sleep(0.01)
         outcomes = [
@@ -83,7 +83,7 @@ def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
 
 
 def test_an_engine_with_a_process_of_its_own_dies_with_it():
-    engine = FakeEngine(has_core=True)
+    engine = FakeEngine(FakeTraits(has_core=True))
     try:
         assert asyncio.run(engine.generate("a", [1, 2, 3], GREEDY)).text == generate(GREEDY).text
         os.kill(engine.core_pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_an_engine_with_a_process_of_its_own_dies_with_it():
 
 
 def test_shutting_an_engine_down_ends_its_process():
-    engine = FakeEngine(has_core=True)
+    engine = FakeEngine(FakeTraits(has_core=True))
     engine.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.core_pid, 0)
@@ -103,7 +103,7 @@ def test_shutting_an_engine_down_ends_its_process():
 
 def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
     async def scene():
-        engine = FakeEngine(hang_on="pit")
+        engine = FakeEngine(FakeTraits(hang_on="pit"))
         await engine.generate("a", list(b"cheese"), GREEDY)
         before = [engine.signs_of_life(), engine.signs_of_life()]
         with pytest.raises(TimeoutError):
@@ -118,7 +118,7 @@ def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
 
 
 def test_an_engine_that_is_killed_takes_its_own_process_with_it():
-    engine = FakeEngine(has_core=True)
+    engine = FakeEngine(FakeTraits(has_core=True))
     engine.kill()
     engine.shutdown()
     assert engine._core.returncode == -signal.SIGKILL

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peagle import hardware
-from peagle.engine.fake import FakeEngine
+from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import RequestRefused
 from peagle.engine.self_check import (
     LIMIT_S,
@@ -160,7 +160,7 @@ def test_an_engine_that_does_not_answer_is_given_up() -> None:
 
 def test_the_fake_engine_passes_unless_it_is_to_be_wrong() -> None:
     assert check(FakeEngine().checkable).outcome == "passed"
-    assert check(FakeEngine(is_wrong=True).checkable).outcome == "failed"
+    assert check(FakeEngine(FakeTraits(is_wrong=True)).checkable).outcome == "failed"
     assert check(FakeEngine(max_model_len=16).checkable).num_tokens == 7
 
 

@@ -7,6 +7,7 @@ from jobs.cli import run
 from peagle.bench.acceptance_config import EvaluateConfig
 from peagle.bench.config import BenchConfig
 from peagle.drafter.config import TrainConfig
+from peagle.engine.fake import FakeTraits
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.tuning.config import TuneConfig
@@ -43,20 +44,53 @@ def test_every_key_has_a_flag_with_help():
 
 
 @pytest.mark.parametrize(
-    ("command", "model", "yaml_only"),
+    ("command", "model", "unlisted"),
     [
         (bench, BenchConfig, set()),
         (evaluate, EvaluateConfig, set()),
-        (generate, GenerateConfig, set()),
+        (generate, GenerateConfig, {"fake"}),
         (plan, PlanConfig, set()),
-        (serve, ServeConfig, {"models"}),
+        (serve, ServeConfig, {"models", "fake"}),
         (train, TrainConfig, set()),
         (tune, TuneConfig, set()),
     ],
 )
-def test_every_flag_stands_under_a_heading(command, model, yaml_only):
+def test_every_flag_stands_under_a_heading(command, model, unlisted):
     grouped = [name for names in command._GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(model.model_fields.keys() - yaml_only)
+    assert sorted(grouped) == sorted(model.model_fields.keys() - unlisted)
+
+
+@pytest.mark.parametrize("command", [generate, serve])
+def test_traits_of_the_fake_engine_stand_in_no_help(command):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert "--engine " in parser.format_help()
+    assert "--fake" not in parser.format_help()
+    assert parser.parse_args(["--fake", "{}"]).fake == "{}"
+
+
+def test_traits_of_the_fake_engine_are_json_and_in_yaml_keys(parse, tmp_path, monkeypatch):
+    config = tmp_path / "c.yaml"
+    config.write_text("engine: fake\nfake:\n  token_s: 0.5\n  die_on: poison\n")
+    assert parse("--config", str(config)).fake == FakeTraits(token_s=0.5, die_on="poison")
+    monkeypatch.setenv("PEAGLE_FAKE", '{"has_core": true}')
+    assert parse("--config", str(config)).fake == FakeTraits(has_core=True)
+    assert parse("--config", str(config), "--fake", '{"token_s": 1}').fake == FakeTraits(token_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"tokens_s": 1}', r"^fake\.tokens_s: no such key$"),
+        ('{"token_s": -1}', r"^fake\.token_s: .*greater than or equal to 0, not -1$"),
+        ('{"token_s": Infinity}', r"^fake\.token_s: .*finite number"),
+        ("0.5", "^fake: "),
+        ("token_s", "^fake: "),
+    ],
+)
+def test_wrong_traits_are_told_with_their_place(parse, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse("--engine", "fake", "--fake", text)
 
 
 def test_lists_repeat_and_booleans_negate(parse):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.cli import run
-from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.tuning import run as runner
 
 CONFIG = {
@@ -26,7 +26,9 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
     """A tuning of two configurations, with fakes in the place of engines."""
 
     def with_fakes(*args: Any) -> Any:
-        return tune(*args, start=lambda *_: FakeEngine(token_s=0.001), tokenizer_of=lambda *_: ByteTokenizer())
+        return tune(
+            *args, start=lambda *_: FakeEngine(FakeTraits(token_s=0.001)), tokenizer_of=lambda *_: ByteTokenizer()
+        )
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)

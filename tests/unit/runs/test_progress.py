@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.runs.progress import Tally, duration, seconds_left
 from peagle.speculation import SpeculationStats
 
@@ -10,27 +10,19 @@ UNIT = UnitUsage(
 )  # fmt: skip
 
 
-def up(busy_s, num_output_tokens):
-    return EngineSession(
-        session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1.0,
-        last_seen_at=2.0 + busy_s, load_s=1.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0,
-        num_output_tokens=num_output_tokens, ended=False,
-    )  # fmt: skip
-
-
 def test_no_time_is_left_out_before_a_heartbeat_has_told_of_the_work():
     tally = Tally(num_rows_planned=100)
     tally.add(UNIT)
-    tally.observe(0.0, [up(1e-4, 0)])  # its last heartbeat was when it came up
+    tally.observe(0.0, num_engines=1, tokens_per_s=0.0)  # the engine's last heartbeat was when it came up
     assert "left" not in tally.line()
-    tally.observe(0.0, [up(4.0, 400)])
+    tally.observe(0.0, num_engines=1, tokens_per_s=100.0)
     assert "36s left" in tally.line()  # 90 rows of 40 tokens at 100/s
 
 
 def test_nothing_is_left_of_a_run_whose_rows_are_done():
     tally = Tally(num_rows_planned=10)
     tally.add(UNIT)
-    tally.observe(0.0, [up(4.0, 400)])
+    tally.observe(0.0, num_engines=1, tokens_per_s=100.0)
     assert "left" not in tally.line()
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.runs.suspects import Note, UnitNotes, Verdict, forgettable, judge
+from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, forgettable, judge
 
 LOST = Note()
 
@@ -74,3 +74,18 @@ def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
     UnitNotes(folder, 4, "a").write(died(0))
     forgotten = forgettable(folder, committed={4})
     assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]
+
+
+def test_an_engine_that_dies_leaves_a_note_of_the_rows_in_it_and_clears_units_that_had_none(folder):
+    rows = RowsInEngine()
+    for unit in (1, 2, 3):
+        rows.begin(unit, UnitNotes(folder, unit, "a")).write(Note())
+    rows.end(3)  # committed, whose notes somebody else clears
+    assert not rows.any()
+    with rows.inside(1, 5), rows.inside(1, 0), rows.inside(3, 0):
+        with rows.inside(1, 7), rows.inside(2, 0):
+            assert rows.any()
+        rows.accuse(alone=False)
+    assert not rows.any()
+    assert UnitNotes(folder, 1, "b").verdict(8) == verdict(suspects=[0, 5])
+    assert sorted(path.name for path in folder.iterdir()) == ["unit-00000001.a.json", "unit-00000003.a.json"]

@@ -7,8 +7,8 @@ import pytest
 
 from peagle.corpus.rows import Span
 from peagle.economics.usage import EngineSession
+from peagle.runs.liveness import Heartbeats
 from peagle.runs.plan import Plan, WorkUnit
-from peagle.runs.scaling import Heartbeats
 from pipelines.batch import session
 from pipelines.batch.session import Admission, work_by_unit
 

@@ -4,8 +4,10 @@ import time
 
 import pytest
 
+from peagle.errors import EngineError
+from peagle.runs.stopping import GraceClock
 from pipelines.batch import watchdog
-from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, within
+from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, Watchdog, within
 
 
 class Watched:
@@ -156,3 +158,76 @@ def test_the_limit_of_a_standstill_is_ten_seconds_at_least(monkeypatch, watched_
         threading.Event().wait(1)
 
     assert watched_loop(is_late, pytest.fail, limit_s=0.1) == []
+
+
+class Ended(Exception):  # noqa: N818
+    """In place of the end of the process."""
+
+
+def die(why):
+    raise Ended(why)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Makes the watchdog of an engine that works, or is silent, in a run that goes on, or has so long to stop."""
+    monkeypatch.setattr(watchdog, "POLL_S", 0.02)
+
+    def make(*, works=True, is_busy=True, grace_s=None):
+        return Watchdog(
+            time.monotonic_ns if works else lambda: 0,
+            limit_s=0.1,
+            grace=GraceClock(lambda: grace_s),
+            is_busy=lambda: is_busy,
+            die=die,
+            leave=pytest.fail,
+        )
+
+    return make
+
+
+async def after(delay_s, cancelled=None):
+    try:
+        await asyncio.sleep(delay_s)
+    except asyncio.CancelledError:
+        if cancelled is not None:
+            cancelled.append(True)
+        raise
+    return "done"
+
+
+def finished(dog, delay_s):
+    """Whether the work was finished, and whether it was cancelled."""
+
+    async def scene():
+        cancelled = []
+        work = asyncio.create_task(after(delay_s, cancelled))
+        is_finished = await dog.finished(work)
+        await asyncio.sleep(0)
+        return is_finished, bool(cancelled)
+
+    return asyncio.run(scene())
+
+
+def test_work_of_an_engine_that_works_or_has_nothing_to_do_is_waited_for(watch):
+    assert finished(watch(), 0.3) == (True, False)
+    assert finished(watch(works=False, is_busy=False), 0.3) == (True, False)
+
+
+def test_work_under_way_has_the_grace_of_a_stop_and_no_more(watch):
+    dog = watch(grace_s=0.1)
+    assert dog.is_stopping()
+    assert finished(dog, 0.02) == (True, False)
+    assert finished(dog, 30) == (False, True)
+    assert not watch().is_stopping()
+
+
+def test_an_engine_that_is_silent_with_rows_in_it_ends_its_process(watch):
+    with pytest.raises(Ended, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
+        finished(watch(works=False), 30)
+
+
+def test_an_engine_that_is_silent_in_its_self_check_is_refused(watch):
+    assert asyncio.run(watch().checked(after(0.3))) == "done"
+    with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.1 s"):
+        asyncio.run(watch(works=False).checked(after(30)))

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from peagle import hardware
-from peagle.engine.fake import FakeEngine
+from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import make_plan
 from peagle.runs.prepare import PrepareJob, prepare_unit
 from peagle.runs.rows import packed
-from pipelines.batch import watchdog, worker
+from pipelines.batch import engine_job, watchdog, worker
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.engine_job import EngineJob, StartedEngine, start_engine
 from pipelines.batch.resolve import resolve
-from pipelines.batch.worker import EngineJob, EngineWorker
+from pipelines.batch.worker import EngineWorker
 
 SLOTS = 4
 
@@ -67,7 +68,7 @@ class Scene:
         )
 
     def worker(self, engine, **job):
-        self._monkeypatch.setattr(EngineWorker, "_start_engine", lambda _: (engine, 0.0))
+        self._monkeypatch.setattr(worker, "start_engine", lambda *_: StartedEngine(engine=engine))
         made = EngineWorker(
             EngineJob(
                 run_dir=str(self.run),
@@ -100,7 +101,7 @@ def scene(tmp_path, monkeypatch):
     """Makes scenes; their actors leave this process's output alone, and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
-    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
     monkeypatch.setattr(worker.os, "_exit", end)
     made = []
 
@@ -160,7 +161,7 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
 
     class Hanging(FakeEngine):
         def __init__(self):
-            super().__init__(hang_on="line 3")
+            super().__init__(FakeTraits(hang_on="line 3"))
 
         def kill(self):
             killed.append(self)
@@ -178,7 +179,6 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
 
 
 def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(scene, monkeypatch):
-    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
     monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
     one, killed, ends, gone = scene(), [], [], threading.Event()
@@ -226,8 +226,8 @@ def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
 
 def test_an_engine_is_checked_once_and_before_it_has_a_row(scene):
     class Counting(FakeEngine):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
+        def __init__(self, *, is_wrong=False):
+            super().__init__(FakeTraits(is_wrong=is_wrong))
             self.events, answer = [], self.checkable.answer
 
             async def counted(*arguments, **options):
@@ -283,13 +283,13 @@ def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, 
         raise EngineError("vLLM did not start: its core ended")
 
     others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
-    monkeypatch.setattr(worker, "OtherNodes", lambda job, part: others)
+    monkeypatch.setattr(engine_job, "OtherNodes", lambda job, part: others)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
-    start_engine, one = EngineWorker._start_engine, scene()
+    one = scene()
     made = one.worker(FakeEngine())
-    made._job = replace(made._job, spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
+    job = replace(made._job, spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
     with pytest.raises(ends_with) as ended:
-        start_engine(made)
+        start_engine(job, made._session)
     assert is_lost or ended.value is others.failure
     (session,) = one.run.sessions()
     assert session.ended == is_lost

@@ -13,6 +13,7 @@ from ray.serve.llm.openai_api_models import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from peagle.engine.fake import FakeTraits
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.replica.fake import StandIn, StandInEngine, stand_in
 from pipelines.online.wire import Tally, events
@@ -37,8 +38,10 @@ def answer(kind="chat", engine=None, **body):
 
 def test_a_real_engine_has_no_stand_in_and_a_fake_one_is_named_so():
     assert stand_in(ServedModelKeys()) is None
-    keys = ServedModelKeys(engine="fake", num_speculative_tokens=3, fake_token_s=0.1, fake_start_s=2, fake_core=True)
-    assert stand_in(keys) == StandIn(token_s=0.1, start_s=2, num_speculative_tokens=3, has_core=True)
+    keys = ServedModelKeys(
+        engine="fake", num_speculative_tokens=3, fake={"token_s": 0.1, "start_s": 2, "has_core": True}
+    )
+    assert stand_in(keys) == StandIn(traits=FakeTraits(token_s=0.1, start_s=2, has_core=True), num_speculative_tokens=3)
     assert (keys.served_name, ServedModelKeys(engine="fake", name="a").served_name) == ("fake", "a")
 
 
@@ -93,7 +96,7 @@ def test_what_it_cannot_do_is_refused(changes, message):
 
 def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
     async def scene():
-        engine = StandInEngine(StandIn(token_s=0.01, has_core=True), CONFIG)
+        engine = StandInEngine(StandIn(traits=FakeTraits(token_s=0.01, has_core=True)), CONFIG)
         await engine.start()
         stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
         first = await anext(stream)
@@ -113,7 +116,7 @@ def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
 
 def test_a_dead_engine_is_unhealthy_and_raises_what_vllm_would():
     async def scene():
-        engine = StandInEngine(StandIn(has_core=True), CONFIG)
+        engine = StandInEngine(StandIn(traits=FakeTraits(has_core=True)), CONFIG)
         await engine.start()
         await engine.check_health()
         os.kill(engine._engine.core_pid, signal.SIGKILL)

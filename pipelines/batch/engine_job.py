@@ -1,0 +1,127 @@
+"""The job of an engine actor, and the start of the engine that it asks for.
+
+The record is picklable, and names of models are resolved on the node that uses them.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from peagle.economics.prices import Device
+from peagle.engine.fake import FakeEngine, FakeTraits
+from peagle.engine.interface import Engine
+from peagle.engine.spec import EngineSpec
+from peagle.errors import EngineError
+from pipelines.batch.multinode import FollowerJob, OtherNodes
+from pipelines.batch.session import Admission, Session
+from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """The job of an engine actor.
+
+    `model` and `drafter` are labels; `spec` names them as the user did.
+
+    Attributes:
+        driver: the number of the lease of who runs it; only that one can stop it.
+        places: the name under which engines that share a node number their places on it.
+        part: what an engine on several nodes takes of each of them, by Ray's names.
+        fake: the traits of the fake engine where it stands in for vLLM.
+    """
+
+    run_dir: str
+    places: str
+    spec: EngineSpec
+    model: str
+    drafter: str | None
+    driver: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    fake: FakeTraits | None = None
+    row_timeout_s: float | None = None
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
+    num_devices: int = 1
+    device: Device = "vcpu"
+    num_engines_on_node: int = 1
+    part: dict[str, float] = field(default_factory=dict)
+    heartbeat_s: float = 5.0
+    admission: Admission | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedEngine:
+    """An engine that is up.
+
+    Attributes:
+        compile_s: seconds of the start that compiling took.
+        others: its ranks on other nodes; None where it has none.
+    """
+
+    engine: Engine
+    compile_s: float = 0.0
+    others: OtherNodes | None = None
+
+
+def start_engine(job: EngineJob, session: Session) -> StartedEngine:
+    """Start the engine of a job; its warnings go to the session.
+
+    A node that is lost meanwhile ends this process, which Ray restarts.
+
+    Raises:
+        EngineError: it does not start; the message has vLLM's own reason.
+    """
+    if job.fake is not None:
+        return _start_fake(job.spec, job.fake)
+    from peagle.engine.startup import costly_warnings
+    from peagle.engine.vllm import compile_seconds, with_root_cause
+    from pipelines.cluster.node import start_vllm
+
+    others = _other_nodes(job, session) if job.spec.num_nodes > 1 else None
+    try:
+        engine = start_vllm(
+            job.spec,
+            engine_index=session.slot,
+            num_engines_on_node=job.num_engines_on_node,
+            node_rank=others.rank if others is not None else None,
+        )
+    except EngineError as error:
+        if others is None or others.failure is None:
+            raise with_root_cause(error, session.log.read_text(errors="replace")) from error
+        if others.is_lost:
+            _restart(session, others.failure.message)
+        raise others.failure from error
+    log = session.log.read_text(errors="replace")
+    session.start_warnings = costly_warnings(log)
+    return StartedEngine(engine=engine, compile_s=compile_seconds(log), others=others)
+
+
+def _start_fake(spec: EngineSpec, traits: FakeTraits) -> StartedEngine:
+    time.sleep(traits.start_s)
+    num_speculative_tokens = spec.drafter.num_speculative_tokens if spec.drafter else 0
+    engine = FakeEngine(traits, num_speculative_tokens=num_speculative_tokens, max_num_seqs=spec.max_num_seqs)
+    return StartedEngine(engine=engine)
+
+
+def _other_nodes(job: EngineJob, session: Session) -> OtherNodes:
+    follower = FollowerJob(
+        run_dir=job.run_dir,
+        places=job.places,
+        spec=job.spec,
+        num_engines_on_node=job.num_engines_on_node,
+        session_id=session.session_id,
+    )
+    return OtherNodes(follower, job.part)
+
+
+def _restart(session: Session, why: str) -> NoReturn:
+    say_end(why)
+    session.end()
+    os._exit(1)
+
+
+def say_end(why: str) -> None:
+    """Say in the engine's log why this process ends now."""
+    sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
+    sys.stderr.flush()

@@ -1,0 +1,43 @@
+from peagle.economics.usage import EngineSession
+from peagle.runs.liveness import Heartbeats, engines_at_work, seen_alive, tokens_per_s
+
+
+def session(name="s", *, engine_index=0, started_at=100.0, busy_s=8.0, num_output_tokens=0, ended=False):
+    return EngineSession(
+        session_id=name, engine_index=engine_index, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
+        last_seen_at=started_at + 2.0 + busy_s, load_s=2.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0,
+        num_output_tokens=num_output_tokens, ended=ended,
+    )  # fmt: skip
+
+
+def test_engines_have_a_speed_once_one_of_them_works():
+    loading, working = session(busy_s=0.0), session(num_output_tokens=800)
+    assert (engines_at_work([loading]), tokens_per_s([loading])) == ([], None)
+    assert engines_at_work([loading, working]) == [working]
+    assert tokens_per_s([loading, working, working]) == 200
+
+
+def test_who_looks_once_sees_the_last_engine_in_each_place_that_was_heard_of_lately():
+    killed, again = session("killed"), session("again", started_at=105.0)
+    silent = session("silent", engine_index=1, started_at=50.0)
+    ended = session("ended", engine_index=2, ended=True)
+    sessions = [again, killed, silent, ended]
+    assert seen_alive(sessions, since=0.0, silent_after_s=60.0) == [silent, again]
+    assert seen_alive(sessions, since=0.0, silent_after_s=50.0) == [again]
+    assert seen_alive(sessions, since=200.0, silent_after_s=60.0) == []
+
+
+def test_a_driver_hears_engines_of_its_own_attempt_until_they_miss_two_heartbeats():
+    clock = [50.0]
+    heartbeats = Heartbeats(["before"], heartbeat_s=4.0, monotonic=lambda: clock[0])
+    sessions = [session("before"), session("now"), session("ended", ended=True)]
+    heartbeats.observe(sessions)
+    clock[0] += 8
+    assert [one.session_id for one in heartbeats.alive(sessions)] == ["now"]
+    assert heartbeats.life_s(sessions[1]) == 18
+    clock[0] += 0.5
+    assert heartbeats.alive(sessions) == []
+    assert heartbeats.life_s(sessions[1]) == 18
+    sessions[1] = session("now", busy_s=16.0)
+    heartbeats.observe(sessions)
+    assert [one.session_id for one in heartbeats.alive(sessions)] == ["now"]
