@@ -22,6 +22,7 @@ from peagle.corpus.rows import RawRow, Span
 from peagle.corpus.schema import json_text
 from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, require_unicode
+from peagle.requests.fields import URLS
 
 
 def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]]:
@@ -108,7 +109,6 @@ def _is_utf8(decoded: str) -> bool:
     return True
 
 
-URLS = ("/v1/chat/completions", "/v1/completions")
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 BATCH_SCHEMA = pa.schema([*[(name, pa.string()) for name in BATCH_COLUMNS[:3]], json_text("body")])
 

@@ -15,6 +15,7 @@ from peagle.errors import did_you_mean, shown
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+URLS = (CHAT_URL, COMPLETIONS_URL)
 Use = Literal["honoured", "online", "ignored", "refused"]
 
 
@@ -87,7 +88,7 @@ def asks_nothing(name: str, value: Any) -> bool:
     return field.use in ("honoured", "refused") and value in field.neutral
 
 
-_BOTH = (CHAT_URL, COMPLETIONS_URL)
+_BOTH = URLS
 _CHAT = (CHAT_URL,)
 _COMPLETIONS = (COMPLETIONS_URL,)
 _NO_STREAM = "only an answer online can be a stream"

@@ -1,9 +1,7 @@
-"""OpenAI's requests and answers: bodies of requests, lines of batch outputs.
+"""OpenAI's chat completions and completions: request bodies, answers, batch lines.
 
-Chat completions and completions.
-
-It knows the API's names; it knows neither batches nor answers. What a row cannot have is refused by name
-(`fields.py`), what does not change a response is left aside.
+It knows the API's names, and neither HTTP nor how a response is made. A field that a row cannot have is refused by name
+(`fields.py`); a field that changes no response is left aside.
 
 Every value of an output line follows from the row, so the same run gives the same bytes.
 """
@@ -202,14 +200,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
         run_id: makes ids unique among runs.
     """
     key = _key(run_id, row["id"])
-    body = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": row["model"],
-        "choices": [(_chat_choice if is_chat else _choice)(i, c) for i, c in enumerate(_completions(row))],
-        "usage": _usage(row),
-    }
+    body = answer(row, key, is_chat=is_chat, created=created)
     response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
     return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
 
@@ -223,17 +214,69 @@ def error_line(letter: Mapping[str, Any], *, custom_id: str | None, run_id: str)
     line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
     if letter["reason"] not in _REQUEST_FAULTS:
         return line | {"error": {"code": letter["reason"], "message": letter["message"]}}
-    error = {
-        "message": letter["message"],
-        "type": "invalid_request_error",
-        "param": None,
-        "code": letter["reason"],
-    }
-    return line | {"response": {"status_code": 400, "request_id": f"req_{key}", "body": {"error": error}}}
+    body = error_body(letter["message"], code=letter["reason"])
+    return line | {"response": {"status_code": 400, "request_id": f"req_{key}", "body": body}}
+
+
+def error_body(
+    message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: Any = None
+) -> dict[str, Any]:
+    """The JSON of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _key(run_id: str, row_id: str) -> str:
     return hashlib.sha256(f"{run_id}/{row_id}".encode()).hexdigest()[:32]
+
+
+def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
+    """A whole answer.
+
+    Args:
+        row: as `output_line` takes it.
+        key: makes its id unique.
+        created: in Unix seconds.
+    """
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": row["model"],
+        "choices": [(_chat_choice if is_chat else _choice)(i, c) for i, c in enumerate(_completions(row))],
+        "usage": usage(row["num_prompt_tokens"], row["num_output_tokens"], row["num_cached_tokens"]),
+    }
+
+
+def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
+    """An event of a streamed answer.
+
+    Args:
+        choices: as `added` makes them; none in the last event, which has only usage.
+    """
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": list(choices),
+    }
+
+
+def added(index: int, text: str, finish_reason: str | None, *, is_chat: bool) -> dict[str, Any]:
+    """A choice of a `chunk`: the text that is new, and at its end why it ended."""
+    content = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None = None) -> dict[str, Any]:
+    """The tokens of an answer, or of a choice in an event; None cached is unknown."""
+    details = None if num_cached_tokens is None else {"cached_tokens": num_cached_tokens}
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": details,
+    }
 
 
 def _completions(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -282,14 +325,4 @@ def _choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
         "text": completion["text"],
         "logprobs": logprobs,
         "finish_reason": completion["finish_reason"],
-    }
-
-
-def _usage(row: Mapping[str, Any]) -> dict[str, Any]:
-    prompt, output, cached = row["num_prompt_tokens"], row["num_output_tokens"], row["num_cached_tokens"]
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }

@@ -26,6 +26,7 @@ from peagle.corpus.extensions import plain, plain_schema, to_values
 from peagle.engine.interface import FAILED
 from peagle.errors import ConfigError, PeagleError
 from peagle.plain_json import to_json
+from peagle.requests.fields import CHAT_URL
 from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan
@@ -185,7 +186,7 @@ class _OpenAiLines(_PlainLines):
         self._named = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
 
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
-        is_chat = row["url"] == "/v1/chat/completions" if self._is_batch else self._chat
+        is_chat = row["url"] == CHAT_URL if self._is_batch else self._chat
         custom_id = row.get("custom_id")
         return output_line(
             row | self._named,

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from peagle.requests.openai import error_body
+
 NOT_IMPLEMENTED = 501
 _TYPES = {
     401: "authentication_error",
@@ -53,7 +55,7 @@ class ApiError(Exception):
         """The JSON of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         message, param = _cut(self.message, _MOST_CHARS), self.param and _cut(self.param, _MOST_PARAM_CHARS)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+        return error_body(message, kind=kind, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
         """Headers of an error: Retry-After in whole seconds, `Connection: close`.

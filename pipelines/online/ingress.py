@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from peagle.economics.prices import Price
 from peagle.errors import shown
 from peagle.private import keep_private
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
@@ -36,14 +37,13 @@ from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death
-from pipelines.online.gateway.admission import CHAT, COMPLETIONS
 from pipelines.online.gateway.gate import AGAIN_HEADER, CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import NOTE_IN_SCOPE, Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView
-from pipelines.online.wire import WholeAnswer
+from pipelines.online.wire import WholeAnswer, error_response
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
@@ -140,25 +140,26 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _answer)
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def _answer(request: Request, error: Exception) -> Response:
     return _response(from_exception(error))
 
 
-async def _answer_validation(request: Request, error: Exception) -> JSONResponse:
+async def _answer_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "registered for it alone"
     return _response(from_validation(list(error.errors())))
 
 
-def _response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+def _response(error: ApiError) -> Response:
+    headers, body = error_response(error)
+    return Response(body, error.status, headers)
 
 
 _AGAIN_S = 0.5  # a replica whose engine died is gone by then
 _ROUTES: dict[str, Route] = {
     "models": get("/v1/models"),
     "model_data": get("/v1/models/{model:path}"),
-    "completions": post(COMPLETIONS, Rule.GENERATION),
-    "chat": post(CHAT, Rule.GENERATION),
+    "completions": post(COMPLETIONS_URL, Rule.GENERATION),
+    "chat": post(CHAT_URL, Rule.GENERATION),
     "cost": get("/v1/cost"),
     "live": get("/v1/live", Rule.POLL),
     "page": get("/", Rule.PAGE, include_in_schema=False),

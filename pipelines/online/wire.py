@@ -1,9 +1,7 @@
-"""The wire format of answers: usage in whole answers and event streams.
+"""The wire: paths, headers, errors, events, and the usage in answers.
 
-Also the refusal of unprintable paths.
-
-It knows vLLM's JSON, no HTTP and no Ray. A stream is a sequence of texts that each hold whole events, as Ray hands
-them on.
+It knows vLLM's JSON; it sends nothing and knows no Ray. A stream is a sequence of texts that each hold whole events, as
+Ray hands them on.
 
     usage                           tokens of the prompt, cached ones, output; of a stream at its end, and in each event
                                     when it was asked for: there it is of that event's one choice and its prompt alone
@@ -21,6 +19,9 @@ from starlette.types import Scope
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError
 
+FILES_URL = "/v1/files"
+BATCHES_URL = "/v1/batches"
+REQUEST_ID_HEADER = "x-peagle-request-id"  # of each answer
 OURS = "peagle"
 _DATA = "data: "
 _END = "\n\n"
@@ -108,6 +109,18 @@ def to_text(event: Mapping[str, Any] | str) -> str:
 def is_usage_alone(event: Mapping[str, Any]) -> bool:
     """The last event of a stream with usage: it has no choices."""
     return bool(event.get("usage")) and not event.get("choices")
+
+
+def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:
+    """Headers and body of the response that is an error."""
+    body = json.dumps(error.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    return headers, body
+
+
+def error_event(error: ApiError) -> str:
+    """The last event of a stream that broke off."""
+    return f"{_DATA}{json.dumps(error.body())}{_END}"  # in ASCII: it may repeat what a client sent
 
 
 def path_refusal(scope: Scope) -> ApiError | None:

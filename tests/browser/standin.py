@@ -18,13 +18,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from peagle.requests.fields import CHAT_URL
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, overloaded
-from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Rule, get, post
@@ -36,7 +37,7 @@ _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
 _WORDS_PER_S = {HEAD: 150, PLAIN: 110}
 _ROUTES = (
     get("/", Rule.PAGE), get(FOLDER + "{name}", Rule.PAGE), get("/health", Rule.OPEN), get("/v1/models"),
-    get("/v1/live", Rule.POLL), post(CHAT, Rule.GENERATION),
+    get("/v1/live", Rule.POLL), post(CHAT_URL, Rule.GENERATION),
 )  # fmt: skip
 _PRICE = Price.fixed(usd_per_hour=0.1026, device="vcpu", num_devices=2)
 _TEXT = """Here is a function that returns the n-th Fibonacci number:
@@ -108,7 +109,7 @@ class StandIn:
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/live", self._figures),
-            Route(CHAT, self._chat, methods=["POST"]),
+            Route(CHAT_URL, self._chat, methods=["POST"]),
         ]
         return Starlette(
             routes=routes,

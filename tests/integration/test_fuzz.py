@@ -13,8 +13,9 @@ import time
 import httpx
 import pytest
 
-from pipelines.online.gateway.admission import CHAT, COMPLETIONS, FILES
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.gateway.keys import new_key, write_keys
+from pipelines.online.wire import FILES_URL
 from tests.faults.endpoint import serving
 from tests.in_process import Served, serving_here
 
@@ -97,7 +98,7 @@ def wrong_with(response):
 def test_the_schema_says_what_each_route_takes(http):
     paths = http.get("/openapi.json").json()["paths"]
     takes = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
-    assert takes == {CHAT, COMPLETIONS, FILES, "/v1/batches"}
+    assert takes == {CHAT_URL, COMPLETIONS_URL, FILES_URL, "/v1/batches"}
 
 
 # Hypothesis blames a strategy when the state of `random` changes while it draws; threads of this process change it.
@@ -112,7 +113,7 @@ def test_no_case_of_the_schema_is_a_fault(served, mode):
     alice, mallory = ({"authorization": f"Bearer {served.keys[name]}"} for name in ("alice", "mallory"))
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=alice)
     routes = [result.ok() for result in schema.get_all_operations()]
-    assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT), ("POST", FILES)}
+    assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT_URL), ("POST", FILES_URL)}
     wrong = []
     for route in routes:
 
@@ -132,7 +133,7 @@ def test_no_case_of_the_schema_is_a_fault(served, mode):
     assert {request.key for request in served.answered()} <= {"alice"}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/batches"])
+@pytest.mark.parametrize("path", [CHAT_URL, COMPLETIONS_URL, "/v1/batches"])
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b'{"model": "m"', b"\xff\xfe", b"[" * 20_000, b'{"a": ' * 5_000, b'"\\ud800"', b"NaN",
@@ -164,7 +165,7 @@ def test_what_is_no_request_is_refused(http, path, content):
 def test_a_field_that_vllm_trips_over_is_the_clients_fault(served, changes):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **changes}
     with served.client("alice") as http:
-        response = http.post(CHAT, content=json.dumps(body))
+        response = http.post(CHAT_URL, content=json.dumps(body))
     assert wrong_with(response) is None
 
 
@@ -172,7 +173,7 @@ def test_a_field_that_vllm_trips_over_is_the_clients_fault(served, changes):
 def test_json_is_taken_whatever_it_is_called(http, kind):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     headers = {"content-type": kind} if kind else {}
-    response = http.post(CHAT, content=json.dumps(body), headers=headers)
+    response = http.post(CHAT_URL, content=json.dumps(body), headers=headers)
     assert response.status_code == 200, response.text
 
 
@@ -184,7 +185,7 @@ def test_a_window_of_any_length_is_answered_or_refused(http, path, window_s):
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/batches", FILES])
+@pytest.mark.parametrize("path", [CHAT_URL, COMPLETIONS_URL, "/v1/batches", FILES_URL])
 def test_a_body_without_end_is_refused_and_not_read_on(endpoint, path, has_length):
     length = "content-length: 999999999999" if has_length else "transfer-encoding: chunked"
     chunk = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
@@ -195,7 +196,7 @@ def test_a_body_without_end_is_refused_and_not_read_on(endpoint, path, has_lengt
     assert httpx.get(endpoint.url + "/health").status_code == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, FILES])
+@pytest.mark.parametrize("path", [CHAT_URL, FILES_URL])
 def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(endpoint, path):
     with connect(endpoint) as client:
         client.sendall(head_of(endpoint, path, "content-length: 999999999999"))
@@ -205,7 +206,7 @@ def test_a_body_that_says_that_it_is_too_large_is_refused_at_once(endpoint, path
     assert b"connection: close" in answer.lower()
 
 
-@pytest.mark.parametrize("path", [CHAT, FILES])
+@pytest.mark.parametrize("path", [CHAT_URL, FILES_URL])
 def test_a_client_that_sends_byte_by_byte_is_given_up_on(endpoint, path):
     with connect(endpoint) as client:
         client.sendall(head_of(endpoint, path, "content-length: 1000"))
@@ -214,7 +215,7 @@ def test_a_client_that_sends_byte_by_byte_is_given_up_on(endpoint, path):
         while not answer and time.monotonic() - started < 15:
             with contextlib.suppress(TimeoutError):
                 answer = client.recv(65_536)
-            if path != FILES and not answer:
+            if path != FILES_URL and not answer:
                 client.sendall(b"x")  # an upload has a time for each piece, a body for all of it
     assert b" 408 " in answer.splitlines()[0]
     assert b"request_timeout" in answer

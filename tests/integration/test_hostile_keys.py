@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipelines.online.gateway.admission import BATCHES, CHAT, COMPLETIONS, FILES
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
+from pipelines.online.wire import BATCHES_URL, FILES_URL
 from tests.in_process import serving_here
 
 MIB = 2**20
@@ -38,19 +39,19 @@ def test_a_path_that_ends_a_line_switches_no_limit_off(endpoint, end):
     for name in LIMITS:
         with endpoint.client(name) as http:
             for path, parts in {
-                CHAT: {"json": ASKED},
-                COMPLETIONS: {"json": {"model": "m", "prompt": "x", "max_tokens": 2}},
-                FILES: {"files": {"file": ("in.jsonl", b"x" * 2 * MIB)}, "data": {"purpose": "batch"}},
-                BATCHES: {"json": {}},
+                CHAT_URL: {"json": ASKED},
+                COMPLETIONS_URL: {"json": {"model": "m", "prompt": "x", "max_tokens": 2}},
+                FILES_URL: {"files": {"file": ("in.jsonl", b"x" * 2 * MIB)}, "data": {"purpose": "batch"}},
+                BATCHES_URL: {"json": {}},
             }.items():
                 answers = [http.post(path + end, **parts) for _ in range(3)]
                 assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {
                     (400, "invalid_path")
                 }
-            large = http.post(CHAT + end, content=b"x" * 4 * MIB)
+            large = http.post(CHAT_URL + end, content=b"x" * 4 * MIB)
             assert large.status_code == 400
     with endpoint.client("alice") as http:
-        assert http.get(FILES).json()["data"] == []
+        assert http.get(FILES_URL).json()["data"] == []
     assert {request.key for request in endpoint.answered()} <= {"alice"}
 
 
@@ -176,7 +177,7 @@ ORDERS = {
 }
 HEAVY = [
     pytest.param(path, body, id=f"{path}: {name}")
-    for path, bodies in {CHAT: CHAT_BODIES, COMPLETIONS: COMPLETION_BODIES, BATCHES: ORDERS}.items()
+    for path, bodies in {CHAT_URL: CHAT_BODIES, COMPLETIONS_URL: COMPLETION_BODIES, BATCHES_URL: ORDERS}.items()
     for name, body in bodies.items()
 ]
 
@@ -208,7 +209,7 @@ def test_who_sends_many_such_bodies_at_once_leaves_room_for_another_key(endpoint
 
     def send(_):
         with endpoint.client("broke") as http:
-            return http.post(CHAT, content=body).status_code
+            return http.post(CHAT_URL, content=body).status_code
 
     def lag_s():
         with ThreadPoolExecutor(8) as pool, endpoint.lag() as lag, endpoint.client("alice") as http:
@@ -216,7 +217,7 @@ def test_who_sends_many_such_bodies_at_once_leaves_room_for_another_key(endpoint
             took_s = []
             for _ in range(20):
                 started = time.monotonic()
-                assert http.post(CHAT, json=ASKED).status_code == 200
+                assert http.post(CHAT_URL, json=ASKED).status_code == 200
                 took_s.append(time.monotonic() - started)
             assert set(sent) <= {200, 400, 429}
         assert sorted(took_s)[10] < 1
@@ -231,19 +232,23 @@ LONG = "\U0001f600" * (MIB // 16)
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        (CHAT, {"model": LONG}), (CHAT, {LONG: 1}), (CHAT, {"max_tokens": LONG}), (CHAT, {"temperature": LONG}),
-        (CHAT, {"messages": [{"role": LONG}]}), (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
-        (CHAT, {"response_format": {"type": LONG}}), (CHAT, {"tool_choice": LONG}), (CHAT, {"logit_bias": {LONG: 1}}),
-        (CHAT, {"structured_outputs": {LONG: 1}}), (CHAT, {"stream_options": {LONG: LONG}}), (CHAT, {"logprobs": LONG}),
-        (CHAT, {"tools": [{"type": LONG}]}), (COMPLETIONS, {"prompt": LONG, "suffix": LONG}),
-        (BATCHES, {"input_file_id": LONG, "endpoint": CHAT, "completion_window": "24h"}), (BATCHES, {LONG: 1}),
-        (BATCHES, {"input_file_id": "x", "endpoint": LONG, "completion_window": LONG}),
-        (BATCHES, {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h", "metadata": {LONG: LONG}}),
+        (CHAT_URL, {"model": LONG}), (CHAT_URL, {LONG: 1}), (CHAT_URL, {"max_tokens": LONG}),
+        (CHAT_URL, {"temperature": LONG}), (CHAT_URL, {"messages": [{"role": LONG}]}),
+        (CHAT_URL, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (CHAT_URL, {"response_format": {"type": LONG}}), (CHAT_URL, {"tool_choice": LONG}),
+        (CHAT_URL, {"logit_bias": {LONG: 1}}), (CHAT_URL, {"structured_outputs": {LONG: 1}}),
+        (CHAT_URL, {"stream_options": {LONG: LONG}}), (CHAT_URL, {"logprobs": LONG}),
+        (CHAT_URL, {"tools": [{"type": LONG}]}), (COMPLETIONS_URL, {"prompt": LONG, "suffix": LONG}),
+        (BATCHES_URL, {"input_file_id": LONG, "endpoint": CHAT_URL, "completion_window": "24h"}),
+        (BATCHES_URL, {LONG: 1}),
+        (BATCHES_URL, {"input_file_id": "x", "endpoint": LONG, "completion_window": LONG}),
+        (BATCHES_URL,
+         {"input_file_id": "x", "endpoint": CHAT_URL, "completion_window": "24h", "metadata": {LONG: LONG}}),
     ],
     ids=range(18),
 )  # fmt: skip
 def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(endpoint, path, changes):
-    body = json.dumps((ASKED if path == CHAT else {"model": "m"} if path == COMPLETIONS else {}) | changes)
+    body = json.dumps((ASKED if path == CHAT_URL else {"model": "m"} if path == COMPLETIONS_URL else {}) | changes)
     with endpoint.client("alice") as http:
         answer = http.post(path, content=body)
     assert 400 <= answer.status_code < 500
@@ -265,5 +270,5 @@ def test_refused_requests_count(endpoint):
     with endpoint.client("seldom") as http:
         statuses = [http.get("/v1/nothing").status_code, http.delete("/v1/files/x").status_code]
         assert statuses == [404, 404]
-        assert http.get("/v1/models").status_code == http.post(CHAT, json=ASKED).status_code == 429
+        assert http.get("/v1/models").status_code == http.post(CHAT_URL, json=ASKED).status_code == 429
         assert http.get("/v1/live").status_code == 200

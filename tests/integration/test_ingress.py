@@ -12,7 +12,8 @@ from ray import serve
 
 from peagle.economics.prices import Price
 from peagle.ports import free_port
-from pipelines.online.gateway.admission import CHAT, ServedModel
+from peagle.requests.fields import CHAT_URL
+from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.ingress import make_ingress
 
@@ -92,11 +93,11 @@ def test_a_request_whose_time_is_over_leaves_its_engine(url, tmp_path):
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
     with httpx.Client(base_url=url, timeout=60) as http:
         (tmp_path / "go").touch()
-        while http.post(CHAT, json=body | {"stream": True}).status_code != 200:
+        while http.post(CHAT_URL, json=body | {"stream": True}).status_code != 200:
             pass  # the first call of a handle takes seconds
         (tmp_path / "go").unlink()
         for is_stream in (True, False, True):  # the engine's only slot, again and again
-            answer = http.post(CHAT, json=body | {"stream": is_stream})
+            answer = http.post(CHAT_URL, json=body | {"stream": is_stream})
             assert answer.status_code == (200 if is_stream else 504)
             assert "took longer than 3 s" in answer.text
             cancelled = tmp_path / f"cancelled-{answer.headers['x-peagle-request-id']}"
@@ -108,7 +109,7 @@ def test_a_request_whose_time_is_over_leaves_its_engine(url, tmp_path):
 
 def ask(url):
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
-    httpx.post(url + CHAT, json=body, timeout=60).raise_for_status()
+    httpx.post(url + CHAT_URL, json=body, timeout=60).raise_for_status()
 
 
 def wait_for(http, *, num_requests_under_way):

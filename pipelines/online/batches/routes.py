@@ -20,11 +20,11 @@ from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFi
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import BATCHES, FILES
 from pipelines.online.gateway.gate import KEY_IN_SCOPE
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.routes import Route, Rule, delete, get, post
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
+from pipelines.online.wire import BATCHES_URL, FILES_URL
 
 
 class _Shown(Protocol):
@@ -84,15 +84,15 @@ _UPLOAD = {
     }
 }
 ROUTES: dict[str, Route] = {
-    "create_file": post(FILES, Rule.UPLOAD, openapi_extra=_UPLOAD),
-    "list_files": get(FILES),
-    "retrieve_file": get(FILES + "/{file_id}"),
-    "file_content": get(FILES + "/{file_id}/content"),
-    "delete_file": delete(FILES + "/{file_id}"),
-    "create_batch": post(BATCHES, Rule.ORDER),
-    "list_batches": get(BATCHES),
-    "retrieve_batch": get(BATCHES + "/{batch_id}"),
-    "cancel_batch": post(BATCHES + "/{batch_id}/cancel"),
+    "create_file": post(FILES_URL, Rule.UPLOAD, openapi_extra=_UPLOAD),
+    "list_files": get(FILES_URL),
+    "retrieve_file": get(FILES_URL + "/{file_id}"),
+    "file_content": get(FILES_URL + "/{file_id}/content"),
+    "delete_file": delete(FILES_URL + "/{file_id}"),
+    "create_batch": post(BATCHES_URL, Rule.ORDER),
+    "list_batches": get(BATCHES_URL),
+    "retrieve_batch": get(BATCHES_URL + "/{batch_id}"),
+    "cancel_batch": post(BATCHES_URL + "/{batch_id}/cancel"),
 }
 
 

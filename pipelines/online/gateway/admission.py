@@ -18,10 +18,6 @@ from pipelines.online.gateway.bodies import REQUEST
 from pipelines.online.gateway.contents import answer_shape, check_contents, within_room
 from pipelines.online.gateway.keys import KeyRecord
 
-CHAT = CHAT_URL
-COMPLETIONS = COMPLETIONS_URL
-FILES = "/v1/files"
-BATCHES = "/v1/batches"
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
 _LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
@@ -124,10 +120,10 @@ def check(
     asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
     tokens = default_tokens(path, key, model, max_output_tokens, num_choices) if asked is None else asked
     shape = answer_shape(
-        values, len(body), is_chat=path == CHAT, max_model_len=model.max_model_len, num_choices=num_choices
+        values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     tokens = within_room(shape, model.max_answer_bytes, asked=asked, tokens=tokens)
-    if path == COMPLETIONS:
+    if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}
     is_stream = bool(values.get("stream"))
@@ -145,7 +141,7 @@ def check(
         prompt_tokens=_most_prompt_tokens(values, len(body), model, num_choices),
         output_tokens=max(tokens, _LEAST_MADE) * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
-        cap_tokens=tokens if asked is None and path == CHAT and tokens < model.max_model_len else None,
+        cap_tokens=tokens if asked is None and path == CHAT_URL and tokens < model.max_model_len else None,
     )
 
 
@@ -198,7 +194,7 @@ def _depth(values: Any) -> int:
 
 def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:
     """Whether a request wants only its prompt back, with its tokens' logprobs."""
-    return path == COMPLETIONS and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
+    return path == COMPLETIONS_URL and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
 class _Fractions:
@@ -246,7 +242,7 @@ def _asked_tokens(
     `most` is for all choices together.
     """
     field = (
-        "max_tokens" if path == COMPLETIONS or values.get("max_completion_tokens") is None else "max_completion_tokens"
+        "max_tokens" if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None else "max_completion_tokens"
     )
     asked: int | None = values.get(field)
     limit = model.max_model_len if most is None else min(most // num_choices, model.max_model_len)
@@ -286,7 +282,7 @@ def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | No
     Raises:
         ApiError: 400, there are more choices than tokens for all of them.
     """
-    if path == COMPLETIONS:
+    if path == COMPLETIONS_URL:
         of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [most]
     else:
         of_each, of_all = model.max_model_len, [most, key.output_tokens_per_min]
@@ -304,7 +300,7 @@ def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> in
         ApiError: 400, they are too many for one request.
     """
     prompt = values.get("prompt")
-    is_batch = path == COMPLETIONS and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     num_prompts = len(prompt) if is_batch and prompt else 1
     n = int(values.get("n") or 1)
     if model.max_choices is not None and n * num_prompts > model.max_choices:

@@ -29,7 +29,7 @@ from pipelines.online.gateway.outgoing import NOTE_IN_SCOPE, Load, Outgoing, enc
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import HEAVY, Route, Rule, find_route, require_local, with_pass
 from pipelines.online.serve.flow import Told
-from pipelines.online.wire import path_refusal
+from pipelines.online.wire import REQUEST_ID_HEADER, path_refusal
 
 KEY_HEADER = "x-peagle-key"
 ACCOUNT_HEADER = "x-peagle-account"
@@ -108,7 +108,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
-        answer = Outgoing(send, {"x-peagle-request-id": request_id})
+        answer = Outgoing(send, {REQUEST_ID_HEADER: request_id})
         try:
             await self._serve(scope, receive, answer, request_id)
         except Exception as error:

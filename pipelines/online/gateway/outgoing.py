@@ -8,7 +8,6 @@ A stream says what it used in its events. Of an answer that is not streamed the 
 Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from starlette.types import Message, Send
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import Intake
 from pipelines.online.gateway.bodies import Upload
-from pipelines.online.wire import OURS, Tally, events, is_usage_alone, to_text
+from pipelines.online.wire import OURS, Tally, error_event, error_response, events, is_usage_alone, to_text
 
 NOTE_IN_SCOPE = "peagle.note"
 """Of a request's scope: what the application calls with an unstreamed answer's usage, metrics and summary."""
@@ -95,12 +94,11 @@ class Outgoing:
 
     async def fail(self, error: ApiError) -> None:
         """Answer with an error: a response, or the last event of a begun stream."""
-        body = json.dumps(error.body()).encode()
         if self.is_started:
-            event = f"data: {body.decode()}\n\n".encode() if self._is_stream else b""
+            event = error_event(error).encode() if self._is_stream else b""
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        headers, body = error_response(error)
         self._start = {"type": "http.response.start", "status": error.status, "headers": encoded(headers)}
         await self._begin()
         await self._send({"type": "http.response.body", "body": body})

@@ -3,11 +3,10 @@
 It is the endpoint with everything but a model.
 
 A request takes bulk's own way: `parse_body` checks it, `PromptBuilder` tokenises it, `FakeEngine` answers, and
-`output_line` puts that into OpenAI's words. Only the events of a stream are made here, as vLLM makes them.
+`requests/openai.py` has OpenAI's words for that.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,11 +16,13 @@ from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Completion, Generation, RequestRefused
 from peagle.engine.self_check import Checkable
 from peagle.errors import EngineError
-from peagle.requests.openai import output_line, parse_body
+from peagle.requests import openai
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits, conflict
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.gateway.admission import CHAT, COMPLETION_TOKENS, COMPLETIONS
+from pipelines.online.gateway.admission import COMPLETION_TOKENS
+from pipelines.online.wire import to_text
 
 # Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
@@ -98,14 +99,14 @@ class StandInEngine:
         """The answer to a chat: one object, or the events of a stream."""
         from ray.serve.llm.openai_api_models import ChatCompletionResponse
 
-        async for part in self._answer(CHAT, request, ChatCompletionResponse):
+        async for part in self._answer(CHAT_URL, request, ChatCompletionResponse):
             yield part
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """The answer to a completion, likewise."""
         from ray.serve.llm.openai_api_models import CompletionResponse
 
-        async for part in self._answer(COMPLETIONS, request, CompletionResponse):
+        async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
             yield part
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
@@ -133,13 +134,13 @@ class StandInEngine:
 
     def _prompt(self, url: str, asked: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
         """Token ids and sampling parameters, or what is wrong with the request."""
-        body = parse_body(url, asked)
+        body = openai.parse_body(url, asked)
         if isinstance(body, str):
             return body
         token_ids = self._prompts.of_body(body)
         if isinstance(token_ids, RowError):
             return token_ids.message
-        left = COMPLETION_TOKENS if url == COMPLETIONS else max(1, self._max_model_len - len(token_ids))
+        left = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))
         sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
         limits = SamplingLimits(
             max_model_len=self._max_model_len, has_drafter=bool(self._settings.num_speculative_tokens)
@@ -149,7 +150,6 @@ class StandInEngine:
     def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
         """The whole answer."""
         row = {
-            "id": request_id,
             "model": self._model,
             "response": whole.text,
             "finish_reason": whole.finish_reason,
@@ -158,8 +158,7 @@ class StandInEngine:
             "num_output_tokens": whole.num_output_tokens,
             "completions": [asdict(completion) for completion in whole.completions] or None,
         }
-        line = output_line(row, custom_id=request_id, is_chat=url == CHAT, created=int(time.time()), run_id="online")
-        body: dict[str, Any] = line["response"]["body"]
+        body = openai.answer(row, request_id, is_chat=url == CHAT_URL, created=int(time.time()))
         return body | {"metrics": self._metrics(whole)}
 
     async def _stream(
@@ -173,8 +172,7 @@ class StandInEngine:
             async for text in self._events(url, request_id, token_ids, sampling):
                 yield text
         except EngineError:
-            error = {"message": str(_dead()), "type": "InternalServerError", "param": None, "code": 500}
-            yield f"data: {json.dumps({'error': error})}\n\n"
+            yield to_text(openai.error_body(str(_dead()), kind="InternalServerError", code=500))
         yield "data: [DONE]\n\n"
 
     async def _events(
@@ -186,15 +184,16 @@ class StandInEngine:
             for index, completion in enumerate(completions):
                 added, sent[index] = completion.text.removeprefix(sent[index]), completion.text
                 if added or whole:
-                    choice = _choice(url, index, added, completion.finish_reason if whole else None)
+                    ended = completion.finish_reason if whole else None
+                    choice = openai.added(index, added, ended, is_chat=url == CHAT_URL)
                     yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
             if whole:
                 yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))
 
-    def _event(self, url: str, request_id: str, choices: list[Any], usage: dict[str, int], **more: Any) -> str:
-        kind = "chat.completion.chunk" if url == CHAT else "text_completion"
-        head = {"id": request_id, "object": kind, "created": int(time.time()), "model": self._model}
-        return f"data: {json.dumps({**head, 'choices': choices, 'usage': usage, **more})}\n\n"
+    def _event(self, url: str, request_id: str, choices: list[Any], usage: dict[str, Any], **more: Any) -> str:
+        created, is_chat = int(time.time()), url == CHAT_URL
+        event = openai.chunk(choices, request_id, is_chat=is_chat, created=created, model=self._model)
+        return to_text({**event, "usage": usage, **more})
 
     def _metrics(self, whole: Generation) -> dict[str, Any] | None:
         """A request's acceptance as vLLM tells it.
@@ -218,21 +217,15 @@ class StandInEngine:
         }
 
 
-def _choice(url: str, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    content = {"delta": {"role": "assistant", "content": text}} if url == CHAT else {"text": text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _usage(token_ids: list[int], completions: list[Completion]) -> dict[str, int]:
-    output = sum(completion.num_output_tokens for completion in completions)
-    return {"prompt_tokens": len(token_ids), "completion_tokens": output, "total_tokens": len(token_ids) + output}
+def _usage(token_ids: list[int], completions: list[Completion]) -> dict[str, Any]:
+    return openai.usage(len(token_ids), sum(completion.num_output_tokens for completion in completions))
 
 
 def _refusal(message: str) -> Any:
     """A request that the engine will not take, as Ray's ingress expects it."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
-    return ErrorResponse.model_validate({"error": {"message": message, "type": "BadRequestError", "code": 400}})
+    return ErrorResponse.model_validate(openai.error_body(message, kind="BadRequestError", code=400))
 
 
 def _dead() -> Exception:

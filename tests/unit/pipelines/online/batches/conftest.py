@@ -7,13 +7,14 @@ import pytest
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
+from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, Order, StoredFile, new_id
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.work import Result
-from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.keys import KeyRecord
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
@@ -30,7 +31,7 @@ def make_order(make_key, clock):
 
     def make(input_file_id="file-x", *, key=None, **changes):
         return Order(
-            id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT, input_file_id=input_file_id,
+            id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT_URL, input_file_id=input_file_id,
             completion_window="24h", created_at=clock.now, expires_at=clock.now + WINDOW_S, **changes,
         )  # fmt: skip
 

@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 
+from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.ordering import NewBatch, Orders, Quota
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.settings import Shares
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import CHAT
 
 DAY_S = 24 * 3600
 SHARES = Shares(max_unfinished_batches=3, max_stored_files=5)
@@ -36,7 +36,7 @@ def body(place, upload):
 
 
 def asked(file_id, **changes):
-    return NewBatch(input_file_id=file_id, endpoint=CHAT, completion_window="24h", **changes)
+    return NewBatch(input_file_id=file_id, endpoint=CHAT_URL, completion_window="24h", **changes)
 
 
 def refusal(function, *arguments):

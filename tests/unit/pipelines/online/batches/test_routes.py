@@ -5,12 +5,13 @@ import httpx
 import pytest
 
 from peagle.economics.ledger import write_batch
+from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.downloads import Room
 from pipelines.online.batches.records import Progress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import MIB, Shares
-from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.gateway.routes import guarded_app
@@ -86,7 +87,7 @@ def error_of(answer):
 
 
 def order_of(file_id, **changes):
-    return {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **changes}
+    return {"input_file_id": file_id, "endpoint": CHAT_URL, "completion_window": "24h", **changes}
 
 
 def test_an_upload_can_be_read_listed_and_deleted(ask):

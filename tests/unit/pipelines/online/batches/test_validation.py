@@ -2,14 +2,15 @@ import json
 
 import pytest
 
+from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches import validation
 from pipelines.online.batches.validation import Rules, check_input
-from pipelines.online.gateway.admission import CHAT, ServedModel
+from pipelines.online.gateway.admission import ServedModel
 
 MODELS = tuple(ServedModel(name=name, max_model_len=100, can_seed=False) for name in ("a", "b"))
 
 
-def line(custom_id="1", url=CHAT, **changes):
+def line(custom_id="1", url=CHAT_URL, **changes):
     body = {"model": "a", "messages": [], **changes}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
@@ -20,7 +21,7 @@ def check(tmp_path, make_key):
         path = tmp_path / "in.jsonl"
         data = b"".join((one if isinstance(one, bytes) else one.encode()) + b"\n" for one in lines)
         path.write_bytes(data)
-        return check_input(str(path), Rules(endpoint=CHAT, key=key or make_key(), models=MODELS, **changes))
+        return check_input(str(path), Rules(endpoint=CHAT_URL, key=key or make_key(), models=MODELS, **changes))
 
     return check
 
@@ -81,7 +82,7 @@ def test_a_file_without_requests_is_refused(check, lines, code):
 
 def test_a_file_that_is_gone_is_an_error_that_does_not_say_where_it_was(tmp_path, make_key):
     path = tmp_path / "gone.jsonl"
-    (error,) = check_input(str(path), Rules(endpoint=CHAT, key=make_key(), models=MODELS)).errors
+    (error,) = check_input(str(path), Rules(endpoint=CHAT_URL, key=make_key(), models=MODELS)).errors
     assert error["code"] == "invalid_file"
     assert str(tmp_path) not in error["message"]
 

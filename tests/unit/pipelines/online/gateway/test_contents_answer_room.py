@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import CHAT, COMPLETIONS, ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.contents import answer_shape
 from pipelines.online.gateway.keys import LOCAL
 
@@ -36,33 +37,33 @@ TEXT = [{"role": "user", "content": "x" * 6000}]
      {"prompt_logprobs": "20"}, {"return_token_ids": True}],
 )  # fmt: skip
 def test_many_prompts_with_log_probabilities_are_refused(asked):
-    assert is_refused(COMPLETIONS, {"prompt": PROMPTS, "max_tokens": 1, **asked})
-    assert not is_refused(COMPLETIONS, {"prompt": PROMPTS[:1], "max_tokens": 1, **asked})
-    assert not is_refused(COMPLETIONS, {"prompt": PROMPTS, "max_tokens": 1})
+    assert is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1, **asked})
+    assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS[:1], "max_tokens": 1, **asked})
+    assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1})
 
 
 def test_choices_repeat_what_comes_back_of_the_prompt():
     body = {"prompt": "x" * 6000, "max_tokens": 1, "prompt_logprobs": 1}
-    assert not is_refused(COMPLETIONS, body)
-    assert is_refused(COMPLETIONS, {**body, "n": 64})
-    assert not is_refused(COMPLETIONS, {**body, "n": 64, "prompt_logprobs": None})
+    assert not is_refused(COMPLETIONS_URL, body)
+    assert is_refused(COMPLETIONS_URL, {**body, "n": 64})
+    assert not is_refused(COMPLETIONS_URL, {**body, "n": 64, "prompt_logprobs": None})
 
 
 def test_token_ids_count_by_their_number():
-    assert not is_refused(COMPLETIONS, {"prompt": [1] * 4000, "prompt_logprobs": 20, "max_tokens": 1})
-    assert is_refused(COMPLETIONS, {"prompt": [[1] * 4000] * 8, "prompt_logprobs": 20, "max_tokens": 1})
+    assert not is_refused(COMPLETIONS_URL, {"prompt": [1] * 4000, "prompt_logprobs": 20, "max_tokens": 1})
+    assert is_refused(COMPLETIONS_URL, {"prompt": [[1] * 4000] * 8, "prompt_logprobs": 20, "max_tokens": 1})
 
 
 @pytest.mark.parametrize("more", [{"top_logprobs": 20}, {"logprob_token_ids": list(range(128))}])
 def test_a_chat_counts_its_choices_and_its_log_probabilities(more):
     body = {"messages": TEXT, "logprobs": True, "max_tokens": 500, **more}
-    assert not is_refused(CHAT, body)
-    assert is_refused(CHAT, {**body, "n": 64})
-    assert not is_refused(CHAT, {**body, "n": 64, "logprobs": False})
+    assert not is_refused(CHAT_URL, body)
+    assert is_refused(CHAT_URL, {**body, "n": 64})
+    assert not is_refused(CHAT_URL, {**body, "n": 64, "logprobs": False})
 
 
 def test_text_alone_has_a_size_too():
-    assert is_refused(CHAT, {"messages": TEXT, "n": 1024, "max_tokens": 8000})
+    assert is_refused(CHAT_URL, {"messages": TEXT, "n": 1024, "max_tokens": 8000})
 
 
 def test_a_chat_that_is_repeated_has_log_probabilities_of_its_prompt():
@@ -73,11 +74,11 @@ def test_a_chat_that_is_repeated_has_log_probabilities_of_its_prompt():
 
 
 def test_a_request_that_names_no_number_gets_what_there_is_room_for():
-    intake = taken(CHAT, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
+    intake = taken(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
     assert intake.cap_tokens == 16 * MIB // (16 + 21 * 128)
-    assert taken(CHAT, {"messages": []}).cap_tokens is None
+    assert taken(CHAT_URL, {"messages": []}).cap_tokens is None
 
 
 @pytest.mark.parametrize("value", ["x", [], {}, 1e400])
 def test_values_of_wrong_types_are_left_to_whoever_checks_them(value):
-    assert not is_refused(COMPLETIONS, {"prompt": "a", "logprobs": value, "prompt_logprobs": value})
+    assert not is_refused(COMPLETIONS_URL, {"prompt": "a", "logprobs": value, "prompt_logprobs": value})
