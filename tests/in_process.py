@@ -26,6 +26,7 @@ from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import Engine, EngineAccount
 from pipelines.online.replica.fake import StandIn, StandInEngine
 from pipelines.online.replica.relay import relay
+from pipelines.online.wire import Context
 
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 1, "max_requests_per_replica": 8}}
 _STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replicas")
@@ -61,7 +62,8 @@ class _Method:
 
     async def _parts(self, request, info):
         def begin():
-            return self._account.begin(info.headers["x-request-id"], info.headers["x-peagle-key"])
+            context = Context.of(info.headers)
+            return self._account.begin(context.request_id, context.key)
 
         async for part in relay(_in_lists(self._answer(request)), begin, wants_each_usage=False):
             yield part

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Query, Request
@@ -37,13 +38,13 @@ from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death
-from pipelines.online.gateway.gate import AGAIN_HEADER, CAP_HEADER, KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
-from pipelines.online.gateway.outgoing import NOTE_IN_SCOPE, Load, describe_load
-from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, post
+from pipelines.online.gateway.outgoing import Load, describe_load
+from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView
-from pipelines.online.wire import WholeAnswer, error_response
+from pipelines.online.wire import Context, WholeAnswer, error_response, with_headers
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
@@ -208,8 +209,8 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """A chat completion, whole or as a stream of events."""
-        if cap := request.headers.get(CAP_HEADER):
-            body.cap(int(cap))
+        if (context := Context.of(request.headers)) and context.cap_tokens:
+            body.cap(context.cap_tokens)
         return await _ask(super().chat, body, request)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
@@ -220,17 +221,18 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self, request: Request, window_s: float | None = Query(None, gt=0, allow_inf_nan=False)
     ) -> JSONResponse:
         """The deliveries and costs: everybody's for an operator, else one's own."""
-        own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
+        key = key_of(request)
         await self._cost.require()
-        return JSONResponse(await asyncio.to_thread(self._cost.report, own, window_s))
+        return JSONResponse(await asyncio.to_thread(self._cost.report, None if key.is_operator else key.name, window_s))
 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
     ) -> JSONResponse:
         """The last minutes: everybody's and the engines for an operator, else one's own."""
+        key = key_of(request)
         await self._cost.require()
-        if OPERATOR_HEADER not in request.headers:
-            return JSONResponse(await asyncio.to_thread(self._live.report, request.headers[KEY_HEADER], window_s))
+        if not key.is_operator:
+            return JSONResponse(await asyncio.to_thread(self._live.report, key.name, window_s))
         report = await asyncio.to_thread(self._live.report, None, window_s)
         return JSONResponse(report | {"load": await asyncio.to_thread(self._loads, request.app.state.load)})
 
@@ -283,14 +285,18 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
 
 
 def _respond(answer: WholeAnswer, request: Request) -> Response:
-    request.scope[NOTE_IN_SCOPE](answer.said)
+    note = pass_of(request).note
+    assert note is not None, "an engine has answered"
+    note(answer.said)
     return Response(answer.body, media_type="application/json")
 
 
 def _again(request: Request, asked_at: float) -> Request:
     """The request for the second engine; what the first has billed is not repeated."""
-    headers = [*request.scope["headers"], (AGAIN_HEADER.encode(), str(asked_at).encode())]
-    return Request({**request.scope, "headers": headers}, request.receive)
+    context = Context.of(request.headers)
+    assert context is not None, "the gate has given it one"
+    said = replace(context, first_asked_at=asked_at).headers()
+    return Request({**request.scope, "headers": with_headers(request.scope["headers"], said)}, request.receive)
 
 
 def make_ingress(settings: GateSettings) -> Any:

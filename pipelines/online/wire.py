@@ -10,9 +10,9 @@ Ray hands them on.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from starlette.types import Scope
 
@@ -23,8 +23,45 @@ FILES_URL = "/v1/files"
 BATCHES_URL = "/v1/batches"
 REQUEST_ID_HEADER = "x-peagle-request-id"  # of each answer
 OURS = "peagle"
+_CONTEXT_HEADER = "x-peagle-context"
 _DATA = "data: "
 _END = "\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The gate's word on a request, for the engine that answers it.
+
+    It travels in one header, since Ray hands a replica the headers of a request and nothing else. A client cannot say
+    it: the gate drops every header of a client that begins with x-.
+
+    Attributes:
+        request_id: by which the ledger names it. Ray and vLLM read it in their own header.
+        key: the name of its key.
+        account: of the key.
+        num_choices: of all its prompts.
+        cap_tokens: the most output tokens of a chat that names no number; None without a cap.
+        wants_each_usage: the client asked for usage in every event.
+        first_asked_at: Unix time at which another engine was asked, which died; None where there was none.
+    """
+
+    request_id: str
+    key: str
+    account: str = ""
+    num_choices: int = 1
+    cap_tokens: int | None = None
+    wants_each_usage: bool = False
+    first_asked_at: float | None = None
+
+    def headers(self) -> dict[str, str]:
+        """The headers that carry it: ours, and the one that Ray and vLLM read."""
+        return {_CONTEXT_HEADER: json.dumps(asdict(self)), "x-request-id": self.request_id}
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Self | None:
+        """The inverse of `headers`; None where the request has not come through the gate."""
+        text = headers.get(_CONTEXT_HEADER)
+        return None if text is None else cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +146,26 @@ def to_text(event: Mapping[str, Any] | str) -> str:
 def is_usage_alone(event: Mapping[str, Any]) -> bool:
     """The last event of a stream with usage: it has no choices."""
     return bool(event.get("usage")) and not event.get("choices")
+
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """The first of a request's headers of this name."""
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
+
+
+def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """The headers as ASGI has them."""
+    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+def with_headers(headers: Headers, said: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """A request's headers with these in place of its own."""
+    names = {name.encode() for name in said}
+    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(said)]
 
 
 def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:

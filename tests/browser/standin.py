@@ -26,9 +26,9 @@ from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, overloaded
 from pipelines.online.gateway.admission import ServedModel
-from pipelines.online.gateway.gate import KEY_HEADER, OPERATOR_HEADER, Gate, GateSettings
+from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.outgoing import Load, describe_load
-from pipelines.online.gateway.routes import Rule, get, post
+from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import LiveView
 
@@ -124,7 +124,8 @@ class StandIn:
         return JSONResponse({"object": "list", "data": [_card(model) for model in self._sessions]})
 
     async def _figures(self, request: Request) -> JSONResponse:
-        own = None if OPERATOR_HEADER in request.headers else request.headers[KEY_HEADER]
+        key = key_of(request)
+        own = None if key.is_operator else key.name
         report = await asyncio.to_thread(self._live.report, own, int(request.query_params["window_s"]))
         replicas = {"num_running_replicas": 1, "num_starting_replicas": 0, "num_stopping_replicas": 0}
         load = {
@@ -134,14 +135,14 @@ class StandIn:
         return JSONResponse(report if own else report | {"load": load})
 
     async def _chat(self, request: Request) -> StreamingResponse:
-        body = await request.json()
+        body = pass_of(request).body.values
         prompt, model = body["messages"][-1]["content"], body["model"]
         if prompt.startswith("busy"):
             raise overloaded("every engine is busy or about to start; try again")
-        events = self._events(text_of(prompt, model), model, request.headers, breaks_off=prompt.startswith("break"))
+        events = self._events(text_of(prompt, model), model, key_of(request).name, breaks_off=prompt.startswith("break"))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _events(self, text: str, model: str, headers: Any, *, breaks_off: bool) -> Any:
+    async def _events(self, text: str, model: str, key: str, *, breaks_off: bool) -> Any:
         began, words = time.time(), text.split(" ")
         for number, word in enumerate(words, 1):
             await asyncio.sleep(1 / _WORDS_PER_S[model])
@@ -150,7 +151,7 @@ class StandIn:
             piece = word if number == len(words) else word + " "
             yield _event([{"delta": {"content": piece}, "finish_reason": None}], _usage(number))
         record = _record(
-            self._sessions[model], model, len(words), began, time.time(), key=headers[KEY_HEADER], ttft_s=0.02
+            self._sessions[model], model, len(words), began, time.time(), key=key, ttft_s=0.02
         )
         append_request(self.ledger, record)
         ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from pipelines.online.wire import Context
 from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
@@ -139,9 +140,10 @@ async def paths(tenants: Tenants, seconds: float) -> Found:
 
 async def headers(tenants: Tenants, seconds: float) -> Found:
     """Headers that are the endpoint's own to say: another key's name, the operator's mark, a cheaper request."""
+    context = Context(request_id="1", key=NEIGHBOUR, num_choices=0, cap_tokens=1, first_asked_at=0.0)
     forged = {
-        "x-peagle-key": NEIGHBOUR, "x-peagle-operator": "1", "x-peagle-again": "0", "x-peagle-cap-tokens": "1",
-        "x-peagle-choices": "0", "x-request-id": "1", "x-vllm-priority": "9" * 31, "x-forwarded-for": "127.0.0.1",
+        **context.headers(), "x-peagle-key": NEIGHBOUR, "x-peagle-operator": "1", "x-vllm-priority": "9" * 31,
+        "x-forwarded-for": "127.0.0.1",
     }  # fmt: skip
 
     async def cost(http: httpx.AsyncClient) -> httpx.Response:

@@ -11,7 +11,7 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from pipelines.online.replica.account import Engine, EngineAccount
 from pipelines.online.replica.relay import Pace
-from pipelines.online.wire import events
+from pipelines.online.wire import Context, events
 
 PROMPTS = (5, 7)  # tokens
 ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
@@ -97,7 +97,7 @@ def test_a_client_that_leaves_a_completion_of_several_prompts_pays_for_each_once
 def test_what_another_engine_has_billed_is_not_billed_where_it_is_asked_again(
     replica, tmp_path, is_asked_again, num_records
 ):
-    headers = {"x-request-id": "r"} | ({"x-peagle-again": str(time.time())} if is_asked_again else {})
+    headers = Context(request_id="r", key="alice", first_asked_at=time.time() if is_asked_again else None).headers()
     died = EngineAccount(tmp_path / "ledger", ENGINE)
     died.ready()
     request = died.begin("r", "alice")

@@ -20,9 +20,8 @@ from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFi
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.gate import KEY_IN_SCOPE
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.routes import Route, Rule, delete, get, post
+from pipelines.online.gateway.routes import Route, Rule, delete, get, key_of, post
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.wire import BATCHES_URL, FILES_URL
 
@@ -107,7 +106,7 @@ class BatchRoutes:
 
     async def create_file(self, request: Request) -> JSONResponse:
         """Upload the input of a batch."""
-        batches, key = self._on(), _key(request)
+        batches, key = self._on(), key_of(request)
         require_form(request.headers.get("content-type", ""))
         with batches.room.hold(key.name, UPLOAD_WINDOW_BYTES):
             stored = await self._receive(request, key)
@@ -134,7 +133,7 @@ class BatchRoutes:
         after: str | None = Query(None),
     ) -> JSONResponse:
         """The key's files."""
-        files = await in_thread(self._on().store.files, _key(request).name)
+        files = await in_thread(self._on().store.files, key_of(request).name)
         files = [file for file in files if purpose in (None, file.purpose)]
         return JSONResponse(page(files if order == "desc" else files[::-1], after=after, limit=limit))
 
@@ -168,7 +167,7 @@ class BatchRoutes:
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
         """Order a batch."""
         batches, name = self._on(), request.headers.get("idempotency-key")
-        batch = await batches.orders.take_in_turn(body, _key(request), name)
+        batch = await batches.orders.take_in_turn(body, key_of(request), name)
         batches.wake()
         return JSONResponse(batch.show())
 
@@ -176,7 +175,7 @@ class BatchRoutes:
         self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
     ) -> JSONResponse:
         """The key's batches, the newest first."""
-        batches = await in_thread(self._on().store.batches, _key(request).name)
+        batches = await in_thread(self._on().store.batches, key_of(request).name)
         return JSONResponse(page(batches, after=after, limit=limit))
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
@@ -200,13 +199,13 @@ class BatchRoutes:
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        found = await in_thread(self._on().store.file, file_id, _key(request).name)
+        found = await in_thread(self._on().store.file, file_id, key_of(request).name)
         if found is None:
             raise no_such_file(file_id)
         return found
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        found = await in_thread(self._on().store.batch, batch_id, _key(request).name)
+        found = await in_thread(self._on().store.batch, batch_id, key_of(request).name)
         if found is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
         return found
@@ -229,8 +228,3 @@ def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s:
     )
     store.add_file(stored)
     return stored
-
-
-def _key(request: Request) -> KeyRecord:
-    key: KeyRecord = request.scope[KEY_IN_SCOPE]
-    return key

@@ -1,11 +1,10 @@
 """Admit a request's body: valid, allowed to its key, bounded in its answer.
 
-Pure: bytes in, bytes out. It checks what the endpoint itself decides by (model, stream, number of tokens); the rest is
+Pure: bytes in, the request's values out. It checks what the endpoint itself decides by (model, stream, number of tokens); the rest is
 for the models of the API behind it.
 """
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,7 @@ class Intake:
     """A request that may go on.
 
     Attributes:
-        body: what the engine gets.
+        values: the request as the engine gets it.
         is_stream: the answer comes in events.
         wants_usage: the client asked for the event with usage at the end of a stream.
         wants_each_usage: and for usage in every event.
@@ -79,7 +78,7 @@ class Intake:
         cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
     """
 
-    body: bytes
+    values: dict[str, Any]
     model: ServedModel
     is_stream: bool
     wants_usage: bool
@@ -132,7 +131,7 @@ def check(
     values["model"] = model.name
     values |= {"cache_salt": cache_salt} if cache_salt else {}
     return Intake(
-        body=json.dumps(values, ensure_ascii=False).encode(),
+        values=values,
         model=model,
         is_stream=is_stream,
         wants_usage=bool(options.get("include_usage")),

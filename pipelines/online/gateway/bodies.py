@@ -10,17 +10,19 @@ streams go on meanwhile; what is read must be made of short steps for that.
 """
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pipelines.online.errors import ApiError
 from pipelines.online.serve.flow import Told
+from pipelines.online.wire import header
 
 # A string, or what is left of one that does not end: then the search does not begin anew at each quote inside.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
@@ -130,9 +132,55 @@ class HeavyWork:
             raise
 
 
-def too_large(limit: int) -> ApiError:
-    """The answer to a body of more bytes."""
+def parse(body: bytes) -> Any:
+    """The value of a body.
+
+    Raises:
+        ApiError: 400, it is not JSON.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+
+
+@dataclass(slots=True, kw_only=True)
+class JsonBody:
+    """A body that the gate has parsed; nobody behind it does so again.
+
+    Attributes:
+        values: until they are put through: they take many times as much memory as the body.
+        num_bytes: of the body.
+        key: whose it is, by name.
+    """
+
+    values: Any
+    num_bytes: int
+    key: str
+    heavy: HeavyWork
+
+    async def put_through(self, function: Callable[[Any], _T]) -> _T:
+        """The result of a function of the values, which may take long.
+
+        Then they are let go.
+        """
+        values, self.values = self.values, None
+        return await self.heavy.run(self.key, self.num_bytes, function, values)
+
+
+def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body may have {limit} bytes at most", code="body_too_large")
+
+
+def require_length(scope: Scope, limit: int) -> None:
+    """Refuse a body that says of itself that it is too large.
+
+    Raises:
+        ApiError: 413.
+    """
+    length = header(scope, "content-length") or "0"
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
 
 
 class Upload:
@@ -171,5 +219,23 @@ class Upload:
         self._num_bytes += len(message.get("body", b""))
         self.is_whole = not message.get("more_body")
         if self._num_bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
+            raise _too_large(self._max_bytes)
         return message
+
+
+async def read_body(receive: Receive, send: Send, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body of a request.
+
+    Args:
+        send: as `Upload` takes it.
+
+    Raises:
+        ApiError: 400, 408 or 413.
+    """
+    upload, body = Upload(receive, send, max_bytes, timeout_s, timeout_s), bytearray()
+    while not upload.is_whole:
+        message = await upload()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client left before its request was whole", code="incomplete_body")
+        body += message.get("body", b"")
+    return bytes(body)

@@ -2,7 +2,13 @@
 
 It tells who asks, whether they may, and how much they used.
 
-    path -> key -> request counted -> route -> body -> checks -> tokens held -> the application -> usage from its answer
+    route -> authenticate -> admit -> forward -> settle
+
+    route           the path's, by the table; a path that is refused is told only to who has a key
+    authenticate    the key, whose request counts from here on, whatever becomes of it
+    admit           the body read and checked, tokens and cost held
+    forward         to the application, with the gate's pass and its word on the request
+    settle          by what the answer says of its own usage, or later by the ledger
 
 It knows HTTP by ASGI alone and no Ray: any application that answers as vLLM does can be behind it. Prompts and answers
 pass through; prompts are written down where the settings say so, answers never.
@@ -14,31 +20,23 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelines.online.errors import ApiError, from_exception
-from pipelines.online.gateway.admission import ServedModel, check
-from pipelines.online.gateway.bodies import ORDER, HeavyWork, Upload, too_large
+from pipelines.online.gateway.admission import Intake, ServedModel, check
+from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
-from pipelines.online.gateway.limits import Settlements
-from pipelines.online.gateway.outgoing import NOTE_IN_SCOPE, Load, Outgoing, encoded
+from pipelines.online.gateway.limits import Permit, Settlements
+from pipelines.online.gateway.outgoing import Load, Outgoing
 from pipelines.online.gateway.prompt_log import PromptLog
-from pipelines.online.gateway.routes import HEAVY, Route, Rule, find_route, require_local, with_pass
-from pipelines.online.serve.flow import Told
-from pipelines.online.wire import REQUEST_ID_HEADER, path_refusal
+from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
+from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
 
-KEY_HEADER = "x-peagle-key"
-ACCOUNT_HEADER = "x-peagle-account"
-OPERATOR_HEADER = "x-peagle-operator"
-EACH_USAGE_HEADER = "x-peagle-each-usage"
-CAP_HEADER = "x-peagle-cap-tokens"
-CHOICES_HEADER = "x-peagle-choices"
-AGAIN_HEADER = "x-peagle-again"  # of a request that an engine had which died: the Unix time at which that one was asked
-KEY_IN_SCOPE = "peagle.key"  # the whole record, for what is answered in this process
 _JSON_RULES = (Rule.GENERATION, Rule.ORDER)
 _log = logging.getLogger("ray.serve")
 
@@ -81,6 +79,34 @@ class GateSettings:
         return hmac.digest(self.cache_secret, key.name.encode(), "sha256").hex()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request of a key: it counts, and is not admitted yet."""
+
+    route: Route
+    key: KeyRecord
+    request_id: str
+    scope: Scope
+    receive: Receive
+    answer: Outgoing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Admitted:
+    """A request as the application gets it.
+
+    Attributes:
+        intake, permit: of a request that an engine answers, and what it holds; None elsewhere.
+        body: for the log of prompts, as the client sent it.
+    """
+
+    scope: Scope
+    receive: Receive
+    intake: Intake | None = None
+    permit: Permit | None = None
+    body: bytes = b""
+
+
 class Gate:
     """The middleware.
 
@@ -118,98 +144,29 @@ class Gate:
             await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
-        if refusal := path_refusal(scope):
-            raise refusal
-        route = self._find(scope)
-        if isinstance(route, Route) and self._is_open(route):
-            await self._app(with_pass(scope, route), receive, answer.send)
+        found = self._route(scope)
+        if isinstance(found, Route) and self._is_open(found):
+            await self._app(with_pass(scope, found), receive, answer.send)
             return
         key = self._authenticate(scope)
-        self._settlements.limiter.count(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
-        if isinstance(route, ApiError):
-            raise route
-        inward = {KEY_HEADER: key.name, ACCOUNT_HEADER: key.account, "x-request-id": request_id}
-        inward |= {OPERATOR_HEADER: "1"} if key.is_operator else {}
-        # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
-        inward |= {"content-type": "application/json"} if route.rule in _JSON_RULES else {}
-        scope = {**_with_headers(scope, inward), KEY_IN_SCOPE: key, HEAVY: (self._heavy, key.name)}
-        if route.rule is Rule.GENERATION:
-            await self._generate(scope, receive, answer, route, request_id)
-        elif route.rule in (Rule.ORDER, Rule.UPLOAD):
-            await self._take_in(scope, receive, answer, route)
-        else:
-            await self._app(with_pass(scope, route), receive, answer.send)
-
-    async def _generate(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route, request_id: str) -> None:
-        """An engine's answer: its tokens and cost are held until it is known what it used."""
-        settings, key = self._settings, scope[KEY_IN_SCOPE]
-        body = await self._read(scope, Told(receive, answer.send))
-        intake = await self._heavy.run(
-            key.name,
-            len(body),
-            check,
-            route.path,
-            body,
-            key,
-            self._models,
-            max_output_tokens=settings.max_output_tokens,
-            cache_salt=settings.cache_salt(key),
-        )
-        permit = await self._settlements.admit(
-            key,
-            intake.output_tokens,
-            intake.model.name,
-            prompt_tokens=intake.prompt_tokens,
-            request_id=request_id,
-        )
-        answer.expect(intake)
-        inward = {"content-length": str(len(intake.body)), CHOICES_HEADER: str(intake.num_choices)}
-        inward |= {EACH_USAGE_HEADER: "1"} if intake.wants_each_usage else {}
-        inward |= {CAP_HEADER: str(intake.cap_tokens)} if intake.cap_tokens else {}
-        scope = with_pass(
-            {**scope, NOTE_IN_SCOPE: answer.note, "headers": [*_without(scope, inward), *encoded(inward)]}, route
-        )
+        self._settlements.limiter.count(key, is_poll=isinstance(found, Route) and found.rule is Rule.POLL)
+        if isinstance(found, ApiError):
+            raise found
+        asked = _Asked(route=found, key=key, request_id=request_id, scope=scope, receive=receive, answer=answer)
+        admitted = await self._admit(asked)
         try:
-            async with asyncio.timeout(settings.request_timeout_s) as limit:
-                if self._prompts:
-                    await self._prompts.write(
-                        request_id=request_id, key=key.name, model=intake.model.name, path=route.path, body=body
-                    )
-                with self._load.request(intake.model.name):
-                    await self._app(scope, _replay(intake.body, receive), answer.send)
-        except asyncio.CancelledError:
-            answer.give_up()
-            raise
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            answer.give_up()
-            message = f"the answer took longer than {settings.request_timeout_s:g} s"
-            raise ApiError(504, message, code="timeout") from None
+            await self._forward(asked, admitted)
         finally:
-            if answer.is_complete:
-                self._settlements.settle(permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd)
-            else:
-                self._settlements.defer(permit)
+            self._settle(admitted, answer)
 
-    async def _take_in(self, scope: Scope, receive: Receive, answer: Outgoing, route: Route) -> None:
-        """A file or a batch: the ledger says later what it cost."""
-        settings = self._settings
-        await self._settlements.require_budget(scope[KEY_IN_SCOPE])
-        if route.rule is Rule.ORDER:
-            body = await self._read(scope, Told(receive, answer.send))
-            ORDER.check(body)
-            receive = _replay(body, receive)
-        else:
-            _require_length(scope, settings.max_upload_bytes)
-            times = settings.body_timeout_s, settings.request_timeout_s
-            upload = Upload(receive, answer.send, settings.max_upload_bytes, *times)
-            answer.close_unless_read(upload)
-            receive = upload
-        await self._app(with_pass(scope, route), receive, answer.send)
+    def _route(self, scope: Scope) -> Route | ApiError:
+        """The route, or what is wrong with the path, which only who has a key is told.
 
-    def _find(self, scope: Scope) -> Route | ApiError:
-        """The route, or what is wrong with the path: who has no key is not told."""
+        Raises:
+            ApiError: 400, the path cannot be printed. Everybody is told.
+        """
+        if refusal := path_refusal(scope):
+            raise refusal
         try:
             return find_route(self._routes, scope)
         except ApiError as error:
@@ -223,7 +180,7 @@ class Gate:
         if not self._settings.requires_key:
             require_local(scope)
             return LOCAL
-        scheme, _, key = (_header(scope, "authorization") or "").partition(" ")
+        scheme, _, key = (header(scope, "authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise ApiError(401, "send an API key: Authorization: Bearer KEY", code="missing_api_key")
         record = self._ring.find(key.strip())
@@ -233,59 +190,132 @@ class Gate:
             raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._settings.max_body_bytes
-        _require_length(scope, limit)
-        body = bytearray()
+    async def _admit(self, asked: _Asked) -> _Admitted:
+        """Read and check what the route's rule wants, and hold what it may cost."""
+        rule, receive = asked.route.rule, asked.receive
+        if rule is Rule.GENERATION:
+            return await self._admit_generation(asked)
+        if rule in (Rule.ORDER, Rule.UPLOAD):  # the ledger says later what it cost
+            await self._settlements.require_budget(asked.key)
+        if rule is Rule.ORDER:
+            body = await self._read(asked)
+            ORDER.check(body)
+            values = await self._heavy.run(asked.key.name, len(body), parse, body)
+            return _Admitted(scope=self._inward(asked, body=self._json(asked, body, values)), receive=receive)
+        if rule is Rule.UPLOAD:
+            receive = self._upload(asked)
+        return _Admitted(scope=self._inward(asked), receive=receive)
+
+    async def _admit_generation(self, asked: _Asked) -> _Admitted:
+        settings, key, body = self._settings, asked.key, await self._read(asked)
+        intake = await self._heavy.run(
+            key.name,
+            len(body),
+            check,
+            asked.route.path,
+            body,
+            key,
+            self._models,
+            max_output_tokens=settings.max_output_tokens,
+            cache_salt=settings.cache_salt(key),
+        )
+        permit = await self._settlements.admit(
+            key,
+            intake.output_tokens,
+            intake.model.name,
+            prompt_tokens=intake.prompt_tokens,
+            request_id=asked.request_id,
+        )
+        asked.answer.expect(intake)
+        context = Context(
+            request_id=asked.request_id,
+            key=key.name,
+            account=key.account,
+            num_choices=intake.num_choices,
+            cap_tokens=intake.cap_tokens,
+            wants_each_usage=intake.wants_each_usage,
+        )
+        scope = self._inward(
+            asked, context.headers(), body=self._json(asked, body, intake.values), note=asked.answer.note
+        )
+        return _Admitted(scope=scope, receive=asked.receive, intake=intake, permit=permit, body=body)
+
+    async def _read(self, asked: _Asked) -> bytes:
+        require_length(asked.scope, self._settings.max_body_bytes)
+        return await read_body(
+            asked.receive,
+            asked.answer.send,
+            max_bytes=self._settings.max_body_bytes,
+            timeout_s=self._settings.body_timeout_s,
+        )
+
+    def _json(self, asked: _Asked, body: bytes, values: Any) -> JsonBody:
+        return JsonBody(values=values, num_bytes=len(body), key=asked.key.name, heavy=self._heavy)
+
+    def _upload(self, asked: _Asked) -> Upload:
+        settings = self._settings
+        require_length(asked.scope, settings.max_upload_bytes)
+        times = settings.body_timeout_s, settings.request_timeout_s
+        upload = Upload(asked.receive, asked.answer.send, settings.max_upload_bytes, *times)
+        asked.answer.close_unless_read(upload)
+        return upload
+
+    def _inward(self, asked: _Asked, said: Mapping[str, str] | None = None, **given: Any) -> Scope:
+        """The request's scope for the application, with the gate's pass.
+
+        Args:
+            said: headers that are the gate's to say.
+            given: as `with_pass` takes it.
+        """
+        said = {"x-request-id": asked.request_id, **(said or {})}
+        # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
+        said |= {"content-type": "application/json"} if asked.route.rule in _JSON_RULES else {}
+        headers = with_headers(_of_client(asked.scope), said)
+        return with_pass({**asked.scope, "headers": headers}, asked.route, key=asked.key, **given)
+
+    async def _forward(self, asked: _Asked, admitted: _Admitted) -> None:
+        """Have the application answer; where an engine does, within its time."""
+        intake, answer = admitted.intake, asked.answer
+        if intake is None:
+            await self._app(admitted.scope, admitted.receive, answer.send)
+            return
+        limit_s, model = self._settings.request_timeout_s, intake.model.name
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the client left before its request was whole", code="incomplete_body")
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large(limit)
-                    if not message.get("more_body"):
-                        return bytes(body)
+            async with asyncio.timeout(limit_s) as limit:
+                if self._prompts:
+                    told = {"request_id": asked.request_id, "key": asked.key.name, "path": asked.route.path}
+                    await self._prompts.write(**told, model=model, body=admitted.body)
+                with self._load.request(model):
+                    await self._app(admitted.scope, admitted.receive, answer.send)
+        except asyncio.CancelledError:
+            answer.give_up()
+            raise
         except TimeoutError:
-            raise ApiError(408, "the request did not arrive in time", code="request_timeout") from None
+            if not limit.expired():
+                raise
+            answer.give_up()
+            raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
+
+    def _settle(self, admitted: _Admitted, answer: Outgoing) -> None:
+        """By what the answer has said; where it has not, the ledger will."""
+        if admitted.permit is None:
+            return
+        if answer.is_complete:
+            self._settlements.settle(
+                admitted.permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd
+            )
+        else:
+            self._settlements.defer(admitted.permit)
 
 
-def _require_length(scope: Scope, limit: int) -> None:
-    """Refuse a body that says of itself that it is too large."""
-    length = _header(scope, "content-length") or "0"
-    if length.isdecimal() and int(length) > limit:
-        raise too_large(limit)
+def _of_client(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A request's headers that are the client's to say.
 
-
-def _header(scope: Scope, name: str) -> str | None:
-    wanted = name.encode()
-    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
-
-
-def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
-    """The scope with these headers in place of the client's.
-
-    What begins with x- is not the client's to say: ours would be believed, and vLLM and Ray read others, of which they
-    can fail (X-Vllm-Priority, x_session_id). The key is nobody's business.
+    None begins with x-: ours would be believed, and vLLM and Ray read others, of which they can fail (X-Vllm-Priority,
+    x_session_id). The key is nobody's business.
     """
-    kept = [(name, value) for name, value in _without(scope, headers) if not name.lower().startswith((b"x-", b"x_"))]
-    kept = [(name, value) for name, value in kept if name.lower() != b"authorization"]
-    return {**scope, "headers": [*kept, *encoded(headers)]}
-
-
-def _without(scope: Scope, names: Iterable[str]) -> list[tuple[bytes, bytes]]:
-    """The headers of a request but these."""
-    left_out = {name.encode() for name in names}
-    return [(name, value) for name, value in scope.get("headers", []) if name.lower() not in left_out]
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body whole, then what the client does."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replayed
+    return [
+        (name, value)
+        for name, value in scope.get("headers", [])
+        if not name.lower().startswith((b"x-", b"x_")) and name.lower() != b"authorization"
+    ]

@@ -2,8 +2,8 @@
 
 Headers are added, and the usage is read.
 
-A stream says what it used in its events. Of an answer that is not streamed the application says it apart, by `note`
-(`NOTE_IN_SCOPE`), before it starts the response: nothing here holds or parses a whole answer. It knows ASGI alone.
+A stream says what it used in its events. Of an answer that is not streamed the application says it apart, by `note`,
+before it starts the response: nothing here holds or parses a whole answer. It knows ASGI alone.
 
 Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
 """
@@ -18,10 +18,8 @@ from starlette.types import Message, Send
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import Intake
 from pipelines.online.gateway.bodies import Upload
-from pipelines.online.wire import OURS, Tally, error_event, error_response, events, is_usage_alone, to_text
+from pipelines.online.wire import OURS, Tally, encoded, error_event, error_response, events, is_usage_alone, to_text
 
-NOTE_IN_SCOPE = "peagle.note"
-"""Of a request's scope: what the application calls with an unstreamed answer's usage, metrics and summary."""
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 
 
@@ -127,11 +125,6 @@ class Outgoing:
                     continue
             kept.append(to_text(event))
         return "".join(kept).encode()
-
-
-def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """The headers as ASGI has them."""
-    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 class Load:

@@ -13,7 +13,6 @@ rebinding) it may read the answers as if they were its own. What it cannot choos
 import enum
 import functools
 import ipaddress
-import json
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -30,9 +29,10 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.errors import shown
 from pipelines.online.errors import ApiError
+from pipelines.online.gateway.bodies import JsonBody
+from pipelines.online.gateway.keys import KeyRecord
 
 PASS = "peagle.pass"  # in the scope, where no client can write
-HEAVY = "peagle.heavy"  # likewise: the threads for bodies, and whose body this is
 _log = logging.getLogger("ray.serve")
 
 
@@ -91,40 +91,85 @@ def delete(path: str) -> Route:
     return Route(method="DELETE", path=path, rule=Rule.KEY)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The gate's leave for one request, in its scope.
+
+    Attributes:
+        route: method and path of the route by whose rule the gate has treated it.
+        key: whose it is; None on a route that is open to anybody.
+        body: where its rule reads JSON; None elsewhere.
+        note: takes what an answer says of its own usage; None where no engine answers.
+    """
+
+    route: tuple[str, str]
+    key: KeyRecord | None = field(default=None, repr=False)
+    body: JsonBody | None = field(default=None, repr=False)
+    note: Callable[[Mapping[str, Any]], None] | None = field(default=None, repr=False)
+
+
+def with_pass(scope: Scope, route: Route, **given: Any) -> Scope:
+    """The scope of a request that the gate has treated by the route's rule.
+
+    Args:
+        given: as `Pass` has it.
+    """
+    return {**scope, PASS: Pass(route=(route.method, route.path), **given)}
+
+
+def pass_of(request: Request) -> Pass:
+    """The gate's leave for a request that a route answers."""
+    let_in: Pass = request.scope[PASS]
+    return let_in
+
+
+def key_of(request: Request) -> KeyRecord:
+    """Whose request it is."""
+    key = pass_of(request).key
+    assert key is not None, "the route is open to anybody"
+    return key
+
+
 class GuardedRoute(APIRoute):
-    """A route for requests that the gate let in; it reads bodies beside the loop."""
+    """A route for requests that the gate let in; it checks bodies beside the loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, given the body that it wants.
 
-        FastAPI itself would read it while all streams wait.
+        FastAPI itself would parse and check it while all streams wait.
         """
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
             return handle
 
-        async def read_and_handle(request: Request) -> Response:
-            heavy, key = request.scope[HEAVY]
-            body = await request.body()
-            value = await heavy.run(key, len(body), _read, body, field)
-            return await handle(_ReadRequest(request.scope, value))
+        async def check_and_handle(request: Request) -> Response:
+            body = pass_of(request).body
+            assert body is not None, "`handle` has looked"
+            value = await body.put_through(functools.partial(_checked, field))
+            return await handle(_CheckedRequest(request.scope, value))
 
-        return read_and_handle
+        return check_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, before anything of its body is read.
 
         Raises:
-            ApiError: 500, the gate has let it in as another route, or has not seen it.
+            ApiError: 500, the gate has let it in as another route, has not seen it, or has not read its body.
         """
-        if scope.get(PASS) != (scope["method"], self.path):
-            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, scope.get(PASS))
+        let_in = scope.get(PASS)
+        is_let_in = (
+            isinstance(let_in, Pass)
+            and let_in.route == (scope["method"], self.path)
+            and (self.body_field is None or let_in.body is not None)
+        )
+        if not is_let_in:
+            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, let_in)
             raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
         await super().handle(scope, receive, send)
 
 
-class _ReadRequest(Request):
-    """A request whose body has been read, and is what the handler wants."""
+class _CheckedRequest(Request):
+    """A request whose body is what the handler wants."""
 
     def __init__(self, scope: Scope, value: Any) -> None:
         super().__init__(scope)
@@ -139,16 +184,12 @@ class _ReadRequest(Request):
         return self._value
 
 
-def _read(body: bytes, field: Any) -> Any:
-    """The value of a body.
+def _checked(field: Any, values: Any) -> Any:
+    """The value of a body that a handler gets.
 
     Raises:
         RequestValidationError: it is none of this type; its first fault of each list.
     """
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     value, errors = field.validate(values, {}, loc=("body",))
     if errors:
         raise RequestValidationError(errors)
@@ -160,11 +201,6 @@ def guarded_app(**options: Any) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **options)
     app.router.route_class = GuardedRoute
     return app
-
-
-def with_pass(scope: Scope, route: Route) -> Scope:
-    """The scope of a request that the gate has treated by the route's rule."""
-    return {**scope, PASS: (route.method, route.path)}
 
 
 def find_route(routes: Iterable[Route], scope: Scope) -> Route:

@@ -2,8 +2,9 @@
 
 It has the node's own paths and cores, and an account.
 
-It is imported on the nodes that run engines, and by whoever builds the application. Requests come with headers of the
-gate (`gate.py`); what they used goes into the ledger from here, where it is known even of a client that left.
+It is imported on the nodes that run engines, and by whoever builds the application. Requests come with the
+gate's word on them (`wire.Context`). Their usage goes into the ledger from here, where it is known even of a client
+that left.
 
 Counters of one engine's process. No key is named: Ray's exporter asks for none.
 """
@@ -32,13 +33,13 @@ from peagle.engine.vllm import compile_seconds, kill_children
 from peagle.private import keep_private
 from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
-from pipelines.online.gateway.gate import ACCOUNT_HEADER, AGAIN_HEADER, CHOICES_HEADER, EACH_USAGE_HEADER, KEY_HEADER
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import Engine, EngineAccount, RequestAccount
 from pipelines.online.replica.fake import StandIn, StandInEngine
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.replica.sequences import tell_sequences
 from pipelines.online.serve.deployment import Sizes, make_llm_config
+from pipelines.online.wire import Context
 
 
 class EngineMetrics:
@@ -210,24 +211,23 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     def _accounted(
         self, answers: Any, info: Any, *, choices_per_prompt: int | None = None
     ) -> AsyncGenerator[Any, None]:
-        headers = info.headers if info is not None else {}
-        request_id = headers.get("x-request-id") or uuid.uuid4().hex
-        key = headers.get(KEY_HEADER, LOCAL_NAME)
-        first_asked_at = float(headers[AGAIN_HEADER]) if AGAIN_HEADER in headers else None
+        context = Context.of(info.headers if info is not None else {})
+        if context is None:  # another application of the cluster asks
+            context = Context(request_id=uuid.uuid4().hex, key=LOCAL_NAME)
 
         def begin() -> RequestAccount:
-            ASKER.set(key)
+            ASKER.set(context.key)
             return self._account.begin(
-                request_id,
-                key,
+                context.request_id,
+                context.key,
                 choices_per_prompt,
-                account=headers.get(ACCOUNT_HEADER, ""),
-                num_choices=min(int(headers.get(CHOICES_HEADER, 1)), self._slots),
-                first_asked_at=first_asked_at,
+                account=context.account,
+                num_choices=min(context.num_choices, self._slots),
+                first_asked_at=context.first_asked_at,
             )
 
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
-        answer = relay(sound, begin, wants_each_usage=EACH_USAGE_HEADER in headers)
+        answer = relay(sound, begin, wants_each_usage=context.wants_each_usage)
         return in_pieces(answer, self._pace)
 
     async def __del__(self) -> None:

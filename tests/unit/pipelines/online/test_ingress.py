@@ -16,22 +16,25 @@ from pipelines.online.bodies import Chat
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.gate import GateSettings
-from pipelines.online.gateway.keys import new_key
+from pipelines.online.gateway.keys import LOCAL, new_key
+from pipelines.online.gateway.routes import get, post, with_pass
 from pipelines.online.ingress import Answered, Cancelling, answer_errors
-from pipelines.online.wire import WholeAnswer
+from pipelines.online.wire import Context, WholeAnswer, encoded
 
 
 def asked(monkeypatch, *ends):
     """The answer of an ingress whose engines end so, one after another, and how many were asked."""
     monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
-    left, one = list(ends), Request({"type": "http", "headers": [(b"x-request-id", b"r")]})
+    context = Context(request_id="r", key="alice", account="a", num_choices=2)
+    left, one = list(ends), Request({"type": "http", "headers": encoded(context.headers())})
     began_at, asked_at = time.time(), []
 
     async def handler(body, request):
-        assert request.headers["x-request-id"] == "r"
-        again = request.headers.get("x-peagle-again")
+        told = Context.of(request.headers)
+        again = told.first_asked_at
+        assert replace(told, first_asked_at=None) == context
         assert (again is not None) == bool(asked_at)
-        assert again is None or began_at <= float(again) <= asked_at[0]
+        assert again is None or began_at <= again <= asked_at[0]
         asked_at.append(time.time())
         end = left.pop(0)
         if isinstance(end, Exception):
@@ -44,13 +47,14 @@ def asked(monkeypatch, *ends):
         return error.status, len(ends) - len(left)
 
 
-@pytest.mark.parametrize(("headers", "tokens"), [([], None), ([(b"x-peagle-cap-tokens", b"70")], 70)])
-def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatch, headers, tokens):
+@pytest.mark.parametrize("tokens", [None, 70])
+def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatch, tokens):
     async def ray_chat(self, body, request):
         return body
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    headers = encoded(Context(request_id="r", key="alice", cap_tokens=tokens).headers())
     sent = asyncio.run(one.chat(Chat(model="m", messages=[]), Request({"type": "http", "headers": headers})))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
@@ -63,12 +67,12 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
         app = FastAPI()
         answer_errors(app)
         app.get("/v1/cost")(one.cost)
-        headers = {"x-peagle-operator": "1"}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            return [
-                await http.get("/v1/cost", params={"window_s": window}, headers=headers)
-                for window in (window_s, "1e308", "60")
-            ]
+
+        async def let_in(scope, receive, send):
+            await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(let_in), base_url="http://localhost") as http:
+            return [await http.get("/v1/cost", params={"window_s": window}) for window in (window_s, "1e308", "60")]
 
     refused, *answered = asyncio.run(asked())
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "query.window_s")
@@ -87,7 +91,7 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
     async def ray_chat(body, request):
         raise Answered(WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}}))
 
-    one = Request({"type": "http", "headers": [], "peagle.note": noted.append})
+    one = Request(with_pass({"type": "http", "headers": []}, post("/v1/chat/completions"), note=noted.append))
     answer = asyncio.run(ingress._ask(ray_chat, None, one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.bodies import AT_ONCE, ORDER, REQUEST, HeavyWork, Shape, Upload
+from pipelines.online.gateway.bodies import (
+    AT_ONCE,
+    ORDER,
+    REQUEST,
+    HeavyWork,
+    JsonBody,
+    Shape,
+    Upload,
+    parse,
+    read_body,
+)
 from pipelines.online.serve import flow
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.serve.proxy import Front
@@ -141,6 +151,24 @@ def test_what_is_short_is_done_at_once_and_what_fails_fails():
     asyncio.run(run())
 
 
+def test_what_was_parsed_is_read_beside_the_loop_and_then_let_go():
+    async def run():
+        for num_bytes, is_beside in ((100, False), (LARGE, True)):
+            body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", heavy=HeavyWork())
+            values, thread = await body.put_through(lambda values: (values, threading.get_ident()))
+            assert (values, thread != threading.get_ident()) == (["x"], is_beside)
+            assert body.values is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"", b"\xff"])
+def test_what_is_no_json_is_the_clients_fault(body):
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
 def test_the_loop_goes_on_beside_short_steps():
     def steps():
         until = time.monotonic() + 0.5
@@ -200,6 +228,17 @@ def test_a_body_that_trickles_in_is_given_up(limits):
     with pytest.raises(ApiError) as caught:
         read([piece(b"x") for _ in range(20)], max_bytes=100, delay_s=0.02, **limits)
     assert caught.value.status == 408
+
+
+def test_of_a_client_that_leaves_before_its_body_is_whole_nothing_is_kept():
+    pieces = [piece(b"{"), {"type": "http.disconnect"}]
+
+    async def receive():
+        return pieces.pop(0)
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read_body(receive, nobody, max_bytes=10, timeout_s=5))
+    assert (caught.value.status, caught.value.code) == (400, "incomplete_body")
 
 
 def test_what_the_client_does_later_has_no_limit():

@@ -14,7 +14,9 @@ from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, read_keys, write_keys
 from pipelines.online.gateway.outgoing import Load
+from pipelines.online.gateway.routes import PASS
 from pipelines.online.totals import totals_of
+from pipelines.online.wire import Context
 from tests.unit.pipelines.online.ledgers import a_request
 
 CHAT = "/v1/chat/completions"
@@ -44,17 +46,20 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers = None, {}
+        self.asked, self.headers, self.context, self.let_in = None, {}, None, None
 
     async def __call__(self, scope, receive, send):
         if self.error:
             raise self.error
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.asked = json.loads((await receive())["body"] or b"{}") if scope["method"] == "POST" else {}
+        self.context, self.let_in = Context.of(self.headers), (let_in := scope[PASS])
+        self.asked = let_in.body.values if let_in.body else {}
+        if scope["method"] == "POST" and not let_in.body:
+            await receive()
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
-        if not is_stream and "peagle.note" in scope:
-            scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
+        if not is_stream and let_in.note:
+            let_in.note({"usage": USAGE, "peagle": SUMMARY})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -163,8 +168,7 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
-        await receive()
-        scope["peagle.note"]({"usage": USAGE, "peagle": SUMMARY})
+        scope[PASS].note({"usage": USAGE, "peagle": SUMMARY})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
@@ -275,16 +279,25 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
 
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
     engine = Engine()
-    said = {"x-peagle-key": "boss", "x-peagle-account": "boss", "x-peagle-operator": "1", "x-request-id": "x",
-            "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s"}  # fmt: skip
-    ask(post(keys["alice"], headers=said, n=2), app=engine)
-    assert (engine.headers["x-peagle-key"], engine.headers["x-peagle-choices"]) == ("alice", "2")
-    assert engine.headers["x-peagle-account"].startswith("alice 1")  # and when the key was made
-    assert len(engine.headers["x-request-id"]) == 32
-    assert engine.headers["a"] == "b"
-    assert not {"x-peagle-operator", "authorization", "x-vllm-priority", "x_session_id"} & set(engine.headers)
+    forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
+    said = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
+    for request_of in (post(keys["alice"], headers=said, n=2), post(keys["alice"], headers=said, n=2, stream=True)):
+        (answer,) = ask(request_of, app=engine)
+        context = engine.context
+        assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
+        assert context.account.startswith("alice 1")  # and when the key was made
+        assert context.request_id == engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
+        assert len(context.request_id) == 32
+        assert (context.wants_each_usage, context.first_asked_at) == (False, None)
+        assert engine.headers["a"] == "b"
+        assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
+        assert "authorization" not in engine.headers
+    arguments, parts = get("/v1/cost", keys["alice"])
+    (answer,) = ask((arguments, {"headers": {**said, **parts["headers"]}}), app=engine)
+    assert (engine.context, engine.let_in.key.name, engine.let_in.key.is_operator) == (None, "alice", False)
+    assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     ask(get("/v1/cost", keys["boss"]), app=engine)
-    assert engine.headers["x-peagle-operator"] == "1"
+    assert (engine.let_in.key.name, engine.let_in.key.is_operator) == ("boss", True)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +453,7 @@ def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, ke
         413, "body_too_large",
     )  # fmt: skip
     first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
-    assert engine.headers["x-peagle-cap-tokens"] == "100"
+    assert engine.context.cap_tokens == 100
     assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
     assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
     assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
@@ -655,12 +668,12 @@ def test_what_a_request_cost_counts_against_the_budget(ask, keys):
 def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys):
     """A chat's is a cap of ours: as a number of its own vLLM would refuse it beside a long prompt."""
     engine = Engine()
-    for key, most, cap in (("small", None, "100"), ("small", 30, "30"), ("alice", 30, "30"), ("alice", None, None)):
-        ask(post(keys[key], headers={"x-peagle-cap-tokens": "9"}), app=engine, max_output_tokens=most)
-        assert engine.headers.get("x-peagle-cap-tokens") == cap
+    for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
+        ask(post(keys[key]), app=engine, max_output_tokens=most)
+        assert engine.context.cap_tokens == cap
         assert "max_tokens" not in engine.asked
     ask(post(keys["small"], max_tokens=30), app=engine)
-    assert (engine.asked["max_tokens"], engine.headers.get("x-peagle-cap-tokens")) == (30, None)
+    assert (engine.asked["max_tokens"], engine.context.cap_tokens) == (30, None)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
         ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
         assert engine.asked["max_tokens"] == tokens
@@ -709,9 +722,9 @@ def test_limits_are_of_all_choices_of_a_request(ask, keys, request_of, most, exp
 def test_choices_without_a_number_of_tokens_share_the_smallest_limit(ask, keys):
     engine = Engine()
     ask(post(keys["small"], n=4), app=engine)
-    assert engine.headers["x-peagle-cap-tokens"] == "25"
+    assert engine.context.cap_tokens == 25
     ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
-    assert engine.headers["x-peagle-cap-tokens"] == "7"
+    assert engine.context.cap_tokens == 7
     ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
     assert engine.asked["max_tokens"] == 7
 
@@ -728,7 +741,7 @@ def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys):
         app=engine,
     )
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert "x-peagle-each-usage" not in engine.headers
+    assert not engine.context.wants_each_usage
     assert streamed(plain) == EVENTS[:1]
     assert streamed(with_usage) == EVENTS
     assert plain.text.endswith("data: [DONE]\n\n")

@@ -14,8 +14,9 @@ from starlette.routing import Match
 
 from pipelines.online import ingress
 from pipelines.online.errors import ApiError
+from pipelines.online.gateway.bodies import HeavyWork, JsonBody
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.routes import PASS, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
+from pipelines.online.gateway.routes import PASS, GuardedRoute, Pass, Rule, find_route, guarded_app, post, with_pass
 from pipelines.online.wire import path_refusal
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "Post", "")
@@ -116,7 +117,8 @@ def test_a_route_that_is_reached_past_the_gate_fails(app, route, caplog):
     """For whatever reason: with no pass, or with one for another route, as from a reading of the path that differs."""
     other = next(one for one in TABLE if one.rule is not route.rule)
     scope = scope_of(route.path, route.method)
-    for past in (scope, with_pass(scope, other), {**scope, PASS: True}, {**scope, PASS: (route.method, "")}):
+    forged = True, (route.method, route.path), Pass(route=(route.method, "")), Pass(route=("", route.path))
+    for past in (scope, with_pass(scope, other), *({**scope, PASS: one} for one in forged)):
         with pytest.raises(ApiError) as caught:
             asyncio.run(app.router(dict(past), nothing, nothing))
         assert caught.value.status == 500
@@ -132,6 +134,32 @@ def test_a_new_route_is_guarded_though_nobody_thought_of_it():
 
     with pytest.raises(ApiError):
         asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
+
+
+def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_again():
+    app, sent = guarded_app(), []
+    route = post("/v1/new", Rule.ORDER)
+
+    @route(app)
+    async def new(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    async def send(message):
+        sent.append(message)
+
+    body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", heavy=HeavyWork())
+    scope = scope_of("/v1/new", "POST") | {"headers": [(b"content-type", b"application/json")]}
+    asyncio.run(app(with_pass(scope, route, body=body), nothing, send))
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b'{"a":1}')
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
+def test_a_body_that_the_gate_has_not_read_is_read_by_nobody(app, path):
+    """Else a route whose rule reads none would take a body without its limits."""
+    (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))
+    assert caught.value.status == 500
 
 
 def test_a_websocket_is_let_in_nowhere(tmp_path):
