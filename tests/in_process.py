@@ -65,7 +65,9 @@ class _Method:
             context = Context.of(info.headers)
             return self._account.begin(context.request_id, context.key)
 
-        async for part in relay(_in_lists(self._answer(request)), begin, wants_each_usage=False):
+        async for part in relay(
+            _in_lists(self._answer(request)), begin, shown_usage=Context.of(info.headers).shown_usage
+        ):
             yield part
 
 

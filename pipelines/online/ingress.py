@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView
-from pipelines.online.wire import Context, WholeAnswer, error_response, with_headers
+from pipelines.online.wire import Context, StreamEnd, WholeAnswer, error_response, with_headers
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
@@ -75,11 +76,16 @@ def count_states(states: Mapping[Any, int]) -> dict[str, int]:
 
 
 class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
-    """The whole answer is there."""
+    """The whole answer is there, as JSON."""
 
-    def __init__(self, answer: WholeAnswer) -> None:
+    def __init__(self, body: bytes) -> None:
         super().__init__()
-        self.answer = answer
+        self.body = body
+
+
+Note = Callable[[Mapping[str, Any]], None]
+NOTE: ContextVar[Note] = ContextVar("note")
+"""Of the request under way: takes what its answer says of its own usage."""
 
 
 class ServeResponse(Protocol):
@@ -111,25 +117,34 @@ class Cancelling:
 
     def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Call the deployment; `options(stream=True)` must have been said."""
-        return listen(self._handle.remote(*arguments))
+        return listen(self._handle.remote(*arguments), NOTE.get())
 
 
-async def listen(response: ServeResponse) -> AsyncGenerator[Any, None]:
+async def listen(response: ServeResponse, note: Note) -> AsyncGenerator[Any, None]:
     """The parts of an answer.
 
     Cancelled or closed before the last of them, the call is too.
+
+    Args:
+        note: as `NOTE`.
 
     Raises:
         Answered: the answer is not streamed.
     """
     try:
         async for part in response:
-            if isinstance(part, WholeAnswer):
+            if isinstance(part, StreamEnd):
+                note(part.said)
+                if part.text:
+                    yield [part.text]
+            elif isinstance(part, WholeAnswer):
                 with contextlib.suppress(Exception):  # the answer is there, whatever becomes of its replica now
                     async for _ in response:
                         pass  # its end: the request's record is on the disk
-                raise Answered(part)
-            yield part
+                note(part.said)
+                raise Answered(part.body)
+            else:
+                yield part
     except (asyncio.CancelledError, GeneratorExit):
         response.cancel()
         raise
@@ -269,7 +284,9 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
     Raises:
         ApiError: for whatever went wrong; Ray's application would answer some of its errors in plain text.
     """
-    asked_at = time.time()
+    asked_at, note = time.time(), pass_of(request).note
+    assert note is not None, "the gate notes what engines answer"
+    NOTE.set(note)
     try:
         try:
             return await handler(body, request)
@@ -279,16 +296,9 @@ async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any
             await asyncio.sleep(_AGAIN_S)
             return await handler(body, _again(request, asked_at))
     except Answered as end:
-        return _respond(end.answer, request)
+        return Response(end.body, media_type="application/json")
     except Exception as error:
         raise from_exception(error) from error
-
-
-def _respond(answer: WholeAnswer, request: Request) -> Response:
-    note = pass_of(request).note
-    assert note is not None, "an engine has answered"
-    note(answer.said)
-    return Response(answer.body, media_type="application/json")
 
 
 def _again(request: Request, asked_at: float) -> Request:

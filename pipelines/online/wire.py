@@ -12,7 +12,7 @@ Ray hands them on.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from starlette.types import Scope
 
@@ -23,6 +23,8 @@ FILES_URL = "/v1/files"
 BATCHES_URL = "/v1/batches"
 REQUEST_ID_HEADER = "x-peagle-request-id"  # of each answer
 OURS = "peagle"
+ShownUsage = Literal["never", "last", "each"]
+"""Events of a stream in which the client sees its usage."""
 _CONTEXT_HEADER = "x-peagle-context"
 _DATA = "data: "
 _END = "\n\n"
@@ -41,7 +43,7 @@ class Context:
         account: of the key.
         num_choices: of all its prompts.
         cap_tokens: the most output tokens of a chat that names no number; None without a cap.
-        wants_each_usage: the client asked for usage in every event.
+        shown_usage: in the events of its stream.
         first_asked_at: Unix time at which another engine was asked, which died; None where there was none.
     """
 
@@ -50,7 +52,7 @@ class Context:
     account: str = ""
     num_choices: int = 1
     cap_tokens: int | None = None
-    wants_each_usage: bool = False
+    shown_usage: ShownUsage = "never"
     first_asked_at: float | None = None
 
     def headers(self) -> dict[str, str]:
@@ -76,6 +78,21 @@ class WholeAnswer:
     """
 
     body: bytes
+    said: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """The end of a stream, as a replica hands it on.
+
+    Nobody behind it parses the events.
+
+    Attributes:
+        text: the events, as the client gets them; they may be none.
+        said: as `WholeAnswer` has it.
+    """
+
+    text: str
     said: dict[str, Any]
 
 

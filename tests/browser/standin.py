@@ -18,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from peagle.requests.fields import CHAT_URL
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, from_exception, overloaded
@@ -31,6 +31,7 @@ from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import LiveView
+from pipelines.online.wire import Context
 
 HEAD, PLAIN = "smollm2-135m", "plain"
 _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
@@ -139,10 +140,10 @@ class StandIn:
         prompt, model = body["messages"][-1]["content"], body["model"]
         if prompt.startswith("busy"):
             raise overloaded("every engine is busy or about to start; try again")
-        events = self._events(text_of(prompt, model), model, key_of(request).name, breaks_off=prompt.startswith("break"))
+        events = self._events(text_of(prompt, model), model, request, breaks_off=prompt.startswith("break"))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _events(self, text: str, model: str, key: str, *, breaks_off: bool) -> Any:
+    async def _events(self, text: str, model: str, request: Request, *, breaks_off: bool) -> Any:
         began, words = time.time(), text.split(" ")
         for number, word in enumerate(words, 1):
             await asyncio.sleep(1 / _WORDS_PER_S[model])
@@ -151,12 +152,14 @@ class StandIn:
             piece = word if number == len(words) else word + " "
             yield _event([{"delta": {"content": piece}, "finish_reason": None}], _usage(number))
         record = _record(
-            self._sessions[model], model, len(words), began, time.time(), key=key, ttft_s=0.02
+            self._sessions[model], model, len(words), began, time.time(), key=key_of(request).name, ttft_s=0.02
         )
         append_request(self.ledger, record)
         ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
         yield _event([{"delta": {}, "finish_reason": "stop"}], _usage(len(words)))
-        yield _event([], _usage(len(words)), peagle=ours)
+        pass_of(request).note({"usage": _usage(len(words)), "peagle": ours})
+        if Context.of(request.headers).shown_usage != "never":
+            yield _event([], _usage(len(words)), peagle=ours)
         yield "data: [DONE]\n\n"
 
     def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:

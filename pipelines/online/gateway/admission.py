@@ -1,7 +1,7 @@
 """Admit a request's body: valid, allowed to its key, bounded in its answer.
 
-Pure: bytes in, the request's values out. It checks what the endpoint itself decides by (model, stream, number of tokens); the rest is
-for the models of the API behind it.
+Pure: bytes in, the request's values out. It checks what the endpoint itself decides by (model, stream, number of
+tokens); the rest is for the models of the API behind it.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST
 from pipelines.online.gateway.contents import answer_shape, check_contents, within_room
 from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.wire import ShownUsage
 
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
@@ -69,9 +70,7 @@ class Intake:
 
     Attributes:
         values: the request as the engine gets it.
-        is_stream: the answer comes in events.
-        wants_usage: the client asked for the event with usage at the end of a stream.
-        wants_each_usage: and for usage in every event.
+        shown_usage: what the client asked for of a stream's.
         num_choices: of all its prompts.
         prompt_tokens: of all its choices at most, before anybody has counted them.
         output_tokens: of all its choices at most.
@@ -80,9 +79,7 @@ class Intake:
 
     values: dict[str, Any]
     model: ServedModel
-    is_stream: bool
-    wants_usage: bool
-    wants_each_usage: bool
+    shown_usage: ShownUsage
     num_choices: int
     prompt_tokens: int
     output_tokens: int
@@ -101,7 +98,7 @@ def check(
     """Decide on a request.
 
     A stream is always asked for its usage, in every event, so that what was sent is known when the client leaves in
-    between; `wire.py` takes out what the client did not ask for.
+    between; the replica takes out what the client did not ask for (`relay.py`).
 
     Args:
         cache_salt: requests share cached prompts with those of the same salt; None is without one.
@@ -125,23 +122,26 @@ def check(
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM would give it its own 16
     options = values.get("stream_options") or {}
-    is_stream = bool(values.get("stream"))
-    if is_stream:
+    if values.get("stream"):
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
     values |= {"cache_salt": cache_salt} if cache_salt else {}
     return Intake(
         values=values,
         model=model,
-        is_stream=is_stream,
-        wants_usage=bool(options.get("include_usage")),
-        wants_each_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
+        shown_usage=_shown_usage(options),
         num_choices=num_choices,
         prompt_tokens=_most_prompt_tokens(values, len(body), model, num_choices),
         output_tokens=max(tokens, _LEAST_MADE) * num_choices,
         # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
         cap_tokens=tokens if asked is None and path == CHAT_URL and tokens < model.max_model_len else None,
     )
+
+
+def _shown_usage(options: Mapping[str, Any]) -> ShownUsage:
+    if not options.get("include_usage"):
+        return "never"
+    return "each" if options.get("continuous_usage_stats") else "last"
 
 
 def _parse(path: str, body: bytes) -> dict[str, Any]:
@@ -241,7 +241,9 @@ def _asked_tokens(
     `most` is for all choices together.
     """
     field = (
-        "max_tokens" if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None else "max_completion_tokens"
+        "max_tokens"
+        if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None
+        else "max_completion_tokens"
     )
     asked: int | None = values.get(field)
     limit = model.max_model_len if most is None else min(most // num_choices, model.max_model_len)

@@ -233,7 +233,7 @@ class Gate:
             account=key.account,
             num_choices=intake.num_choices,
             cap_tokens=intake.cap_tokens,
-            wants_each_usage=intake.wants_each_usage,
+            shown_usage=intake.shown_usage,
         )
         scope = self._inward(
             asked, context.headers(), body=self._json(asked, body, intake.values), note=asked.answer.note

@@ -1,9 +1,7 @@
 """Answers on their way to clients, and the requests under way by model.
 
-Headers are added, and the usage is read.
-
-A stream says what it used in its events. Of an answer that is not streamed the application says it apart, by `note`,
-before it starts the response: nothing here holds or parses a whole answer. It knows ASGI alone.
+Headers are added. The application says by `note` what a request used: of a whole answer before it starts the response,
+of a stream before it ends. Nothing here holds or parses an answer. It knows ASGI alone.
 
 Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
 """
@@ -18,7 +16,7 @@ from starlette.types import Message, Send
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import Intake
 from pipelines.online.gateway.bodies import Upload
-from pipelines.online.wire import OURS, Tally, encoded, error_event, error_response, events, is_usage_alone, to_text
+from pipelines.online.wire import OURS, Tally, encoded, error_event, error_response
 
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 
@@ -33,7 +31,6 @@ class Outgoing:
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
         self._headers = dict(headers)
-        self._intake: Intake | None = None
         self._upload: Upload | None = None
         self._start: Message | None = None
         self._is_noted = False
@@ -45,7 +42,6 @@ class Outgoing:
 
     def expect(self, intake: Intake) -> None:
         """An engine will answer this request."""
-        self._intake = intake
         model = intake.model
         self._headers["x-peagle-model"] = model.name
         self._headers["x-peagle-drafter"] = model.drafter or "none"
@@ -68,7 +64,7 @@ class Outgoing:
         self._upload = upload
 
     def note(self, said: Mapping[str, Any]) -> None:
-        """Take what an answer, or the last event of a stream, says of its own usage."""
+        """Take what an answer says of its own usage."""
         self.tally.read(said)
         summary = said.get(OURS) or {}
         self._is_noted = self.is_complete = True
@@ -85,8 +81,6 @@ class Outgoing:
             self._start = message
             self.is_complete = self._is_noted or message["status"] != 200
             await self._begin()
-        elif message["type"] == "http.response.body" and self._intake is not None and self._is_stream:
-            await self._send({**message, "body": self._read_events(message.get("body", b""))})
         else:
             await self._send(message)
 
@@ -108,23 +102,6 @@ class Outgoing:
         self.is_started = True
         headers = [*self._start.get("headers", []), *encoded(self._headers)]
         await self._send({**self._start, "headers": headers})
-
-    def _read_events(self, body: bytes) -> bytes:
-        """Read the usage events of a stream.
-
-        The last one is left out where the client did not ask for it.
-        """
-        assert self._intake is not None
-        if f'"{OURS}"'.encode() not in body:
-            return body
-        kept = []
-        for event in events(body.decode()):
-            if isinstance(event, dict) and OURS in event:
-                self.note(event)
-                if is_usage_alone(event) and not self._intake.wants_usage:
-                    continue
-            kept.append(to_text(event))
-        return "".join(kept).encode()
 
 
 class Load:

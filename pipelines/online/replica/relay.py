@@ -1,6 +1,7 @@
 """An engine's answer on its way out: usage read, cost added, parts merged.
 
-What nobody asked for is left out.
+What nobody asked for is left out. This is the one place where a stream's events are read: what they say of its usage
+goes on apart (`StreamEnd`), as that of a whole answer does.
 
 It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
 
@@ -20,7 +21,7 @@ from peagle.economics.usage import Outcome
 from peagle.errors import EngineError
 from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary
-from pipelines.online.wire import OURS, WholeAnswer, events, is_usage_alone, to_text
+from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")
 
@@ -102,6 +103,7 @@ async def _end(task: "asyncio.Task[Any]") -> None:
 
 
 _CUT: Outcome = "cut"
+_SAID = ("usage", "metrics", OURS)  # of an answer, of its own usage
 _LEAST_OF_A_FAULT = 500
 
 
@@ -157,7 +159,7 @@ async def answering_refusals(
 
 
 async def relay(
-    answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, wants_each_usage: bool
+    answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, shown_usage: ShownUsage
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on, and write the request's record at its end.
 
@@ -168,7 +170,7 @@ async def relay(
     Args:
         answers: one object (a whole answer or an error), or lists of texts that hold events.
         begin: opens the request's account. Only once somebody listens: what is never listened to never ends.
-        wants_each_usage: the client asked for usage in every event.
+        shown_usage: in the events, the last of which ends a stream as a `StreamEnd`.
     """
     request = begin()
     request.sequences.listen()
@@ -177,7 +179,7 @@ async def relay(
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 if _is_text(answer):
-                    yield [_pass_on(text, request, wants_each_usage) for text in answer]
+                    yield _pass_on(answer, request, shown_usage)
                 else:
                     yield _with_summary(answer, request)
         outcome = "ok"
@@ -197,12 +199,22 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
     """
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
-            for is_text, several in itertools.groupby(piece, key=_is_text):
-                if is_text:
-                    yield ["".join(itertools.chain.from_iterable(several))]
+            for is_of_stream, several in itertools.groupby(piece, key=_is_of_stream):
+                if is_of_stream:
+                    yield _joined(list(several))
                 else:
                     for answer in several:
                         yield answer
+
+
+def _joined(parts: list[list[str] | StreamEnd]) -> list[str] | StreamEnd:
+    text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
+    said = next((part.said for part in parts if isinstance(part, StreamEnd)), None)
+    return [text] if said is None else StreamEnd(text=text, said=said)
+
+
+def _is_of_stream(answer: Any) -> bool:
+    return isinstance(answer, StreamEnd) or _is_text(answer)
 
 
 def _is_text(answer: Any) -> bool:
@@ -226,9 +238,9 @@ def _tells_of_a_fault(text: str) -> bool:
     return any(isinstance(code, int) and code >= _LEAST_OF_A_FAULT for code in codes)
 
 
-def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
-    passed = []
-    for event in events(text):
+def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
+    passed, said = [], None
+    for event in itertools.chain.from_iterable(map(events, texts)):
         if isinstance(event, dict):
             request.tally.read_event(event)
             if event.get("choices"):
@@ -237,10 +249,13 @@ def _pass_on(text: str, request: RequestAccount, wants_each_usage: bool) -> str:
                 request.finish("failed")
             elif is_usage_alone(event):
                 event[OURS] = summary(request.finish("ok"))
-            elif not wants_each_usage:
+                said = {name: event[name] for name in _SAID if name in event}
+                if shown_usage == "never":
+                    continue
+            elif shown_usage != "each":
                 event.pop("usage", None)
         passed.append(to_text(event))
-    return "".join(passed)
+    return passed if said is None else StreamEnd(text="".join(passed), said=said)
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> Any:

@@ -227,7 +227,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             )
 
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
-        answer = relay(sound, begin, wants_each_usage=context.wants_each_usage)
+        answer = relay(sound, begin, shown_usage=context.shown_usage)
         return in_pieces(answer, self._pace)
 
     async def __del__(self) -> None:

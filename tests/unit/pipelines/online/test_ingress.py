@@ -18,15 +18,20 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import LOCAL, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
-from pipelines.online.ingress import Answered, Cancelling, answer_errors
-from pipelines.online.wire import Context, WholeAnswer, encoded
+from pipelines.online.ingress import Answered, Cancelling, answer_errors, listen
+from pipelines.online.wire import Context, StreamEnd, WholeAnswer, encoded
+
+
+def a_request(headers, note=lambda said: None):
+    """A chat that the gate has let in."""
+    return Request(with_pass({"type": "http", "headers": headers}, post("/v1/chat/completions"), note=note))
 
 
 def asked(monkeypatch, *ends):
     """The answer of an ingress whose engines end so, one after another, and how many were asked."""
     monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
     context = Context(request_id="r", key="alice", account="a", num_choices=2)
-    left, one = list(ends), Request({"type": "http", "headers": encoded(context.headers())})
+    left, one = list(ends), a_request(encoded(context.headers()))
     began_at, asked_at = time.time(), []
 
     async def handler(body, request):
@@ -55,7 +60,7 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     headers = encoded(Context(request_id="r", key="alice", cap_tokens=tokens).headers())
-    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), Request({"type": "http", "headers": headers})))
+    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), a_request(headers)))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
 
@@ -89,9 +94,10 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
     noted = []
 
     async def ray_chat(body, request):
-        raise Answered(WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}}))
+        return await anext(call(Once(whole, StopAsyncIteration())))
 
-    one = Request(with_pass({"type": "http", "headers": []}, post("/v1/chat/completions"), note=noted.append))
+    whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
+    one = a_request([], note=noted.append)
     answer = asyncio.run(ingress._ask(ray_chat, None, one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]
@@ -110,6 +116,25 @@ def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, 
     present_key = ingress.PeagleIngress._make_batches(endpoint, None, settings)
     assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
     assert ingress.PeagleIngress._make_batches(endpoint, None, replace(settings, requires_key=False)) is None
+
+
+def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_they_are():
+    """They are no events: nothing in the ingress may parse them."""
+    noted, said = [], {"usage": {"completion_tokens": 2}}
+
+    class Stream(Response):
+        async def __anext__(self):
+            await super().__anext__()
+            return ["not an event"] if self.num_parts == 1 else self._last
+
+    async def hear(text):
+        stream = Stream(StopAsyncIteration())
+        stream._last = StreamEnd(text=text, said=said)
+        return [part async for part in listen(stream, noted.append)]
+
+    assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
+    assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
+    assert noted == [said] * 2
 
 
 class Response:
@@ -134,8 +159,25 @@ class Response:
         self.num_cancelled += 1
 
 
-def called(response):
+class Once(Response):
+    """The same part, again and again."""
+
+    def __init__(self, part, end):
+        super().__init__(end)
+        self._part = part
+
+    async def __anext__(self):
+        await super().__anext__()
+        return self._part
+
+
+def called(response, note=lambda said: None):
     """The parts as the ingress gets them."""
+    ingress.NOTE.set(note)
+    return call(response)
+
+
+def call(response):
     handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=SimpleNamespace(remote=lambda *_: response)))
     return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
 
@@ -181,17 +223,13 @@ def test_a_call_that_has_ended_is_left_alone(end):
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
-    whole = WholeAnswer(body=b"{}", said={})
-
-    class Once(Response):
-        async def __anext__(self):
-            await super().__anext__()
-            return whole
+    whole, noted = WholeAnswer(body=b"{}", said={"usage": None}), []
 
     async def hear():
-        response = Once(end=end)
+        response = Once(whole, end)
         with pytest.raises(Answered) as raised:
-            await anext(called(response))
-        return raised.value.answer, response.num_parts, response.num_cancelled
+            await anext(called(response, noted.append))
+        return raised.value.body, response.num_parts, response.num_cancelled
 
-    assert asyncio.run(hear()) == (whole, 2, 0)
+    assert asyncio.run(hear()) == (b"{}", 2, 0)
+    assert noted == [whole.said]

@@ -35,6 +35,7 @@ ROUTES = (
 )
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
+SAID = {"usage": USAGE, "peagle": SUMMARY}
 EVENTS = [
     {"choices": [{"delta": {"content": "Hello"}}]},
     {"choices": [], "usage": USAGE, "peagle": SUMMARY},
@@ -59,7 +60,7 @@ class Engine:
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
         if not is_stream and let_in.note:
-            let_in.note({"usage": USAGE, "peagle": SUMMARY})
+            let_in.note(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -68,6 +69,7 @@ class Engine:
         await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
         if self.breaks_off:
             raise RuntimeError("secret detail")
+        let_in.note(SAID)
         await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -168,7 +170,7 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
-        scope[PASS].note({"usage": USAGE, "peagle": SUMMARY})
+        scope[PASS].note(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
@@ -288,7 +290,7 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         assert context.account.startswith("alice 1")  # and when the key was made
         assert context.request_id == engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
         assert len(context.request_id) == 32
-        assert (context.wants_each_usage, context.first_asked_at) == (False, None)
+        assert (context.shown_usage, context.first_asked_at) == ("never", None)
         assert engine.headers["a"] == "b"
         assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
         assert "authorization" not in engine.headers
@@ -733,18 +735,30 @@ def streamed(answer):
     return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
 
 
-def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys):
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "never"),
+        ({"stream_options": {"include_usage": True}}, "last"),
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, "each"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "never"),
+    ],
+)
+def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys, options, shown):
+    """The engine's side shows it; what comes of there passes as it is, whatever is in it."""
     engine = Engine()
-    plain, with_usage = ask(
-        post(keys["alice"], stream=True),
-        post(keys["alice"], stream=True, stream_options={"include_usage": True}),
-        app=engine,
-    )
+    (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert not engine.context.wants_each_usage
-    assert streamed(plain) == EVENTS[:1]
-    assert streamed(with_usage) == EVENTS
-    assert plain.text.endswith("data: [DONE]\n\n")
+    assert engine.context.shown_usage == shown
+    assert answer.content == b"".join(map(text, EVENTS)) + b"data: [DONE]\n\n"
+
+
+def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_waits_for_the_ledger(ask, keys):
+    first, second = ask(post(keys["small"], stream=True), post(keys["small"]))
+    assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
+    first, second = ask(post(keys["small"], stream=True), post(keys["small"]), app=Engine(breaks_off=True))
+    assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
+    assert "held by its requests" in second.json()["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):

@@ -11,11 +11,10 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.errors import EngineError
 from pipelines.online.replica import account
-from pipelines.online.replica.relay import answering_refusals, raising_faults, relay
-from pipelines.online.wire import events
+from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
+from pipelines.online.wire import StreamEnd, events
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
-EACH = {"wants_each_usage": True}
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
 
 
@@ -51,18 +50,41 @@ def record(tmp_path):
 
 def test_a_stream_passes_without_the_usage_that_nobody_asked_for(engine_account, clock, tmp_path):
     engine_account.ready()
-    out = passed(engine_account, generate(STREAM), wants_each_usage=False)
+    out = passed(engine_account, generate(STREAM), shown_usage="last")
     first, second = [list(events(text)) for text in out[0]]
     assert first == [{"choices": [{"delta": {"content": "Hé"}}]}]
     assert "usage" not in second[0]
-    (last,), end = (list(events(text)) for text in out[1])
-    assert (last["usage"], end) == (USAGE, ["data: [DONE]\n\n"])
+    last, end = events(out[1].text)
+    assert (last["usage"], end) == (USAGE, "data: [DONE]\n\n")
     assert last["peagle"]["request_id"] == "r1"
     assert last["peagle"]["num_accepted_tokens"] == 1
 
 
+@pytest.mark.parametrize("shown_usage", ["never", "last", "each"])
+def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_account, shown_usage):
+    def read(pace):
+        async def collect():
+            answers = relay(generate(STREAM), partial(engine_account.begin, "r1", "alice"), shown_usage=shown_usage)
+            return [item async for item in in_pieces(answers, pace)]
+
+        return asyncio.run(collect())
+
+    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # each part alone, and the end with what came before it
+        (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
+        assert pieces[-1] is end
+        assert (end.said["usage"], end.said["metrics"]) == (USAGE, DRAFTS)
+        assert end.said["peagle"]["request_id"] == "r1"
+        texts = [piece.text if piece is end else piece[0] for piece in pieces]
+        seen = [event for text in texts for event in events(text)]
+        assert seen[-1] == "data: [DONE]\n\n"
+        assert [event["usage"]["completion_tokens"] for event in seen[:-1] if "usage" in event] == {
+            "never": [], "last": [2], "each": [1, 2, 2]
+        }[shown_usage]  # fmt: skip
+        assert len(seen) == (3 if shown_usage == "never" else 4)
+
+
 def test_usage_in_each_event_stays_for_who_asked(engine_account):
-    out = passed(engine_account, generate(STREAM), wants_each_usage=True)
+    out = passed(engine_account, generate(STREAM), shown_usage="each")
     assert next(events(out[0][1]))["usage"]["completion_tokens"] == 2
 
 
@@ -75,7 +97,7 @@ def test_the_record_has_tokens_drafts_time_and_money(engine_account, clock, tmp_
         clock.now += 3
         yield STREAM[1]
 
-    passed(engine_account, slow(), wants_each_usage=False)
+    passed(engine_account, slow(), shown_usage="last")
     done = record(tmp_path)
     assert (done.request_id, done.key, done.model, done.drafter, done.outcome) == ("r1", "alice", "m", "head", "ok")
     assert done.ttft_s == pytest.approx(2)
@@ -96,7 +118,7 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
             closed.append(True)
 
     async def leave():
-        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last")
         async for _ in stream:
             break
         await stream.aclose()
@@ -111,7 +133,7 @@ def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
 
     async def leave():
         answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
-        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False)
+        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), shown_usage="last")
         await anext(stream)
         await anext(stream)
         await stream.aclose()
@@ -131,7 +153,7 @@ def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, ch
         second = 7 if choices_per_prompt == 1 else 5
         answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
         begin = partial(engine_account.begin, "r1", "alice", choices_per_prompt)
-        stream = relay(answers, begin, wants_each_usage=False)
+        stream = relay(answers, begin, shown_usage="last")
         await anext(stream)
         await anext(stream)
         await stream.aclose()
@@ -143,7 +165,7 @@ def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, ch
 
 def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
     with pytest.raises(RuntimeError, match="dead"):
-        passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), wants_each_usage=False)
+        passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), shown_usage="last")
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_failed_rows) == ("failed", 1)
 
 
@@ -166,7 +188,7 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
 
     async def read():
         sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
-        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), wants_each_usage=False):
+        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), shown_usage="last"):
             seen.extend(item)
 
     with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
@@ -207,7 +229,7 @@ def test_what_failed_before_anything_of_an_answer_was_there_is_free(engine_accou
 
     def paid(items, error=None):
         with contextlib.suppress(RuntimeError):
-            passed(engine_account, slow(items, error), wants_each_usage=False)
+            passed(engine_account, slow(items, error), shown_usage="last")
         one = RequestReader(tmp_path / "ledger").new()[-1]
         assert (one.outcome, one.usage.busy_s) == ("failed", pytest.approx(2))
         return one.usd
@@ -218,7 +240,7 @@ def test_what_failed_before_anything_of_an_answer_was_there_is_free(engine_accou
 
 
 def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
-    out = passed(engine_account, generate([[event(error={"message": "no"})]]), wants_each_usage=False)
+    out = passed(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
     assert next(events(out[0][0])) == {"error": {"message": "no"}}
     assert record(tmp_path).outcome == "failed"
 
@@ -244,12 +266,12 @@ def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, 
         clock.now += 2
         yield answer
 
-    passed(engine_account, slow(), wants_each_usage=False)
+    passed(engine_account, slow(), shown_usage="last")
     assert record(tmp_path).ttft_s is None
 
 
 def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, tmp_path):
-    (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), wants_each_usage=False)
+    (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
     assert answer.said["peagle"]["acceptance_length"] == 1.5
     assert json.loads(answer.body) == answer.said
     assert record(tmp_path).usage.num_output_tokens == 2
@@ -257,7 +279,7 @@ def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, t
 
 def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
-    assert passed(engine_account, generate([refusal]), wants_each_usage=False) == [refusal]
+    assert passed(engine_account, generate([refusal]), shown_usage="last") == [refusal]
     assert record(tmp_path).outcome == "failed"
 
 
@@ -271,7 +293,9 @@ def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut
         yield SimpleNamespace(error=SimpleNamespace(code=400, message="Client disconnected"))
 
     async def leave():
-        reader = asyncio.create_task(anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), **EACH)))
+        reader = asyncio.create_task(
+            anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last"))
+        )
         await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait([reader])
@@ -284,7 +308,7 @@ def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut
 
 def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
     with pytest.raises(EngineDeadError):
-        passed(engine_account, generate(STREAM[:1], EngineDeadError()), wants_each_usage=False)
+        passed(engine_account, generate(STREAM[:1], EngineDeadError()), shown_usage="last")
     assert not RequestReader(tmp_path / "ledger").new()
 
 
@@ -328,7 +352,7 @@ def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account
 
 async def drained(engine_account, name):
     answers = generate(STREAM)
-    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), wants_each_usage=False)]
+    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), shown_usage="last")]
 
 
 def answered(items):

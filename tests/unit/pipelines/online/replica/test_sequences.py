@@ -99,7 +99,7 @@ def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
     engine, engine_account, tmp_path, names, n, num_sequences
 ):
     begin = partial(engine_account.begin, "r", "alice")
-    asyncio.run(drain(relay(engine.answers(*names, n=n), begin, wants_each_usage=False)))
+    asyncio.run(drain(relay(engine.answers(*names, n=n), begin, shown_usage="last")))
     speculation = records(tmp_path)["r"].usage.speculation
     assert speculation.num_drafts == 3 * num_sequences
     assert speculation.num_draft_tokens == 9 * num_sequences
@@ -108,7 +108,7 @@ def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
 
 def test_requests_at_once_are_told_apart(engine, engine_account, tmp_path):
     def asked(name, n):
-        answers = relay(engine.answers(name, n=n), partial(engine_account.begin, name, "alice"), wants_each_usage=False)
+        answers = relay(engine.answers(name, n=n), partial(engine_account.begin, name, "alice"), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
 
     async def both():
@@ -124,7 +124,7 @@ def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tm
     """From the beginning of its account, whenever vLLM itself says that it came."""
     began = time.time()
     (answer,) = asyncio.run(
-        drain(relay(engine.answers("a", n=n), partial(engine_account.begin, "r", "alice"), wants_each_usage=False))
+        drain(relay(engine.answers("a", n=n), partial(engine_account.begin, "r", "alice"), shown_usage="last"))
     )
     record = records(tmp_path)["r"]
     assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
@@ -140,7 +140,7 @@ def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine
         yield
 
     async def leave(name, says):
-        stream = relay(answers(says), partial(engine_account.begin, name, "alice"), wants_each_usage=False)
+        stream = relay(answers(says), partial(engine_account.begin, name, "alice"), shown_usage="last")
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.01)
         reader.cancel()

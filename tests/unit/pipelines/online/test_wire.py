@@ -1,0 +1,40 @@
+import json
+
+import pytest
+
+from pipelines.online.errors import ApiError
+from pipelines.online.wire import Context, encoded, error_event, error_response, events, header, with_headers
+
+ALL = Context(
+    request_id="r", key="alice", account="alice 1.5", num_choices=3, cap_tokens=7, shown_usage="each",
+    first_asked_at=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("context", [ALL, Context(request_id="r", key="local")])
+def test_a_context_goes_through_headers(context):
+    assert Context.of(context.headers()) == context
+    assert context.headers()["x-request-id"] == "r"  # which Ray and vLLM read
+    json.dumps(context.headers()).encode("ascii")
+
+
+def test_without_the_gates_header_there_is_no_context():
+    assert Context.of({"x-request-id": "r", "x-peagle-key": "alice"}) is None
+
+
+def test_a_header_that_is_said_anew_is_there_once_whatever_it_was_called():
+    headers = with_headers(
+        [(b"X-Request-ID", b"theirs"), (b"a", b"b"), (b"x-request-id", b"theirs")], {"x-request-id": "é"}
+    )
+    assert headers == [(b"a", b"b"), (b"x-request-id", "é".encode("latin-1"))]
+    assert header({"headers": headers}, "x-request-id") == "é"
+    assert header({"headers": headers}, "b") is header({}, "b") is None
+    assert encoded({"a": "\u20ac"}) == [(b"a", b"?")]
+
+
+def test_an_error_is_a_response_or_the_last_event_of_a_stream():
+    error = ApiError(429, "é \ud800", code="rate_limit_exceeded", retry_after_s=1.5)
+    headers, body = error_response(error)
+    assert json.loads(body) == error.body()
+    assert headers == {"content-type": "application/json", "content-length": str(len(body)), "retry-after": "2"}
+    assert list(events(error_event(error).encode().decode())) == [error.body()]
