@@ -20,7 +20,7 @@ from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.files import write_json
 from peagle.hardware import detect
 from peagle.speculation import SpeculationStats
-from pipelines.online.gateway.limits import Settlements
+from pipelines.online.gateway.limits import KeyLimits
 from pipelines.online.totals import CHECKPOINT_NAME, totals_of
 
 _NUM_SESSIONS, _NUM_KEYS, _DAYS = 10, 20, 30
@@ -109,7 +109,7 @@ def start(folder: Path) -> dict[str, Any]:
 
 async def _start(folder: Path) -> dict[str, Any]:
     began, late_s = time.monotonic(), []
-    Settlements(folder)
+    KeyLimits(totals_of(folder))
     built_s = time.monotonic() - began
     while not totals_of(folder).is_known:
         before = time.monotonic()

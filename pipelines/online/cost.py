@@ -21,7 +21,6 @@ from peagle.economics.usage import UnitUsage
 from peagle.engine.self_check import counted
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import overloaded
-from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 
@@ -33,7 +32,6 @@ class CostView:
         self._price = price
         self._now = now
         self._sessions = SessionReader(folder)
-        self._budgets = budgets_of(folder)
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
@@ -61,7 +59,7 @@ class CostView:
             self.totals.read_in_background()
             return None
         self.totals.catch_up()
-        return self._budgets.spent_usd(account)
+        return self.totals.budgets.spent_usd(account)
 
     async def require(self) -> None:
         """Wait until the ledger has been read once, and not for long.

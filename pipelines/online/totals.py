@@ -13,13 +13,13 @@ import functools
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from peagle.economics.ledger import RequestReader
 from peagle.economics.usage import RequestUsage
+from pipelines.online.budgets import Budgets
 from pipelines.online.sums import (
     MINUTE_S,
     Cell,
@@ -56,8 +56,7 @@ class Totals:
     Whoever looks at them does so in `up_to_now`, or as a follower.
 
     Attributes:
-        spent_usd: by a key's account, on requests and batches.
-        batches: ids of those that are in it.
+        budgets: of keys; they have each line with it.
         prices: by model, of those that have one.
     """
 
@@ -65,8 +64,7 @@ class Totals:
         self.folder = folder
         self._reader = RequestReader(folder)
         self.cells: dict[Cell, Sums] = {}
-        self.spent_usd: defaultdict[str, float] = defaultdict(float)
-        self.batches: set[str] = set()
+        self.budgets = Budgets()
         self.prices: dict[str, TokenPrice] = {}
         self._was_read = False
         self._newest_minute = 0
@@ -151,9 +149,9 @@ class Totals:
         if not self._reader.resume(found.marks):
             _log.warning("%s is of other files than this ledger's: the whole ledger is read", self._checkpoint)
             return
-        self.cells, self.batches = found.cells, found.batches
+        self.cells = found.cells
         self._newest_minute = max((cell.minute for cell in self.cells), default=0)
-        self.spent_usd.update(found.spent_usd)
+        self.budgets.restore(found.spent_usd, found.batches)
         self.prices.update(found.prices)
 
     def _save_if_due(self) -> None:
@@ -171,8 +169,8 @@ class Totals:
                 Checkpoint(
                     marks=self._reader.marks(),
                     cells=self.cells,
-                    spent_usd=self.spent_usd,
-                    batches=self.batches,
+                    spent_usd=self.budgets.read_usd,
+                    batches=self.budgets.read_batches,
                     prices=self.prices,
                 ),
             )
@@ -190,11 +188,9 @@ class Totals:
         cell = Cell(minute, request.usage.session_id, request.key, request.model)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
         self._newest_minute = max(minute, self._newest_minute)
-        self.spent_usd[account_of(request)] += request.usd
+        self.budgets.hear(request)
         self._num_unsaved += 1
-        if request.is_batch:
-            self.batches.add(request.request_id)
-        else:
+        if not request.is_batch:
             self._learn_price(request)
 
     def _learn_price(self, request: RequestUsage) -> None:
@@ -204,15 +200,11 @@ class Totals:
             self.prices[request.model] = price
 
 
-def account_of(request: RequestUsage) -> str:
-    """The account of a request: its key's, or its name in an older record.
-
-    There were no accounts before.
-    """
-    return request.account or request.key
-
-
 @functools.cache
 def totals_of(folder: Path) -> Totals:
-    """Those of a ledger, the same for all of this process, which reads it once."""
+    """Those of a ledger, the same for all of this process, which reads it once.
+
+    Ray builds the gate and the rest of the ingress from copies of what they are given, so neither can hand them to the
+    other.
+    """
     return Totals(folder)

@@ -26,8 +26,8 @@ from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
-from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.totals import totals_of
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
 _ATTEMPTS = 3
@@ -77,7 +77,7 @@ class Scheduler:
         self._store, self._runner, self._settings = store, runner, settings
         self._spent_usd, self._now, self._monotonic = spent_usd, now, monotonic
         self._present_key = present_key or (lambda key: key)
-        self._budgets = budgets_of(settings.ledger)
+        self._budgets = totals_of(settings.ledger).budgets
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
         self._attempts: Counter[str] = Counter()  # of the run, or of collecting once that is all that is left

@@ -28,13 +28,14 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelines.online.errors import ApiError, from_exception
-from pipelines.online.gateway.admission import Intake, ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
-from pipelines.online.gateway.limits import Permit, Settlements
+from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
+from pipelines.online.totals import totals_of
 from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
 
 _JSON_RULES = (Rule.GENERATION, Rule.ORDER)
@@ -96,13 +97,13 @@ class _Admitted:
     """A request as the application gets it.
 
     Attributes:
-        intake, permit: of a request that an engine answers, and what it holds; None elsewhere.
+        model, permit: of a request that an engine answers, and what it holds; None elsewhere.
         body: for the log of prompts, as the client sent it.
     """
 
     scope: Scope
     receive: Receive
-    intake: Intake | None = None
+    model: str | None = None
     permit: Permit | None = None
     body: bytes = b""
 
@@ -121,7 +122,7 @@ class Gate:
         self._load = load or Load()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
-        self._settlements = Settlements(settings.ledger)
+        self._limits = KeyLimits(totals_of(settings.ledger))
         self._heavy = HeavyWork()
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
@@ -149,7 +150,7 @@ class Gate:
             await self._app(with_pass(scope, found), receive, answer.send)
             return
         key = self._authenticate(scope)
-        self._settlements.limiter.count(key, is_poll=isinstance(found, Route) and found.rule is Rule.POLL)
+        self._limits.count(key, is_poll=isinstance(found, Route) and found.rule is Rule.POLL)
         if isinstance(found, ApiError):
             raise found
         asked = _Asked(route=found, key=key, request_id=request_id, scope=scope, receive=receive, answer=answer)
@@ -157,7 +158,8 @@ class Gate:
         try:
             await self._forward(asked, admitted)
         finally:
-            self._settle(admitted, answer)
+            if admitted.permit is not None:
+                self._limits.settle(admitted.permit, answer.used)
 
     def _route(self, scope: Scope) -> Route | ApiError:
         """The route, or what is wrong with the path, which only who has a key is told.
@@ -196,7 +198,7 @@ class Gate:
         if rule is Rule.GENERATION:
             return await self._admit_generation(asked)
         if rule in (Rule.ORDER, Rule.UPLOAD):  # the ledger says later what it cost
-            await self._settlements.require_budget(asked.key)
+            await self._limits.require_budget(asked.key)
         if rule is Rule.ORDER:
             body = await self._read(asked)
             ORDER.check(body)
@@ -219,14 +221,6 @@ class Gate:
             max_output_tokens=settings.max_output_tokens,
             cache_salt=settings.cache_salt(key),
         )
-        permit = await self._settlements.admit(
-            key,
-            intake.output_tokens,
-            intake.model.name,
-            prompt_tokens=intake.prompt_tokens,
-            request_id=asked.request_id,
-        )
-        asked.answer.expect(intake)
         context = Context(
             request_id=asked.request_id,
             key=key.name,
@@ -238,7 +232,15 @@ class Gate:
         scope = self._inward(
             asked, context.headers(), body=self._json(asked, body, intake.values), note=asked.answer.note
         )
-        return _Admitted(scope=scope, receive=asked.receive, intake=intake, permit=permit, body=body)
+        permit = await self._limits.admit(
+            key,
+            intake.model.name,
+            request_id=asked.request_id,
+            prompt_tokens=intake.prompt_tokens,
+            output_tokens=intake.output_tokens,
+        )
+        asked.answer.expect(intake.model)
+        return _Admitted(scope=scope, receive=asked.receive, model=intake.model.name, permit=permit, body=body)
 
     async def _read(self, asked: _Asked) -> bytes:
         require_length(asked.scope, self._settings.max_body_bytes)
@@ -275,11 +277,11 @@ class Gate:
 
     async def _forward(self, asked: _Asked, admitted: _Admitted) -> None:
         """Have the application answer; where an engine does, within its time."""
-        intake, answer = admitted.intake, asked.answer
-        if intake is None:
+        model, answer = admitted.model, asked.answer
+        if model is None:
             await self._app(admitted.scope, admitted.receive, answer.send)
             return
-        limit_s, model = self._settings.request_timeout_s, intake.model.name
+        limit_s = self._settings.request_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
                 if self._prompts:
@@ -295,17 +297,6 @@ class Gate:
                 raise
             answer.give_up()
             raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
-
-    def _settle(self, admitted: _Admitted, answer: Outgoing) -> None:
-        """By what the answer has said; where it has not, the ledger will."""
-        if admitted.permit is None:
-            return
-        if answer.is_complete:
-            self._settlements.settle(
-                admitted.permit, output_tokens=answer.tally.num_output_tokens, usd=answer.usd
-            )
-        else:
-            self._settlements.defer(admitted.permit)
 
 
 def _of_client(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -14,10 +14,12 @@ from typing import Any
 from starlette.types import Message, Send
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import Intake
+from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.bodies import Upload
+from pipelines.online.gateway.limits import Used
 from pipelines.online.wire import OURS, Tally, encoded, error_event, error_response
 
+_NOTHING = Used()  # as of a request that was refused
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 
 
@@ -25,7 +27,7 @@ class Outgoing:
     """Sends the application's answer on, and knows what its request used.
 
     Attributes:
-        is_complete: whether `tally` and `usd` are all that the request used; not when nobody waited for its end.
+        used: by the request; None where nobody waited for its end, or it has not said so yet.
     """
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
@@ -33,16 +35,12 @@ class Outgoing:
         self._headers = dict(headers)
         self._upload: Upload | None = None
         self._start: Message | None = None
-        self._is_noted = False
         self._is_stream = False
         self.is_started = False
-        self.is_complete = True
-        self.tally = Tally()
-        self.usd = 0.0
+        self.used: Used | None = _NOTHING
 
-    def expect(self, intake: Intake) -> None:
-        """An engine will answer this request."""
-        model = intake.model
+    def expect(self, model: ServedModel) -> None:
+        """An engine of this model will answer."""
         self._headers["x-peagle-model"] = model.name
         self._headers["x-peagle-drafter"] = model.drafter or "none"
         if model.num_speculative_tokens:
@@ -54,7 +52,7 @@ class Outgoing:
         Before its first byte, only its engine knows its usage.
         """
         if self._start is None:
-            self.is_complete = False
+            self.used = None
 
     def close_unless_read(self, upload: Upload) -> None:
         """Close the connection of a body that is not read to its end.
@@ -65,10 +63,9 @@ class Outgoing:
 
     def note(self, said: Mapping[str, Any]) -> None:
         """Take what an answer says of its own usage."""
-        self.tally.read(said)
-        summary = said.get(OURS) or {}
-        self._is_noted = self.is_complete = True
-        self.usd = summary.get("usd") or 0.0
+        tally, summary = Tally(), said.get(OURS) or {}
+        tally.read(said)
+        self.used = Used(output_tokens=tally.num_output_tokens, usd=summary.get("usd") or 0.0)
         for name in _SUMMARY_HEADERS:
             if summary.get(name) is not None:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
@@ -79,7 +76,8 @@ class Outgoing:
             kind = dict(message.get("headers", [])).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
             self._start = message
-            self.is_complete = self._is_noted or message["status"] != 200
+            if self.used is _NOTHING and message["status"] == 200:
+                self.used = None  # until `note`
             await self._begin()
         else:
             await self._send(message)

@@ -37,7 +37,7 @@ def looked(folder):
 
 def said(totals):
     """All of it but the prices, which are of the lines that were read last."""
-    return totals.cells, dict(totals.spent_usd), totals.batches
+    return totals.cells, totals.budgets.read_usd, totals.budgets.read_batches
 
 
 def whole(folder, monkeypatch):
@@ -66,7 +66,7 @@ def test_the_next_process_reads_what_the_one_before_has_not(tmp_path, monkeypatc
     parsed.clear()
     found = looked(tmp_path)
     assert len(parsed) == 3
-    assert found.batches == {"batch_1"}
+    assert found.budgets.read_batches == {"batch_1"}
     assert said(found) == whole(tmp_path, monkeypatch)
 
 
@@ -251,7 +251,7 @@ class Hears:
         self.began, self.heard = None, []
 
     def begin(self, totals):
-        self.began = dict(totals.spent_usd)
+        self.began = dict(totals.budgets.read_usd)
 
     def hear(self, request):
         self.heard.append(request.request_id)

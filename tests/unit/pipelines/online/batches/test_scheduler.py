@@ -8,7 +8,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.gateway.budgets import budgets_of
+from pipelines.online.totals import totals_of
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def collected_later(scheduler, runner, order, make_key, clock):
 def test_what_cannot_be_collected_now_is_collected_later(
     scheduler, runner, store, settings, collected_later, make_result
 ):
-    budgets, collect = budgets_of(settings.ledger), runner.works[-1]
+    budgets, collect = totals_of(settings.ledger).budgets, runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("in_progress", 2)
     collect.answer = make_result(collected_later, "batch_failed", num_completed=1, num_failed=2)
@@ -343,7 +343,7 @@ def test_what_cannot_be_collected_now_is_collected_later(
 def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
     scheduler, runner, store, settings, collected_later, make_result, monkeypatch
 ):
-    budgets = budgets_of(settings.ledger)
+    budgets = totals_of(settings.ledger).budgets
     runner.works[-1].answer = StorageError("no answer")
     with monkeypatch.context() as full:
         full.setattr(store, "save", broken)
@@ -434,7 +434,7 @@ def test_a_batch_waits_until_it_is_known_what_its_key_has_spent(scheduler, runne
 def test_a_batch_holds_its_budget_from_start_to_end(
     scheduler, runner, store, settings, order, make_key, make_result, clock, spent
 ):
-    budgets, batch_id = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
+    budgets, batch_id = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
     budgets.hold_request("1", "alice", None, 0.25)
     check_all(scheduler, runner)
     run = runner.works[-1]
@@ -450,7 +450,7 @@ def test_a_batch_holds_its_budget_from_start_to_end(
 
 
 def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner, settings, order, make_key):
-    budgets, _ = budgets_of(settings.ledger), order(key=make_key(budget_usd=2))
+    budgets, _ = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
     for number in "12":
         budgets.hold_request(number, "alice", None, 1)
     check_all(scheduler, runner)

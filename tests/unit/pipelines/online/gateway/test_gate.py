@@ -10,7 +10,6 @@ import pytest
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
 from pipelines.online.gateway.admission import ServedModel
-from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, read_keys, write_keys
 from pipelines.online.gateway.outgoing import Load
@@ -123,8 +122,7 @@ def ask(settings, keys):
         **changes,
     ):
         async def run():
-            budgets_of.cache_clear()  # each gate is a process's only one
-            totals_of.cache_clear()
+            totals_of.cache_clear()  # each gate is a process's only one
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
             sender = transport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
@@ -561,7 +559,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
 
     class Looks(Engine):
         async def __call__(self, *what):
-            budgets = budgets_of(settings["ledger"])
+            budgets = totals_of(settings["ledger"]).budgets
             left.append(budgets.hold_rest("batch_1", small, 0.2))
             budgets.settle_batch("batch_1", small, 0)
             await super().__call__(*what)
@@ -756,7 +754,10 @@ def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys, op
 def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_waits_for_the_ledger(ask, keys):
     first, second = ask(post(keys["small"], stream=True), post(keys["small"]))
     assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
-    first, second = ask(post(keys["small"], stream=True), post(keys["small"]), app=Engine(breaks_off=True))
+    few = {"max_tokens": 10}
+    first, second = ask(
+        post(keys["small"], stream=True, **few), post(keys["small"], **few), app=Engine(breaks_off=True)
+    )
     assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
     assert "held by its requests" in second.json()["error"]["message"]
 
@@ -874,7 +875,7 @@ def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, k
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
             arguments, body = post(keys["alice"])
             answer = await http.request(*arguments, **body)
-        return answer, gate._settlements._waiting
+        return answer, gate._limits._waiting
 
     answer, waiting = asyncio.run(scene())
     assert error_of(answer) == (504, "timeout")
@@ -896,7 +897,6 @@ def test_a_large_body_is_told_as_it_is_read(settings, keys):
     pieces, told = 6, []
 
     async def scene():
-        budgets_of.cache_clear()
         totals_of.cache_clear()
         gate = Gate(Engine(), GateSettings(**settings | {"max_body_bytes": 8 << 20}), ROUTES)
         messages = [

@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import itertools
 from random import Random
@@ -5,10 +6,10 @@ from random import Random
 import pytest
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.budgets import Budgets
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.limits import Limiter
+from pipelines.online.gateway.limits import KeyLimits, Used
 from pipelines.online.sums import TokenPrice
+from pipelines.online.totals import Totals
 
 NUMBERS = itertools.count()
 
@@ -31,205 +32,225 @@ def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
 
 
 @pytest.fixture
-def budgets():
-    return Budgets()
+def totals(tmp_path):
+    """Of an empty ledger."""
+    made = Totals(tmp_path)
+    made.catch_up()
+    return made
 
 
 @pytest.fixture
-def prices():
-    return {}
+def budgets(totals):
+    return totals.budgets
 
 
 @pytest.fixture
-def limiter(clock, budgets, prices):
-    return Limiter(budgets, prices, monotonic=clock)
+def prices(totals):
+    return totals.prices
 
 
-def admit(limiter, record, tokens=1, model="m", prompt=0):
-    return limiter.admit(record, tokens, model, prompt_tokens=prompt, request_id=f"r{next(NUMBERS)}")
+@pytest.fixture
+def limits(clock, totals):
+    return KeyLimits(totals, monotonic=clock)
 
 
-def refusal(limiter, record, tokens=1, model="m", prompt=0):
+def admitted(limits, record, tokens=1, model="m", prompt=0):
+    return limits.admit(record, model, request_id=f"r{next(NUMBERS)}", prompt_tokens=prompt, output_tokens=tokens)
+
+
+def admit(limits, record, tokens=1, model="m", prompt=0):
+    return asyncio.run(admitted(limits, record, tokens, model, prompt))
+
+
+def refusal(limits, record, tokens=1, model="m", prompt=0):
     with pytest.raises(ApiError) as caught:
-        admit(limiter, record, tokens, model, prompt)
+        admit(limits, record, tokens, model, prompt)
     return caught.value
 
 
-def spend(limiter, record, usd):
-    limiter.settle(admit(limiter, record), output_tokens=0, usd=usd)
+def settle(limits, permit, tokens=0, usd=0.0):
+    limits.settle(permit, Used(output_tokens=tokens, usd=usd))
 
 
-def too_often(limiter, record, **how):
+def spend(limits, record, usd):
+    settle(limits, admit(limits, record), usd=usd)
+
+
+def too_often(limits, record, **how):
     with pytest.raises(ApiError) as caught:
-        limiter.count(record, **how)
+        limits.count(record, **how)
     return caught.value
 
 
-def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, limiter):
+def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, limits):
     alice = key(requests_per_min=2)
-    limiter.count(alice)
+    limits.count(alice)
     clock.now += 20
-    limiter.count(alice)
-    error = too_often(limiter, alice)
+    limits.count(alice)
+    error = too_often(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
     clock.now += 39.9
-    too_often(limiter, alice)
+    too_often(limits, alice)
     clock.now += 0.1
-    limiter.count(alice)
+    limits.count(alice)
 
 
-def test_what_came_too_often_does_not_count(clock, limiter):
+def test_what_came_too_often_does_not_count(clock, limits):
     alice = key(requests_per_min=1)
-    limiter.count(alice)
+    limits.count(alice)
     for _ in range(5):
-        too_often(limiter, alice)
+        too_often(limits, alice)
     clock.now += 60
-    limiter.count(alice)
+    limits.count(alice)
 
 
-def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, limiter):
+def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, limits):
     alice = key(requests_per_min=1)
-    limiter.count(alice)
+    limits.count(alice)
     for _ in range(60):
-        limiter.count(alice, is_poll=True)
-    assert "60 requests for live figures a minute" in too_often(limiter, alice, is_poll=True).message
+        limits.count(alice, is_poll=True)
+    assert "60 requests for live figures a minute" in too_often(limits, alice, is_poll=True).message
     clock.now += 60
-    limiter.count(alice)
-    limiter.count(alice, is_poll=True)
+    limits.count(alice)
+    limits.count(alice, is_poll=True)
 
 
-def test_tokens_are_held_until_they_are_known(clock, limiter):
+def test_tokens_are_held_until_they_are_known(clock, limits):
     alice = key(output_tokens_per_min=100)
-    first = admit(limiter, alice, 80)
-    assert refusal(limiter, alice, 30).retry_after_s == 1
-    limiter.settle(first, output_tokens=50, usd=0)
-    admit(limiter, alice, 30)
-    assert refusal(limiter, alice, 30).retry_after_s == pytest.approx(60)
+    first = admit(limits, alice, 80)
+    assert refusal(limits, alice, 30).retry_after_s == 1
+    settle(limits, first, 50, 0)
+    admit(limits, alice, 30)
+    assert refusal(limits, alice, 30).retry_after_s == pytest.approx(60)
     clock.now += 60
-    admit(limiter, alice, 30)
+    admit(limits, alice, 30)
 
 
-def test_settling_twice_is_settling_once(limiter, budgets):
+def test_settling_twice_is_settling_once(limits, budgets):
     alice = key(output_tokens_per_min=100, budget_usd=1)
-    permit = admit(limiter, alice, 10)
+    permit = admit(limits, alice, 10)
     for _ in range(3):
-        limiter.settle(permit, output_tokens=10, usd=0.4)
-    admit(limiter, alice, 90)
+        settle(limits, permit, 10, 0.4)
+    admit(limits, alice, 90)
     assert budgets.spent_usd("alice") == 0.4
 
 
-def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(limiter):
-    error = refusal(limiter, key(output_tokens_per_min=100), 101)
+def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(limits):
+    error = refusal(limits, key(output_tokens_per_min=100), 101)
     assert (error.status, error.headers()) == (400, {})
 
 
-def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limiter):
+def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limits):
     alice = key(max_parallel_requests=2)
-    first, second = admit(limiter, alice), admit(limiter, alice)
-    error = refusal(limiter, alice)
+    first, second = admit(limits, alice), admit(limits, alice)
+    error = refusal(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "2 requests under way at once" in error.message
     for _ in range(2):
-        limiter.leave(first)  # its client did: it makes room though its tokens are not known yet
-    admit(limiter, alice)
-    refusal(limiter, alice)
-    limiter.settle(first, output_tokens=1, usd=0)
-    refusal(limiter, alice)
-    limiter.settle(second, output_tokens=1, usd=0)
-    admit(limiter, alice)
+        limits.settle(first, None)  # its client left: it makes room though its tokens are not known yet
+    admit(limits, alice)
+    refusal(limits, alice)
+    settle(limits, first, 1, 0)
+    refusal(limits, alice)
+    settle(limits, second, 1, 0)
+    admit(limits, alice)
 
 
-def test_a_budget_counts_what_was_spent(limiter):
+def test_a_budget_counts_what_was_spent(limits):
     alice = key(budget_usd=1)
     for usd in (0.9, 0.2):
-        spend(limiter, alice, usd)
-    error = refusal(limiter, alice)
+        spend(limits, alice, usd)
+    error = refusal(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "insufficient_quota", {})
     with pytest.raises(ApiError, match="is spent"):
-        limiter.require_budget(alice)
+        asyncio.run(limits.require_budget(alice))
 
 
-def test_keys_do_not_share_limits(limiter):
-    limiter.count(key(requests_per_min=1))
-    limiter.count(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
+def test_keys_do_not_share_limits(limits):
+    limits.count(key(requests_per_min=1))
+    limits.count(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
 
 
-def test_requests_under_way_hold_what_their_tokens_may_cost(limiter, budgets, prices):
+def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, prices):
     alice = key(budget_usd=1)
-    spend(limiter, alice, 0.51)
+    spend(limits, alice, 0.51)
     prices["m"] = a_price(0.001)
-    first = admit(limiter, alice, 300)
-    error = refusal(limiter, alice, 200)
+    first = admit(limits, alice, 300)
+    error = refusal(limits, alice, 200)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "held by its requests under way" in error.message
-    admit(limiter, alice, 100)
+    admit(limits, alice, 100)
     assert budgets.hold_rest("batch_1", "alice", 1) == pytest.approx(0.6)
     budgets.settle_batch("batch_1", "alice", 0)
-    limiter.settle(first, output_tokens=1, usd=0.001)
-    admit(limiter, alice, 200)
+    settle(limits, first, 1, 0.001)
+    admit(limits, alice, 200)
 
 
-def test_prompt_and_output_are_held_each_at_its_price(limiter, prices):
+def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
     """The attack: prompts that are much longer than usual, of which each held its one output token."""
     alice, prices["m"] = key(budget_usd=1), a_price(0.001, 0.0001)
-    admit(limiter, alice, 1, prompt=4000)
-    admit(limiter, alice, 1, prompt=4000)
-    refusal(limiter, alice, 1, prompt=4000)
-    admit(limiter, alice, 100, prompt=900)
+    admit(limits, alice, 1, prompt=4000)
+    admit(limits, alice, 1, prompt=4000)
+    refusal(limits, alice, 1, prompt=4000)
+    admit(limits, alice, 100, prompt=900)
 
 
-def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limiter, budgets, prices):
+def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, budgets, prices):
     """The attack: sixty at once on a budget of a ten-millionth of a dollar."""
     alice = key(budget_usd=1e-7)
-    first = admit(limiter, alice)
+    first = admit(limits, alice)
     for model in ("m", "another"):
-        assert "held by its requests under way" in refusal(limiter, alice, model=model).message
+        assert "held by its requests under way" in refusal(limits, alice, model=model).message
     assert budgets.hold_rest("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
-    refusal(limiter, alice)  # the first may cost anything still
-    limiter.settle(first, output_tokens=1, usd=5e-8)
-    admit(limiter, alice)
-    refusal(limiter, alice, model="another")  # it never is beside another
-    admit(limiter, alice)
+    refusal(limits, alice)  # the first may cost anything still
+    settle(limits, first, 1, 5e-8)
+    admit(limits, alice)
+    refusal(limits, alice, model="another")  # it never is beside another
+    admit(limits, alice)
 
 
-def test_who_left_holds_on_to_the_budget_until_the_ledger_has_told(limiter, prices):
+def test_who_left_holds_on_to_the_budget_until_the_ledger_has_told_or_never_will(limits, clock):
     alice = key(budget_usd=1)
-    first = admit(limiter, alice)
-    limiter.leave(first)
-    refusal(limiter, alice)
-    limiter.settle(first, output_tokens=0, usd=None)
-    admit(limiter, alice)
+    limits.settle(admit(limits, alice), None)
+    refusal(limits, alice)
+    clock.now += 119
+    refusal(limits, alice)
+    clock.now += 2
+    admit(limits, alice)
 
 
-def test_with_little_left_requests_get_in_one_at_a_time(limiter, prices):
+def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
     alice = key(budget_usd=1)
-    spend(limiter, alice, 0.999)
+    spend(limits, alice, 0.999)
     prices["m"] = a_price(0.001)
-    only = admit(limiter, alice, 100)
-    refusal(limiter, alice, 100)
-    limiter.settle(only, output_tokens=0, usd=0)
-    admit(limiter, alice, 100)
+    only = admit(limits, alice, 100)
+    refusal(limits, alice, 100)
+    settle(limits, only, 0, 0)
+    admit(limits, alice, 100)
 
 
-def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limiter, budgets):
+def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limits, budgets):
     alice = key(budget_usd=1)
     assert budgets.hold_rest("batch_1", "alice", 1) == 1
-    error = refusal(limiter, alice)
+    error = refusal(limits, alice)
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
-    limiter.require_budget(alice)  # what costs nothing, as an order
+    asyncio.run(limits.require_budget(alice))  # what costs nothing, as an order
     for _ in range(2):
         budgets.settle_batch("batch_1", "alice", 0.6)
-    limiter.settle(admit(limiter, alice), output_tokens=1, usd=0.4)
-    assert refusal(limiter, alice).code == "insufficient_quota"
+    settle(limits, admit(limits, alice), 1, 0.4)
+    assert refusal(limits, alice).code == "insufficient_quota"
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_budget_is_overspent_by_one_request_and_by_what_some_cost_beyond_what_they_held(seed):
+def test_a_budget_is_overspent_by_one_request_and_by_what_some_cost_beyond_what_they_held(seed, totals, clock):
     """Whatever comes when: requests of two models, one of them without a price at first, batches, ends in any order."""
-    random = Random(seed)
-    budgets, prices = Budgets(), {"m": a_price(0.01, 0.001)}
-    limiter, alice, under_way, is_batch_on = Limiter(budgets, prices), key(budget_usd=1), [], False
+    asyncio.run(overspend_if_possible(Random(seed), KeyLimits(totals, monotonic=clock), totals.budgets, totals.prices))
+
+
+async def overspend_if_possible(random, limits, budgets, prices):
+    prices["m"] = a_price(0.01, 0.001)
+    alice, under_way, is_batch_on = key(budget_usd=1), [], False
     beyond_usd = dearest_usd = 0.0
     for step in range(400):
         if step == 200:
@@ -238,18 +259,18 @@ def test_a_budget_is_overspent_by_one_request_and_by_what_some_cost_beyond_what_
             model, tokens, prompt = random.choice(["m", "new"]), random.randint(1, 30), random.randint(0, 200)
             held_usd = prices[model].of(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
             with contextlib.suppress(ApiError):
-                under_way.append((admit(limiter, alice, tokens, model, prompt), held_usd))
+                under_way.append((await admitted(limits, alice, tokens, model, prompt), held_usd))
         elif under_way:
             permit, held_usd = under_way.pop(random.randrange(len(under_way)))
             usd = random.uniform(0, 1.3) * (held_usd or 0.2)
             beyond_usd += max(0.0, usd - held_usd) if held_usd is not None else 0.0
             dearest_usd = max(dearest_usd, usd)
-            limiter.settle(permit, output_tokens=1, usd=usd)
+            settle(limits, permit, 1, usd)
         elif not is_batch_on:
             is_batch_on = budgets.hold_rest("b", "alice", 1 - budgets.spent_usd("alice")) > 0
     for permit, held_usd in under_way:
         usd = 1.3 * (held_usd or 0.2)
         beyond_usd += usd - held_usd if held_usd is not None else 0.0
         dearest_usd = max(dearest_usd, usd)
-        limiter.settle(permit, output_tokens=1, usd=usd)
+        settle(limits, permit, 1, usd)
     assert budgets.spent_usd("alice") <= 1 + dearest_usd + beyond_usd

@@ -6,9 +6,8 @@ import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.budgets import budgets_of
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.limits import Settlements
+from pipelines.online.gateway.limits import KeyLimits, Used
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import Tally
 from tests.unit.pipelines.online.ledgers import a_request
@@ -24,19 +23,19 @@ def used(account, request_id, tokens, busy_s, clock):
     return request.finish("cut")
 
 
-def admit(settlements, key, tokens, request_id="r", model="m"):
-    return asyncio.run(settlements.admit(key, tokens, model, prompt_tokens=0, request_id=request_id))
+def admit(limits, key, tokens, request_id="r", model="m"):
+    return asyncio.run(limits.admit(key, model, request_id=request_id, prompt_tokens=0, output_tokens=tokens))
 
 
-def refused(settlements, key, tokens, match):
+def refused(limits, key, tokens, match):
     with pytest.raises(ApiError, match=match):
-        admit(settlements, key, tokens, "refused")
+        admit(limits, key, tokens, "refused")
 
 
 @pytest.fixture
-def settlements(engine_account, tmp_path, clock):
+def limits(engine_account, tmp_path, clock):
     engine_account.ready()
-    made = Settlements(tmp_path / "ledger", monotonic=clock)
+    made = KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
     assert asyncio.run(made._totals.is_known_soon())
     return made
 
@@ -46,47 +45,42 @@ def restarted(engine_account, tmp_path, clock):
     """Another ingress of the same ledger, as its process has it."""
 
     def start():
-        budgets_of.cache_clear()
         totals_of.cache_clear()
-        return Settlements(tmp_path / "ledger", monotonic=clock)
+        return KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
 
     engine_account.ready()
     return start
 
 
-def test_hanging_up_gives_no_tokens_for_nothing(settlements, engine_account, clock, tmp_path):
-    settlements.defer(admit(settlements, ALICE, 100, "r1"))
-    refused(settlements, ALICE, 50, "output tokens a minute")
+def test_hanging_up_gives_no_tokens_for_nothing(limits, engine_account, clock, tmp_path):
+    limits.settle(admit(limits, ALICE, 100, "r1"), None)
+    refused(limits, ALICE, 50, "output tokens a minute")
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
-    admit(settlements, ALICE, 60)
-    refused(settlements, ALICE, 1, "output tokens a minute")
+    admit(limits, ALICE, 60)
+    refused(limits, ALICE, 1, "output tokens a minute")
 
 
-def test_hanging_up_gives_no_money_for_nothing(settlements, engine_account, clock, tmp_path):
-    settlements.defer(admit(settlements, POOR, 100, "r1"))
-    refused(settlements, POOR, 1, "held by its requests")
+def test_hanging_up_gives_no_money_for_nothing(limits, engine_account, clock, tmp_path):
+    limits.settle(admit(limits, POOR, 100, "r1"), None)
+    refused(limits, POOR, 1, "held by its requests")
     append_request(tmp_path / "ledger", used(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
-    refused(settlements, POOR, 1, "is spent")
+    refused(limits, POOR, 1, "is spent")
 
 
-def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(
-    settlements, engine_account, clock, tmp_path
-):
-    permits = {request_id: admit(settlements, ALICE, 50, request_id) for request_id in ("r1", "r2")}
+def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(limits, engine_account, clock, tmp_path):
+    permits = {request_id: admit(limits, ALICE, 50, request_id) for request_id in ("r1", "r2")}
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
-    asyncio.run(settlements.catch_up())
-    settlements.defer(permits["r1"])
-    admit(settlements, ALICE, 10)
-    refused(settlements, ALICE, 1, "output tokens a minute")
-    assert not settlements._waiting
+    asyncio.run(limits.catch_up())
+    limits.settle(permits["r1"], None)
+    admit(limits, ALICE, 10)
+    refused(limits, ALICE, 1, "output tokens a minute")
+    assert not limits._waiting
 
 
-def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(
-    settlements, engine_account, clock, tmp_path, monkeypatch
-):
-    settlements.defer(admit(settlements, ALICE, 100, "r1"))
+def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(limits, engine_account, clock, tmp_path, monkeypatch):
+    limits.settle(admit(limits, ALICE, 100, "r1"), None)
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
-    read, has_begun, may_end = settlements._totals.catch_up, threading.Event(), threading.Event()
+    read, has_begun, may_end = limits._totals.catch_up, threading.Event(), threading.Event()
 
     def slow():
         has_begun.set()
@@ -94,28 +88,28 @@ def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(
         return read()
 
     async def hang_up():
-        asked = asyncio.create_task(settlements.catch_up())
+        asked = asyncio.create_task(limits.catch_up())
         await asyncio.to_thread(has_begun.wait, 10)
         asked.cancel()
         await asyncio.wait([asked])
         clock.now += 2
-        await settlements.catch_up()  # another's, which does not look beside it
+        await limits.catch_up()  # another's, which does not look beside it
         may_end.set()
         async with asyncio.timeout(10):
-            while settlements._waiting:
+            while limits._waiting:
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(settlements._totals, "catch_up", slow)
+    monkeypatch.setattr(limits._totals, "catch_up", slow)
     asyncio.run(hang_up())
-    admit(settlements, ALICE, 60)
-    refused(settlements, ALICE, 1, "output tokens a minute")
+    admit(limits, ALICE, 60)
+    refused(limits, ALICE, 1, "output tokens a minute")
 
 
-def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(settlements, clock):
-    settlements.defer(admit(settlements, ALICE, 100, "r1"))
+def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(limits, clock):
+    limits.settle(admit(limits, ALICE, 100, "r1"), None)
     clock.now += 121
-    asyncio.run(settlements.catch_up())
-    admit(settlements, ALICE, 100)
+    asyncio.run(limits.catch_up())
+    admit(limits, ALICE, 100)
 
 
 def test_what_was_spent_before_a_restart_counts(restarted, engine_account, clock, tmp_path):
@@ -129,7 +123,7 @@ def test_what_was_under_way_at_a_restart_counts_when_its_engine_has_written_it(
     admit(restarted(), POOR, 1, "r1")
     after = restarted()
     permit = admit(after, POOR, 1, "r2")
-    after.settle(permit, output_tokens=1, usd=0.01)
+    after.settle(permit, Used(output_tokens=1, usd=0.01))
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))
     refused(after, POOR, 1, "is spent")
 
@@ -143,17 +137,17 @@ def test_what_failed_before_its_answer_began_is_not_charged_after_a_restart_eith
     admit(restarted(), POOR, 1)
 
 
-def test_a_batch_that_has_ended_is_charged_within_half_a_minute(settlements, engine_account, clock, tmp_path):
-    asyncio.run(settlements.catch_up())
+def test_a_batch_that_has_ended_is_charged_within_half_a_minute(limits, engine_account, clock, tmp_path):
+    asyncio.run(limits.catch_up())
     clock.now += 121  # what comes soon after a start is looked for each second
-    asyncio.run(settlements.catch_up())
+    asyncio.run(limits.catch_up())
     batch = replace(used(engine_account, "batch_1", 40, 0, clock), usd=1.02)
     for _ in range(2):
         write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
-    asyncio.run(settlements.catch_up())
-    settlements.settle(admit(settlements, POOR, 1), output_tokens=0, usd=0)
+    asyncio.run(limits.catch_up())
+    limits.settle(admit(limits, POOR, 1), Used(output_tokens=0, usd=0))
     clock.now += 31
-    refused(settlements, POOR, 1, "is spent")
+    refused(limits, POOR, 1, "is spent")
 
 
 def test_what_tokens_cost_before_a_restart_is_what_requests_hold(restarted, tmp_path):
@@ -164,28 +158,28 @@ def test_what_tokens_cost_before_a_restart_is_what_requests_hold(restarted, tmp_
     refused(after, POOR, 99, "held by its requests")
 
 
-def test_a_model_has_a_price_soon_after_its_first_answer(settlements, clock, tmp_path):
+def test_a_model_has_a_price_soon_after_its_first_answer(limits, clock, tmp_path):
     clock.now += 200
-    asyncio.run(settlements.catch_up())
-    first = admit(settlements, POOR, 1, "r1")
-    refused(settlements, POOR, 1, "held by its requests")
+    asyncio.run(limits.catch_up())
+    first = admit(limits, POOR, 1, "r1")
+    refused(limits, POOR, 1, "held by its requests")
     append_request(tmp_path / "ledger", a_request("r1"))
-    settlements.settle(first, output_tokens=41, usd=0.022)
+    limits.settle(first, Used(output_tokens=41, usd=0.022))
     clock.now += 1
-    admit(settlements, POOR, 1, "r2")
-    admit(settlements, POOR, 1, "r3")
+    admit(limits, POOR, 1, "r2")
+    admit(limits, POOR, 1, "r3")
 
 
-def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(settlements, engine_account, clock, tmp_path):
-    asyncio.run(settlements.catch_up())
+def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(limits, engine_account, clock, tmp_path):
+    asyncio.run(limits.catch_up())
     one = used(engine_account, "batch_1", 40, 26, clock)  # 0.52 USD
     batch = replace(one, usage=replace(one.usage, session_id="batch_1"))
     write_batch(tmp_path / "ledger", batch)
-    budgets_of(tmp_path / "ledger").settle_batch("batch_1", "alice", batch.usd)
+    totals_of(tmp_path / "ledger").budgets.settle_batch("batch_1", "alice", batch.usd)
     clock.now += 31
-    asyncio.run(settlements.catch_up())
-    assert budgets_of(tmp_path / "ledger").spent_usd("alice") == batch.usd
-    admit(settlements, POOR, 1)
+    asyncio.run(limits.catch_up())
+    assert totals_of(tmp_path / "ledger").budgets.spent_usd("alice") == batch.usd
+    admit(limits, POOR, 1)
 
 
 def test_while_the_ledger_is_read_keys_without_a_budget_are_let_in_and_others_told_to_come_again(
@@ -196,7 +190,10 @@ def test_while_the_ledger_is_read_keys_without_a_budget_are_let_in_and_others_to
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     after = restarted()
     admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
-    for asked in (after.admit(POOR, 1, "m", prompt_tokens=0, request_id="r2"), after.require_budget(POOR)):
+    for asked in (
+        after.admit(POOR, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
+        after.require_budget(POOR),
+    ):
         with pytest.raises(ApiError) as caught:
             asyncio.run(asked)
         assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})

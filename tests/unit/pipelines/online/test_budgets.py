@@ -4,7 +4,7 @@ from threading import Barrier, Thread
 import pytest
 
 from peagle.economics.ledger import append_request
-from pipelines.online.gateway.budgets import Budgets, budgets_of
+from pipelines.online.budgets import Budgets
 from pipelines.online.gateway.keys import new_key
 from pipelines.online.totals import totals_of
 from tests.unit.pipelines.online.ledgers import a_request
@@ -31,8 +31,8 @@ def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
 
 
 def test_who_asks_for_the_same_ledger_gets_the_same(tmp_path):
-    assert budgets_of(tmp_path / "a") is budgets_of(tmp_path / "a")
-    assert budgets_of(tmp_path / "a") is not budgets_of(tmp_path / "b")
+    assert totals_of(tmp_path / "a").budgets is totals_of(tmp_path / "a").budgets
+    assert totals_of(tmp_path / "a").budgets is not totals_of(tmp_path / "b").budgets
 
 
 def test_a_batch_and_a_request_never_both_get_what_is_left():
@@ -55,7 +55,7 @@ def test_a_batch_and_a_request_never_both_get_what_is_left():
 @pytest.fixture
 def read(tmp_path):
     """Append lines to a ledger and read them; the budgets that follow it."""
-    budgets, totals = budgets_of(tmp_path), totals_of(tmp_path)
+    budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):
         for one in requests:

@@ -1,0 +1,185 @@
+"""Budgets of keys: money spent, and money held by batches and requests.
+
+The gate lets requests in and the scheduler begins batches, each in a thread of its own, and both spend what is left of
+the same budget. So each holds here what it may cost from its start to its end, in one step with the look at what is
+left. A key has spent what the ledger says, and what an answer has told that the ledger does not say yet. Each
+request and batch has an id, by which the two are never added. It knows neither HTTP nor files; the price of a request
+is the gate's matter (`limits.py`).
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from peagle.economics.usage import RequestUsage
+
+Refusal = Literal["spent", "held by a batch", "held by requests"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Amount:
+    """Somebody's."""
+
+    account: str
+    usd: float
+    at: float = 0.0
+
+
+class Budgets:
+    """US dollars that are spent, and those that are held, by account of a key.
+
+    Attributes:
+        read_usd: what the ledger says that accounts have spent, on requests and batches.
+        read_batches: ids of the batches in it.
+    """
+
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.RLock()
+        self.read_usd: dict[str, float] = {}
+        self.read_batches: set[str] = set()
+        self._told: dict[str, _Amount] = {}  # by id: settled, and not read in the ledger yet
+        self._told_usd: defaultdict[str, float] = defaultdict(float)  # with what the ledger never said
+        self._requests: defaultdict[str, dict[str, float]] = defaultdict(dict)  # under way: by account, by id
+        self._batches: dict[str, _Amount] = {}
+
+    # --- the ledger
+
+    def restore(self, read_usd: Mapping[str, float], read_batches: Iterable[str]) -> None:
+        """Begin with what was read of the ledger before."""
+        with self._lock:
+            self.read_usd.update(read_usd)
+            self.read_batches.update(read_batches)
+
+    def hear(self, request: RequestUsage) -> None:
+        """The ledger says what a request or a batch has cost: in place of what was told."""
+        account = account_of(request)
+        with self._lock:
+            if told := self._told.pop(request.request_id, None):
+                self._told_usd[told.account] -= told.usd
+            self.read_usd[account] = self.read_usd.get(account, 0.0) + request.usd
+            self._requests[account].pop(request.request_id, None)
+            self._batches.pop(request.request_id, None)
+            if request.is_batch:
+                self.read_batches.add(request.request_id)
+
+    # --- requests
+
+    def refusal(self, account: str, budget_usd: float | None, *, is_free: bool = False) -> Refusal | None:
+        """Why a key may begin nothing now, or nothing that costs anything; None if it may."""
+        with self._lock:
+            refusal = self._refusal(account, budget_usd)
+            return None if is_free and refusal == "held by a batch" else refusal
+
+    def hold_request(
+        self, request_id: str, account: str, budget_usd: float | None, usd: float | None
+    ) -> Refusal | None:
+        """Hold what a request may cost, or say why it cannot begin.
+
+        One that is alone under way gets in with whatever is left. One of which nobody knows what it may cost gets in
+        only so, and holds all of it.
+        """
+        with self._lock:
+            held_usd = usd or 0.0
+            if budget_usd is not None:
+                if refusal := self._refusal(account, budget_usd):
+                    return refusal
+                others = self._requests[account].values()
+                left_usd = budget_usd - self._spent_by(account) - self.held_by_batches(account)
+                if others and (usd is None or sum(others) + usd > left_usd):
+                    return "held by requests"
+                held_usd = left_usd if usd is None else usd
+            self._requests[account][request_id] = held_usd
+            return None
+
+    def settle_request(self, request_id: str, account: str, usd: float) -> None:
+        """A request has ended and cost as much, unless the ledger has said so before."""
+        with self._lock:
+            if self._requests[account].pop(request_id, None) is not None:
+                self._tell(request_id, account, usd)
+
+    def let_go(self, request_id: str, account: str) -> None:
+        """Nothing will be told of a request; should the ledger name it yet, that counts."""
+        with self._lock:
+            self._requests[account].pop(request_id, None)
+
+    def forget(self, before: float) -> None:
+        """Stop waiting for the ledger's records of requests settled before this time.
+
+        They stay spent.
+        """
+        with self._lock:
+            while self._told:
+                request_id, told = next(iter(self._told.items()))
+                if told.at >= before:
+                    return
+                del self._told[request_id]
+
+    # --- batches
+
+    def hold_rest(self, batch_id: str, account: str, left_usd: float) -> float:
+        """Hold the rest of a budget for a batch, and return how much that is.
+
+        Without what requests under way hold.
+
+        Nothing is held where there is nothing.
+        """
+        with self._lock:
+            rest_usd = left_usd - sum(self._requests[account].values())
+            if rest_usd > 0:
+                self._batches[batch_id] = _Amount(account, rest_usd)
+            return max(0.0, rest_usd)
+
+    def settle_batch(self, batch_id: str, account: str, usd: float) -> None:
+        """Settle a batch that has ended at that cost.
+
+        Saying it again, as the ledger does, changes nothing.
+        """
+        with self._lock:
+            self._batches.pop(batch_id, None)
+            if batch_id not in self._told and batch_id not in self.read_batches:
+                self._tell(batch_id, account, usd)
+
+    def is_held_by(self, batch_id: str) -> bool:
+        """Whether a batch has begun and not ended."""
+        return batch_id in self._batches
+
+    def held_by_batches(self, account: str) -> float:
+        """The money that batches under way may still spend."""
+        with self._lock:
+            return sum(one.usd for one in self._batches.values() if one.account == account)
+
+    def spent_usd(self, account: str) -> float:
+        """The money that a key has spent, ended batches included."""
+        with self._lock:
+            return self._spent_by(account)
+
+    # --- with the lock
+
+    def _refusal(self, account: str, budget_usd: float | None) -> Refusal | None:
+        if budget_usd is None:
+            return None
+        left_usd = budget_usd - self._spent_by(account)
+        if left_usd <= 0:
+            return "spent"
+        return "held by a batch" if left_usd <= self.held_by_batches(account) else None
+
+    def _spent_by(self, account: str) -> float:
+        """With what older records say of its name alone."""
+        names = {account, account.partition(" ")[0]}
+        return sum(self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in names)
+
+    def _tell(self, record_id: str, account: str, usd: float) -> None:
+        self._told_usd[account] += usd
+        self._told[record_id] = _Amount(account, usd, self._monotonic())
+
+
+def account_of(request: RequestUsage) -> str:
+    """The account of a request: its key's, or its name in an older record.
+
+    There were no accounts before.
+    """
+    return request.account or request.key
