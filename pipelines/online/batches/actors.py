@@ -1,4 +1,6 @@
-"""Work on batches in Ray actors, on any node: one for each run, one that checks and collects for all batches.
+"""Work on batches in Ray actors, on any node.
+
+Each run has an actor of its own; one is kept that checks and collects for all batches.
 
 An actor belongs to the process that made it. When the ingress dies, Ray ends the actor and the engines that it
 started; the next ingress continues the run.
@@ -55,7 +57,7 @@ class Runner(Protocol):
 
 
 class RayRunner:
-    """A run has an actor of its own; an actor that has checked or collected is kept for the next such task.
+    """Runs in actors of their own, checks and collecting in one that is kept.
 
     A process takes seconds of processor time to start, and an order of one line costs a key nothing.
     """
