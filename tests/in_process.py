@@ -6,6 +6,7 @@ is measured.
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -151,6 +152,7 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
     engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
     account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
+    settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RayRunner", NoRunner)

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.same_engine import cpu_spent, cpu_times
 from tests.faults.endpoint import Endpoint
 from tests.hostile.attacks import WORK, Found, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
@@ -46,10 +48,11 @@ async def _attack(attackers: Executor, tenants: Tenants, names: list[str], secon
 async def _scene(
     endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[Found]]
 ) -> dict[str, Any]:
-    neighbour, began = Neighbour(tenants, endpoint), time.monotonic()
+    neighbour, began, before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
     found = await attack
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     await neighbour.stop()
+    spent = cpu_spent(before, cpu_times(os.getpid()))
     outcomes = neighbour.tally.outcomes()
     latencies = [one.latency_s for one in neighbour.tally.asked if one.outcome == "answered"]
     row: dict[str, Any] = {
@@ -61,6 +64,7 @@ async def _scene(
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "peak_mib": neighbour.peak_mib,
         "grown_mib": neighbour.grown_mib,
+        "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
         "statuses": _sum(found),
         "problems": [problem for one in found for problem in one.problems],
     }

@@ -32,7 +32,7 @@ from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
-from pipelines.online.gateway.outgoing import Load, Outgoing
+from pipelines.online.gateway.outgoing import Load, Outgoing, Pace
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
 from pipelines.online.totals import totals_of
@@ -52,6 +52,7 @@ class GateSettings:
         requires_key: without, only this machine is let in.
         ledger: says what keys have spent before this process started.
         prompts: folder in which requests are written down; None where they are not.
+        refusals_per_s: of one key, after the first ones; others are answered later.
         shares_prefix_cache: a key's requests may find in an engine's cache what another key's have left there.
         cache_secret: of this endpoint; a new one, as of an endpoint that is deployed anew, only empties caches.
     """
@@ -68,6 +69,7 @@ class GateSettings:
     max_output_tokens: int | None = None
     prompts: Path | None = None
     shares_prefix_cache: bool = False
+    refusals_per_s: float = 5.0
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:
@@ -123,7 +125,7 @@ class Gate:
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
-        self._heavy = HeavyWork()
+        self._heavy, self._pace = HeavyWork(), Pace(settings.refusals_per_s)
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,14 +137,17 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
-        answer = Outgoing(send, {REQUEST_ID_HEADER: request_id})
+        answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._pace)
         try:
             await self._serve(scope, receive, answer, request_id)
+            return
         except Exception as error:
             refusal = from_exception(error)
             if refusal.status >= 500:
                 _log.error("request %s failed", request_id, exc_info=error)
-            await answer.fail(refusal)
+        # While it is held back its traceback would keep the request's body in memory.
+        refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
+        await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
         found = self._route(scope)
@@ -150,6 +155,7 @@ class Gate:
             await self._app(with_pass(scope, found), receive, answer.send)
             return
         key = self._authenticate(scope)
+        answer.know(key.account if self._settings.requires_key else None)
         self._limits.count(key, is_poll=isinstance(found, Route) and found.rule is Rule.POLL)
         if isinstance(found, ApiError):
             raise found

@@ -1,13 +1,16 @@
 """Answers on their way to clients, and the requests under way by model.
 
 Headers are added. The application says by `note` what a request used: of a whole answer before it starts the response,
-of a stream before it ends. Nothing here holds or parses an answer. It knows ASGI alone.
+of a stream before it ends. Refusals of one key are held back when they are many. Nothing here parses an answer. It
+knows ASGI alone.
 
 Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
 """
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +24,45 @@ from pipelines.online.wire import OURS, Tally, encoded, error_event, error_respo
 
 _NOTHING = Used()  # as of a request that was refused
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
+_REFUSALS_IN_A_ROW = 20
+_LONGEST_HOLD_S = 2.0
+_MOST_HELD = 64  # of one key, whose further refusals are answered at once
+
+
+class Pace:
+    """Holds back the refusals that one key gets in a row, each for two seconds at most.
+
+    A refusal takes the endpoint as long as a short request does, and a client that is refused can ask again at once.
+    One that waits for its answer slows down; the key's own limits count its requests all the same.
+
+    Args:
+        per_s: refusals a second of one key, after the first twenty.
+    """
+
+    def __init__(
+        self,
+        per_s: float,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._interval_s = 1 / per_s
+        self._monotonic, self._sleep = monotonic, sleep
+        self._due_at: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+
+    async def hold(self, account: str) -> None:
+        """Wait until the next refusal of this account is due."""
+        now = self._monotonic()
+        due_at = max(self._due_at.get(account, 0.0), now - _REFUSALS_IN_A_ROW * self._interval_s)
+        self._due_at[account] = min(due_at + self._interval_s, now + _LONGEST_HOLD_S)
+        if due_at <= now or self._held[account] >= _MOST_HELD:
+            return
+        self._held[account] += 1
+        try:
+            await self._sleep(due_at - now)
+        finally:
+            self._held[account] -= 1
 
 
 class Outgoing:
@@ -30,14 +72,20 @@ class Outgoing:
         used: by the request; None where nobody waited for its end, or it has not said so yet.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], pace: Pace) -> None:
         self._send = send
+        self._pace = pace
+        self._account: str | None = ""  # of strangers, until somebody is known
         self._headers = dict(headers)
         self._upload: Upload | None = None
         self._start: Message | None = None
         self._is_stream = False
         self.is_started = False
         self.used: Used | None = _NOTHING
+
+    def know(self, account: str | None) -> None:
+        """Whose refusals this one counts among; None where nobody is kept waiting."""
+        self._account = account
 
     def expect(self, model: ServedModel) -> None:
         """An engine of this model will answer."""
@@ -97,6 +145,8 @@ class Outgoing:
         assert self._start is not None, "the application starts its response before its body"
         if self._upload is not None and not self._upload.is_whole:
             self._headers["connection"] = "close"
+        if self._account is not None and 400 <= self._start["status"] < 500:
+            await self._pace.hold(self._account)
         self.is_started = True
         headers = [*self._start.get("headers", []), *encoded(self._headers)]
         await self._send({**self._start, "headers": headers})

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import stat
 import time
 import tracemalloc
@@ -104,6 +105,7 @@ def settings(tmp_path):
         "key_file": tmp_path / "keys.json",
         "max_body_bytes": 2000,
         "body_timeout_s": 0.2,
+        "refusals_per_s": math.inf,
     }  # fmt: skip
 
 
@@ -917,3 +919,13 @@ def test_a_large_body_is_told_as_it_is_read(settings, keys):
 
     asyncio.run(scene())
     assert told == [(number + 1) << 20 for number in range(pieces)]
+
+
+@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("nobody asks for keys", False)])
+def test_refusals_in_a_row_are_held_back_where_there_are_keys(ask, keys, refused, is_held):
+    requires_key = refused in ("alice", None)
+    requests = [get("/v1/nothing", keys.get(refused))] * 25
+    started = time.monotonic()
+    answers = ask(*requests, requires_key=requires_key, refusals_per_s=8)
+    assert {answer.status_code for answer in answers} == {404 if refused else 401}
+    assert (time.monotonic() - started >= 0.3) == is_held

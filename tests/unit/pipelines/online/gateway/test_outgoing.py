@@ -1,6 +1,8 @@
+import asyncio
+
 import pytest
 
-from pipelines.online.gateway.outgoing import Load, describe_load
+from pipelines.online.gateway.outgoing import Load, Pace, describe_load
 from pipelines.online.ingress import count_states
 
 CARD = {"max_requests_per_replica": 9, "max_replicas": 4}
@@ -33,3 +35,61 @@ def test_serves_states_become_three():
     states = {ReplicaState.RUNNING: 2, ReplicaState.STARTING: 1, ReplicaState.RECOVERING: 1, ReplicaState.STOPPING: 3}
     assert list(count_states(states).values()) == [2, 2, 3]
     assert list(count_states({}).values()) == [0, 0, 0]
+
+
+class Clock:
+    """Time that passes only while somebody sleeps alone, and how long each has slept."""
+
+    def __init__(self, *, passes=True):
+        self.now, self.slept, self._passes = 100.0, [], passes
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
+        if not self._passes:
+            await asyncio.Event().wait()
+        self.now += seconds
+
+    def pace(self, per_s=4):
+        return Pace(per_s, monotonic=lambda: self.now, sleep=self.sleep)
+
+
+def refuse(pace, account, times):
+    async def one_after_the_other():
+        for _ in range(times):
+            await pace.hold(account)
+
+    asyncio.run(one_after_the_other())
+
+
+def test_refusals_in_a_row_come_at_their_pace_and_those_of_others_at_once():
+    clock = Clock()
+    pace = clock.pace()
+    refuse(pace, "alice", 21)
+    refuse(pace, "bob", 5)
+    assert clock.slept == []
+    refuse(pace, "alice", 10)
+    assert clock.slept == pytest.approx([0.25] * 10)
+    clock.slept.clear()
+    clock.now += 5.25
+    refuse(pace, "alice", 21)
+    assert clock.slept == []
+
+
+def test_no_refusal_is_held_long_and_few_of_one_key_are_held_at_once():
+    clock = Clock(passes=False)
+    pace = clock.pace()
+
+    async def many():
+        tasks = [asyncio.create_task(pace.hold("alice")) for _ in range(500)]
+        await asyncio.wait(tasks, timeout=0.2)
+        held = [task for task in tasks if not task.done()]
+        for task in held:
+            task.cancel()
+        await asyncio.wait(held)
+        return len(held)
+
+    assert asyncio.run(many()) == 64
+    assert max(clock.slept) == pytest.approx(2.0)
+    clock.now += 60
+    refuse(pace, "alice", 21)  # those that were cancelled are not held any more
+    assert len(clock.slept) == 64
