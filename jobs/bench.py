@@ -7,6 +7,7 @@ from jobs import flags
 from jobs.throttle import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_options import PRICE_KEYS
+from peagle.engine.spec import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 
 HELP = """\
@@ -32,10 +33,7 @@ _GROUPS = {
     "data and results": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": [
-        "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
-        "gpu_memory_utilization", "max_num_batched_tokens", "max_cudagraph_capture_size",
-    ],
+    "engine": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
     "price": list(PRICE_KEYS),
 }  # fmt: skip
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from jobs import flags
 from jobs.throttle import listener, say
-from peagle.bench.acceptance_config import EvaluateConfig
+from peagle.bench.config import EvaluateConfig
+from peagle.engine.spec import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 
 HELP = """\
@@ -25,11 +26,8 @@ _GROUPS = {
     "data and results": ["dataset", "category_column", "limit", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": [
-        "concurrency", "max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
-        "gpu_memory_utilization",
-    ],
-}  # fmt: skip
+    "engine": ["concurrency", *TARGET_SIZES],
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Evaluate, and print the table."""
     config = flags.load(EvaluateConfig, args)
     from peagle.bench.acceptance import evaluate
-    from peagle.bench.acceptance_report import text_report
+    from peagle.bench.acceptance_tables import text_report
 
     report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")

@@ -38,7 +38,7 @@ def add_flags(
 ) -> None:
     """Add a flag for each field of `model`, and `--config`.
 
-    The flags are under the headings of `groups`.
+    The flags are under the headings of `groups`, in the order of their names there.
 
     Args:
         short: one-letter names.
@@ -48,9 +48,10 @@ def add_flags(
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
     headings = {name: sections[heading] for heading, names in groups.items() for name in names}
-    for name, field in model.model_fields.items():
+    for name in dict.fromkeys([*headings, *model.model_fields]):
         if name in yaml_only:
             continue
+        field = model.model_fields[name]
         text = argparse.SUPPRESS if name in hidden else _help(field)
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]

@@ -9,6 +9,7 @@ from typing import Any
 from jobs import flags
 from jobs.throttle import listener, say
 from peagle.economics.price_options import PRICE_KEYS
+from peagle.engine.spec import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
 
@@ -35,7 +36,7 @@ _GROUPS = {
     "data and results": ["dataset", "limit", "waves", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": ["max_model_len", "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization"],
+    "engine": list(TARGET_SIZES),
     "price": list(PRICE_KEYS),
 }  # fmt: skip
 

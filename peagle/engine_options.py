@@ -9,16 +9,16 @@ many engines there are or where they are placed.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, resolve_model
 from peagle.engine.arguments import check_slots
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision, resolve_precision
-from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.spec import TARGET_SIZES, DrafterSpec, EngineSpec, TargetKeys
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
@@ -28,17 +28,7 @@ from peagle.provenance import versions
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision")
-SIZE_KEYS = (
-    "max_num_seqs",
-    "max_model_len",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "enforce_eager",
-    "kv_cache_gib",
-    "gpu_memory_utilization",
-    "max_num_batched_tokens",
-)
-
+SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
 # Rows, usage and reports must never name a model that did not answer.
 FAKE_MODEL = ResolvedModel(
@@ -46,15 +36,12 @@ FAKE_MODEL = ResolvedModel(
 )
 
 
-class EngineKeys(BaseModel):
+class EngineKeys(TargetKeys):
     """The keys of an engine, among those of commands that run engines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     profile: Path | None = Field(
         None, description="YAML of `peagle tune`: engine keys where flags, environment and --config say nothing"
     )
-    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
     drafter: str = Field(
         "auto",
         description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
@@ -65,20 +52,10 @@ class EngineKeys(BaseModel):
         le=64,
         description="draft tokens a step (K); default: the catalog's figure for this concurrency",
     )
-    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = Field(
-        "auto", description="weights and KV cache of the target"
-    )
     max_num_seqs: int | None = Field(
         None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
     )
-    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
     pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
-    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
-    kv_cache_gib: float | None = Field(
-        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
-    )
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token slots of one step; default: from K and max_num_seqs"
     )

@@ -34,10 +34,10 @@ from peagle import hardware
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import read_from, reported
 from peagle.bench.folder import MeasurementFolder
-from peagle.bench.plan import Plan, Setup, make_plan
+from peagle.bench.plan import Plan, make_plan
 from peagle.bench.prompts import Dataset, build_dataset, read_dataset
 from peagle.bench.report import labels
-from peagle.bench.run import setup_name
+from peagle.bench.setups import Setup
 from peagle.catalog.folders import read_config
 from peagle.catalog.targets import hub_config, resolve_model
 from peagle.charts import Axes, line_chart, standalone
@@ -90,7 +90,7 @@ def profile(config: BenchConfig) -> int:
     assert plan.spec.max_model_len is not None, "make_plan() sets it"
     dataset = build_dataset(config, rows, load_tokenizer(model.path, model.revision), plan.spec.max_model_len)
     root = config.output or Path("runs/steps")
-    folder = MeasurementFolder(root, name="steps", schema=1, fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
+    folder = MeasurementFolder(root, name="steps", fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
     run = _Run(plan, dataset, folder)
     with interrupted_by_signal():
         reported(run, folder.root, listener(), parts="engines")
@@ -104,7 +104,7 @@ class _Run:
 
     def __init__(self, plan: Plan, dataset: Dataset, folder: MeasurementFolder) -> None:
         self._plan, self._dataset, self._folder = plan, dataset, folder
-        found = {setup: folder.find(setup_name(setup), dict) for setup in plan.setups}
+        found = {setup: folder.find(setup.name, dict) for setup in plan.setups}
         self.done = {setup: engine for setup, engine in found.items() if engine is not None}
         self.failed: dict[str, str] = {}
 
@@ -117,12 +117,12 @@ class _Run:
                 return
             say(f"{setup.label}: starting the engine")
             try:
-                found = profile_engine(self._plan, setup, self._dataset, self._folder.log(setup_name(setup)))
+                found = profile_engine(self._plan, setup, self._dataset, self._folder.log(setup.name))
             except EngineError as error:
                 say(f"  {setup.label} is left out: {error.message}")
                 self.failed[setup.label] = error.message
             else:
-                self._folder.keep(setup_name(setup), found)
+                self._folder.keep(setup.name, found)
                 self.done[setup] = found
                 longest_s = max(longest_s, time.monotonic() - started_s)
 
@@ -157,10 +157,9 @@ def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dic
     Raises:
         EngineError: it did not start, or failed in between; the log has the whole of it.
     """
-    spec = plan.engine_spec(setup)
-    os.environ |= environment(spec, plan.hardware)
+    os.environ |= environment(setup.spec, plan.hardware)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    arguments = engine_args(spec, plan.hardware, request_metrics=False)
+    arguments = engine_args(setup.spec, plan.hardware, request_metrics=False)
     with QuietStderr() as quiet:
         quiet.move_to(log)
         began_at = log.stat().st_size

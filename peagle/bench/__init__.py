@@ -2,7 +2,7 @@
 
 They measure one target on this hardware, and write the published table.
 
-Read in this order: `config` (what can be asked), `plan` and `setups` (which engines), `schedule` (in which order),
-`record` (one pass), `summary` (the passes of a cell together), `caveats`, `tables` and `plots`. It needs vLLM and no
-Ray.
+Read in this order: `config` (what can be asked), `setups` and `plan` (which engines, in which order), `loop` (engines
+one after another), `record` (one pass), `run` (a benchmark), `report` and `tables`. `acceptance` is `peagle evaluate`,
+a preset of it. It needs vLLM and no Ray.
 """

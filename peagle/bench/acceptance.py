@@ -1,78 +1,38 @@
-"""An evaluation of drafters, from its configuration to its report.
+"""An evaluation of drafters: a preset of the benchmark.
 
-One engine runs after another; each finished cell is kept at once.
+Each drafter and K is an engine, all prompts go through it once, at one concurrency. The plan names drafters instead of
+methods, a pass without a draft is an error, and the report breaks acceptance down by category.
 
-    config -> plan and prompts -> (engine, all prompts) for each cell -> report
-
-It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+    evaluation.json        what is evaluated, on what (written once), the fingerprint that every cell shares
+    cells/*.json           a finished drafter and K each, named by its head's fingerprint
+    report.json  report.md  acceptance-length.svg  acceptance-by-position.svg      of the last command
+    logs/                  what the engines print
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peagle import hardware
-from peagle.bench.acceptance_cells import (
-    Cell,
-    CellResult,
-    EvaluationFolder,
-    by_category,
-    default_output,
-    merged_speculation,
-)
-from peagle.bench.acceptance_config import EvaluateConfig
-from peagle.bench.acceptance_plan import Plan, make_plan
-from peagle.bench.acceptance_report import length_plot, make_report, markdown_report, position_plot
-from peagle.bench.closed_loop import run_loop
-from peagle.bench.engine import Listener, Start, reported, with_engine
-from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
-from peagle.bench.target import announce
-from peagle.catalog.targets import resolve_model
-from peagle.engine.interface import Engine
+from peagle.bench.acceptance_tables import length_plot, markdown_report, position_plot
+from peagle.bench.config import EvaluateConfig, as_benchmark
+from peagle.bench.engine import Listener, Start
+from peagle.bench.folder import SCHEMA
+from peagle.bench.loop import TokenizerOf
+from peagle.bench.plan import Pass, Plan
+from peagle.bench.prompts import Dataset
+from peagle.bench.record import PassRecord, acceptance
+from peagle.bench.run import Bench
+from peagle.bench.setups import Setup, make_setup, require_capacity, target_spec
+from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
+from peagle.catalog.targets import ResolvedModel
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
-from peagle.errors import EngineError
-from peagle.files import write_atomic, write_json
-from peagle.requests.prompts import Tokenizer
+from peagle.errors import ConfigError, DrafterError, EngineError
+from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
 
-
-async def measure(
-    cell: Cell,
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: Mapping[str, Any],
-    concurrency: int,
-    start_s: float,
-    progress: Callable[[int, int], None],
-) -> CellResult:
-    """Run all prompts through a fresh engine.
-
-    Args:
-        start_s: what the engine took to start.
-        progress: told how many responses are there, of how many.
-
-    Raises:
-        EngineError: the engine died, or drafted nothing.
-    """
-    loop = await run_loop(engine, prompts, sampling=sampling, concurrency=concurrency, progress=progress)
-    responses = loop.responses
-    return CellResult(
-        drafter=cell.label,
-        method=cell.spec.method,
-        fingerprint=cell.fingerprint,
-        k=cell.k,
-        start_s=start_s,
-        wall_s=loop.wall_s,
-        num_responses=len(responses),
-        num_refused=len(loop.answers) - len(responses),
-        num_output_tokens=sum(generation.num_output_tokens for generation in responses),
-        speculation=merged_speculation(responses, loop.drafted),
-        by_category=by_category(loop.generations, [prompt.category for prompt in prompts]),
-        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        self_check=None if engine.self_check is None else engine.self_check.to_dict(),
-    )
+_NOT_BY_CATEGORY = "This vLLM counts drafts by engine, not by request: the categories cannot be told apart."
 
 
 def evaluate(
@@ -80,7 +40,7 @@ def evaluate(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
+    tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     """Measure every missing cell; return the report and its folder.
 
@@ -92,91 +52,188 @@ def evaluate(
         ConfigError: bad usage; no engine was started.
         EngineError: no cell at all could be measured. One that fails beside others is named in the report.
     """
-    rows = read_dataset(config)
-    here = hardware.detect()
-    model = resolve_model(config.model, announce=listener.say)
-    plan = make_plan(config, here, model)
-    assert plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(
-        config,
-        rows,
-        tokenizer_of(model.path, model.revision),
-        plan.spec.max_model_len,
-        category_column=config.category_column,
-    )
-    fingerprint = plan.fingerprint(dataset)
-    folder = EvaluationFolder(config.output or default_output(fingerprint), fingerprint)
-    announce(listener.say, dataset, model, plan.precision, here, plan.notes)
-    run = _Run(plan, dataset, folder, listener, start)
-    return reported(run, folder.root, listener, parts="cells"), folder.root
+    return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
 
-class _Run:
-    """The cells of one command: those that are done, and engines for the others."""
+class Evaluation(Bench):
+    """The cells of an evaluation: a pass for each drafter and K."""
 
-    def __init__(
-        self, plan: Plan, dataset: Dataset, folder: EvaluationFolder, listener: Listener, start: Start
-    ) -> None:
-        self._plan, self._dataset, self._folder = plan, dataset, folder
-        self._listener, self._start = listener, start
-        found = {cell: folder.find(cell) for cell in plan.cells}
-        self.done = {cell: result for cell, result in found.items() if result is not None}
-        self._failed: dict[str, str] = {}
+    name = "evaluation"
+    parent = Path("runs/evaluate")
+    parts = "cells"
 
-    def measure(self) -> None:
-        """Every cell that is not done; one whose engine fails is left out.
+    @staticmethod
+    def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+        """Decide everything of an evaluation but the prompts.
 
         Raises:
-            EngineError: it failed, and so did all others, and nothing was measured by earlier commands.
+            ConfigError: of the kind that fits (drafter, precision, context).
+            CapacityError: the hardware cannot hold an engine.
         """
-        for number, cell in enumerate(self._plan.cells, start=1):
-            name = f"{cell.label} K={cell.k}"
-            head = f"[{number}/{len(self._plan.cells)}] {name}"
-            if cell in self.done:
-                self._listener.say(f"{head}: measured {self.done[cell].measured_at}")
-                continue
-            self._listener.say(f"{head}: starting the engine")
-            try:
-                self._listener.say(f"{head}: {self._measure(cell)}")
-            except EngineError as error:
-                self._listener.say(f"  {name} is left out: {error.message}")
-                self._failed[name] = error.message
-                if len(self._failed) == len(self._plan.cells):
-                    raise
+        drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
+        labelled = list(zip(_labels(drafters), drafters, strict=True))
+        spec = target_spec(config, model, max_num_seqs=config.concurrency)
+        setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config)]
+        precision = spec_precision(spec, hardware)
+        require_capacity(setups, hardware)
+        return Plan(
+            config=as_benchmark(config, concurrency=[config.concurrency], repeats=1, rounds=1),
+            hardware=hardware,
+            model=model,
+            spec=spec,
+            precision=precision,
+            setups=setups,
+            price=None,
+            notes=[f"{drafter.name}: {drafter.note}" for drafter in drafters],
+            own={"precision": precision.describe(), "concurrency": config.concurrency},
+            category_column=config.category_column,
+        )
 
-    def write_report(self) -> dict[str, Any]:
-        """The report of all cells so far, by this command and earlier ones.
+    def num_warm_up(self, one: Pass) -> int:
+        """One prompt."""
+        return 1
 
-        It is written to the folder too.
+    @classmethod
+    def require(cls, plan: Plan, dataset: Dataset) -> None:
+        """Take any number of prompts.
+
+        Acceptance does not depend on how many are asked at once.
         """
-        results = [self.done[cell] for cell in self._plan.cells if cell in self.done]
-        report = make_report(self._plan, self._dataset, results, self._failed)
-        _write(self._folder.root, report)
-        return report
 
-    def _measure(self, cell: Cell) -> str:
-        """Measure a cell and keep it; what came of it, for people."""
-        plan = self._plan
+    def caveats(self) -> list[str]:
+        """None: those of a benchmark are about speeds that are compared."""
+        return []
 
-        async def use(engine: Engine, start_s: float) -> CellResult:
-            return await measure(
-                cell,
-                engine,
-                self._dataset.prompts,
-                sampling=plan.config.sampling(),
-                concurrency=plan.config.concurrency,
-                start_s=start_s,
-                progress=self._listener.progress,
+    def accept(self, one: Pass, record: PassRecord) -> None:
+        """Take a finished cell, unless nothing was drafted in it."""
+        if not record.speculation.num_drafts:
+            raise EngineError(
+                "the engine drafted nothing, so there is nothing to measure",
+                hint="responses of a single token have no draft: raise --max-tokens",
             )
+        super().accept(one, record)
 
-        result = with_engine(plan.engine_spec(cell), plan.hardware, self._start, self._folder.log(cell), use)
-        self._folder.keep(cell, result)
-        self.done[cell] = result
-        return f"acceptance length {result.acceptance_length:.2f}, {result.output_tokens_per_s:.1f} output tokens/s"
+    def figures(self, one: Pass, record: PassRecord) -> str:
+        """The measured figures in a few words."""
+        length = f"acceptance length {record.speculation.acceptance_length:.2f}"
+        return f"{one.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
+
+    def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
+        """All that was measured and what it was measured on, as JSON-ready data."""
+        fingerprint = self.plan.fingerprint(self.dataset)
+        categories = {prompt.category for prompt in self.dataset.prompts} - {None}
+        is_split = all(record.by_category for record in done.values())
+        num_left = len(self.plan.passes) - len(done) - len(failed)
+        return {
+            "schema": SCHEMA,
+            "model": self.plan.model.name,
+            "hardware": fingerprint["hardware"],
+            "versions": fingerprint["versions"],
+            "precision": fingerprint["precision"],
+            "compiled": not self.plan.spec.enforce_eager,
+            "concurrency": fingerprint["concurrency"],
+            "sampling": fingerprint["sampling"],
+            "dataset": {
+                "name": self.dataset.name,
+                "num_prompts": len(self.dataset.prompts),
+                "rejected": self.dataset.rejected,
+            },
+            "fingerprint": fingerprint,
+            "cells": [make_cell(one.setup, record) for one, record in done.items()],
+            "failed": dict(failed),
+            "notes": [
+                *([_NOT_BY_CATEGORY] if categories and not is_split else []),
+                *(f"Not measured: {name}, whose engine failed: {message}" for name, message in failed.items()),
+                *([f"Not finished: {num_left} cells are left."] if num_left else []),
+            ],
+        }
+
+    def pages(self, report: dict[str, Any]) -> dict[str, str]:
+        """The files that are made of a report, by name."""
+        return {
+            "report.md": markdown_report(report),
+            "acceptance-length.svg": length_plot(report),
+            "acceptance-by-position.svg": position_plot(report),
+        }
 
 
-def _write(root: Path, report: dict[str, Any]) -> None:
-    write_json(root / "report.json", report)
-    write_atomic(root / "report.md", markdown_report(report).encode())
-    write_atomic(root / "acceptance-length.svg", length_plot(report).encode())
-    write_atomic(root / "acceptance-by-position.svg", position_plot(report).encode())
+def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
+    """The figures of a drafter at one K, as JSON-ready data."""
+    stats = record.speculation
+    return {
+        "drafter": setup.head,
+        "method": setup.method,
+        "fingerprint": setup.fingerprint,
+        "k": setup.k,
+        "start_s": record.start_s,
+        "wall_s": record.wall_s,
+        "num_responses": len(record.requests),
+        "num_refused": record.num_refused,
+        "num_output_tokens": record.num_output_tokens,
+        "measured_at": record.measured_at,
+        "self_check": record.self_check,
+        "drafted_tokens_per_s": stats.num_draft_tokens / record.wall_s,
+        "accepted_tokens_per_s": stats.num_accepted_tokens / record.wall_s,
+        "output_tokens_per_s": record.output_tokens_per_s,
+        **acceptance([stats]),
+        "by_category": {
+            name: {
+                "num_responses": found.num_responses,
+                "num_output_tokens": found.num_output_tokens,
+                **acceptance([found.speculation]),
+            }
+            for name, found in record.by_category.items()
+        },
+    }
+
+
+def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> ResolvedDrafter:
+    largest = max(config.num_speculative_tokens) if config.num_speculative_tokens else None
+    drafter = resolve_drafter(
+        name, model, config.concurrency, num_speculative_tokens=largest, platform=hardware.platform
+    )
+    if drafter.spec is None:
+        raise DrafterError(
+            f"drafter {name} is none here, and without drafts nothing can be accepted: {drafter.note}",
+            hint="name one: peagle, eagle3, a folder or a hub id",
+        )
+    return drafter
+
+
+def _setups(label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig) -> list[Setup]:
+    assert drafter.spec is not None, "_drafter() refuses none"
+    assert drafter.fingerprint is not None, "a head has one"
+    return [
+        make_setup(
+            spec,
+            replace(drafter.spec, num_speculative_tokens=k),
+            label=f"{label} K={k}",
+            head=label,
+            fingerprint=drafter.fingerprint,
+        )
+        for k in config.num_speculative_tokens or [drafter.spec.num_speculative_tokens]
+    ]
+
+
+def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
+    """The drafters' names.
+
+    Equal names (`a/head`, `b/head`) get as much of their paths as tells them apart.
+
+    Raises:
+        ConfigError: two of them are the same head.
+    """
+    fingerprints = [drafter.fingerprint for drafter in drafters]
+    paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
+    for i, drafter in enumerate(drafters):
+        if drafter.fingerprint in fingerprints[:i]:
+            raise ConfigError(
+                f"drafter {drafter.name} is given twice, perhaps under two names", hint="give each head once"
+            )
+    names = [drafter.name or "" for drafter in drafters]
+    depth = 1
+    while len(set(names)) < len(names) and depth < max(map(len, paths)):
+        depth += 1
+        own = [drafter.name for drafter in drafters]
+        names = ["/".join(p[-depth:]) if own.count(n) > 1 else str(n) for p, n in zip(paths, own, strict=True)]
+    return names

@@ -62,7 +62,7 @@ async def run_loop(
     sampling: Mapping[str, Any],
     concurrency: int,
     progress: Callable[[int, int], None],
-    num_warm_up: int = 1,
+    num_warm_up: int,
 ) -> Loop:
     """Ask every prompt.
 

@@ -1,141 +1,41 @@
-"""The keys of a benchmark, the same in YAML and on the command line.
+"""The keys of measuring commands, the same in YAML and on the command line.
 
-Acceptance by lot is read here too, from lengths to vLLM's rates by position.
-
-Synthetic acceptance, as a user writes it:
-
-    3.2                a length, for every method and K
-    0.8,0.6,0.4        rates by position; a smaller K takes the first of them
-    4:4.3,10:6.66      lengths by K, as they are published; any other K lies on the straight line between its neighbours
-    peagle=...         for one method
-    peagle:7=...       for one method at one K
-
-The most particular entry wins.
-
-Lengths by K become rates by position: acceptance of a position is that of all before it and its own, whatever K is, so
-the length at K is 1 and the first K rates. Two published lengths give the mean of the rates between them. A length
-rises ever more slowly with K, so a straight line is on the low side, never on the high one.
+All of them have `MeasurementKeys`: target, data, sampling, engine. A command's own class adds what it varies (drafters,
+K, concurrency). A description is the help text of its flag; an unknown key is an error.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from peagle.bench.options import MeasurementKeys, whole_numbers
+from peagle.bench.synthetic import parse_synthetic
 from peagle.economics.price_options import PriceKeys
-from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
-from peagle.errors import ConfigError
-from peagle.profiles import measurements
+from peagle.engine.spec import DRAFT_METHODS, TargetKeys
+from peagle.humaneval import HUMANEVAL
+from peagle.profiles.measurements import METHODS, NONE
+from peagle.requests.prompts import PromptKeys
+from peagle.storage import on_disk
 
-Key = tuple[str | None, int | None]  # method, K; None is any
-Numbers = float | tuple[float, ...]  # a length, or rates by position
-
-
-def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
-    """Parse synthetic acceptance: values by method and K.
-
-    A single number is a length, from 1 up.
-
-    Raises:
-        ValueError: an entry is of none of the forms, or says the same as another.
-    """
-    found: dict[Key, Numbers] = {}
-    for entry in entries:
-        where, _, numbers = entry.rpartition("=")
-        key = _key(where, entry)
-        if key in found:
-            raise ValueError(f"synthetic_acceptance says {where or 'any method'} twice")
-        found[key] = _numbers(numbers, entry)
-    return found
-
-
-def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, ...] | None:
-    """Rates by position for a method at a K; None where nothing was written for it.
-
-    Raises:
-        ConfigError: they do not reach K, or K cannot yield that length.
-    """
-    keys: tuple[Key, ...] = ((method, k), (method, None), (None, None))
-    numbers = next((entries[key] for key in keys if key in entries), None)
-    if numbers is None:
-        return None
-    if isinstance(numbers, float):
-        if numbers > k + 1:
-            raise ConfigError(
-                f"an acceptance length of {numbers:g} is more than {method} can reach at K={k}: {k + 1}",
-                hint=f"give one for that K: --synthetic-acceptance {method}:{k}=LENGTH",
-            )
-        return rates_of_length(numbers, k)
-    if len(numbers) < k:
-        raise ConfigError(f"acceptance is given for {len(numbers)} positions, and K is {k}", hint="give one for each")
-    return numbers[:k]
-
-
-def rates_of_length(length: float, k: int) -> tuple[float, ...]:
-    """Rates by position that add up to a length.
-
-    As vLLM lays them out: full ones first, then the remainder.
-
-    >>> rates_of_length(3.25, 4)
-    (1.0, 1.0, 0.25, 0.0)
-    """
-    return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(k))
-
-
-def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
-    """Rates by position, as far as the largest K, from lengths by K.
-
-    Raises:
-        ValueError: a K adds less than nothing or more than its tokens, or more a token than the one before it.
-
-    >>> rates_of_lengths({2: 2.5, 4: 3.0})
-    (0.75, 0.75, 0.25, 0.25)
-    """
-    rates: list[float] = []
-    for (k, length), (next_k, next_length) in pairwise([(0, 1.0), *sorted(lengths.items())]):
-        rate = round((next_length - length) / (next_k - k), 6)
-        if not 0 <= rate <= (rates[-1] if rates else 1.0):
-            raise ValueError(f"a length of {next_length:g} at K={next_k} after {length:g} at K={k} cannot be")
-        rates += [rate] * (next_k - k)
-    return tuple(rates)
-
-
-def _key(where: str, entry: str) -> Key:
-    if not where:
-        return None, None
-    method, _, k = where.partition(":")
-    if method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in where and not k.isdecimal()):
-        raise ValueError(f"{entry!r} is not NUMBERS, METHOD=NUMBERS or METHOD:K=NUMBERS")
-    return method, int(k) if k else None
-
-
-def _numbers(words: str, entry: str) -> Numbers:
-    try:
-        if ":" in words:
-            pairs = [word.partition(":") for word in words.split(",")]
-            lengths = {int(k): float(length) for k, _, length in pairs}
-            if min(lengths) < 1 or len(lengths) < len(pairs):
-                raise ValueError("the same K twice, or one below 1, cannot be")
-            return rates_of_lengths(lengths)
-        numbers = tuple(float(word) for word in words.split(","))
-    except ValueError as error:
-        reason = str(error) if "cannot be" in str(error) else "it holds something that is no number"
-        raise ValueError(f"synthetic_acceptance {entry!r}: {reason}") from None
-    if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
-        return numbers[0]
-    are_rates = all(0 <= rate <= 1 for rate in numbers) and list(numbers) == sorted(numbers, reverse=True)
-    if not are_rates:
-        raise ValueError(f"{entry!r} is neither a length from 1 up nor rates from 1 to 0 that never rise")
-    return numbers
-
-
-NONE = measurements.NONE
-METHODS = measurements.METHODS
 MAX_K = 32
 MAX_CONCURRENCY = 4096
+
+
+class MeasurementKeys(PromptKeys, TargetKeys):
+    """The keys of any measurement."""
+
+    dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts as generate reads it")
+    limit: int | None = Field(None, ge=1, description="take only the first rows")
+    output: Path | None = Field(None, description="folder of results; a measurement there goes on")
+
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
+    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+
+    _on_disk = field_validator("output", mode="before")(on_disk)
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters, by the names that engines know."""
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
 
 class DraftingKeys(BaseModel):
@@ -157,8 +57,14 @@ class DraftingKeys(BaseModel):
 
     @field_validator("drafter")
     @classmethod
-    def _heads_of_methods(cls, value: list[str]) -> list[str]:
-        return heads_of_methods(value)
+    def _heads_of_methods(cls, entries: list[str]) -> list[str]:
+        for one in entries:
+            method, _, head = one.partition("=")
+            if method not in DRAFT_METHODS or not head:
+                raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
+        if len({one.partition("=")[0] for one in entries}) < len(entries):
+            raise ValueError("a method has one head")
+        return entries
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
@@ -178,10 +84,7 @@ class DraftingKeys(BaseModel):
 
 
 class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
-    """One benchmark.
-
-    A description is the help text of its flag; an unknown key is an error.
-    """
+    """One benchmark."""
 
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
@@ -271,16 +174,66 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
 
 
-def heads_of_methods(entries: list[str]) -> list[str]:
-    """The same, if each is METHOD=HEAD and no method is there twice.
+class EvaluateConfig(MeasurementKeys):
+    """One evaluation."""
+
+    drafter: list[str] = Field(
+        default_factory=lambda: ["auto"],
+        min_length=1,
+        description="auto (the catalog's advice), peagle, eagle3, a folder or a Hugging Face id",
+    )
+    num_speculative_tokens: list[int] | None = Field(
+        None, description="draft tokens a step (K), as 3 or 3,5,7; default: each drafter's own"
+    )
+    category_column: str = Field("category", description="column to break acceptance down by, where the data has it")
+    output: Path | None = Field(
+        None, description="folder of results; an evaluation there goes on; default: runs/evaluate/FINGERPRINT"
+    )
+    concurrency: int = Field(1, ge=1, le=MAX_CONCURRENCY, description="requests in the engine at once")
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("drafter")
+    @classmethod
+    def _drafts(cls, names: list[str]) -> list[str]:
+        if "none" in names:
+            raise ValueError(
+                "none drafts nothing, so there is nothing to accept (`peagle generate --drafter none` times the target)"
+            )
+        return names
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return None if value is None else whole_numbers(value, "K", MAX_K)
+
+
+def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
+    """The benchmark that measures what another command asks for.
+
+    Only what the user said is said again: a price that was asked for must be known, a default one need not.
+
+    Args:
+        own: the benchmark's keys that the command decides itself.
+    """
+    shared = {*PriceKeys.model_fields, *MeasurementKeys.model_fields} - {"output"}
+    return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})
+
+
+def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
+    """Whole numbers from "3,5" and from repeated flags, ascending, each once.
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: one of them is no whole number from 1 to `largest`.
+
+    >>> whole_numbers(["7,3", "3"], "K", 32)
+    [3, 7]
     """
-    for one in entries:
-        method, _, head = one.partition("=")
-        if method not in DRAFT_METHODS or not head:
-            raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
-    if len({one.partition("=")[0] for one in entries}) < len(entries):
-        raise ValueError("a method has one head")
-    return entries
+    parts = value if isinstance(value, list) else [value]
+    words = [word for part in parts for word in str(part).split(",")]
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= largest for word in words):
+        raise ValueError(f"{name} must be whole numbers from 1 to {largest}, separated by commas")
+    return sorted({int(word) for word in words})

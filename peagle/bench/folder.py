@@ -18,6 +18,7 @@ from peagle.files import json_bytes, make_folder, remove_temporaries, write_json
 from peagle.private import user_path
 from peagle.provenance import require_same
 
+SCHEMA = 1
 Record = TypeVar("Record")
 
 
@@ -27,14 +28,13 @@ class MeasurementFolder:
     Args:
         root: the folder.
         name: of its manifest, without a suffix.
-        schema: of its files.
         fingerprint: what every record in it has in common, as JSON-ready data.
 
     Raises:
         ConfigError: it holds measurements of something else (every difference is named), or cannot be written.
     """
 
-    def __init__(self, root: Path, *, name: str, schema: int, fingerprint: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
         self.root = user_path(root)
         self._logs, self._cells = self.root / "logs", self.root / "cells"
         manifest = self.root / f"{name}.json"
@@ -45,7 +45,7 @@ class MeasurementFolder:
                 make_folder(folder)
             for folder in (self.root, self._cells):
                 remove_temporaries(folder)
-            write_once(manifest, json_bytes({"schema": schema, "fingerprint": dict(fingerprint)}))
+            write_once(manifest, json_bytes({"schema": SCHEMA, "fingerprint": dict(fingerprint)}))
         except OSError as error:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
         require_same(_read(manifest)["fingerprint"], fingerprint, str(root))  # another command may have been the first

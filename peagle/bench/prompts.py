@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.options import MeasurementKeys
+from peagle.bench.config import MeasurementKeys
 from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
@@ -42,6 +42,7 @@ class Dataset:
         spec: how rows become prompts.
         prompts: those that can be asked.
         rejected: of the others, how many for which reason.
+        category_column: the column that names categories; None where none was asked for.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Dataset:
     spec: PromptSpec
     prompts: list[Prompt]
     rejected: dict[str, int]
+    category_column: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """The data as the fingerprint of measurements has it; JSON-ready."""
+        found = {"content": self.fingerprint, "prompts": self.spec.to_dict()}
+        return found | ({"category_column": self.category_column} if self.category_column is not None else {})
 
 
 def read_dataset(config: MeasurementKeys) -> list[Row]:
@@ -96,6 +103,7 @@ def build_dataset(
         spec=spec,
         prompts=prompts,
         rejected=rejected,
+        category_column=category_column,
     )
 
 

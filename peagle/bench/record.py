@@ -1,6 +1,7 @@
 """The record of one pass, and the summary of a cell's passes.
 
-A record holds the times and drafts of each request; a summary medians, spread, percentiles and price.
+A record holds the times of each request and the drafts of all, by category where prompts have one; a summary medians,
+spread, percentiles and price.
 
 It knows nothing of files, or of how passes are put together.
 
@@ -11,14 +12,17 @@ and acceptance are of all requests of all passes.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from peagle.bench.closed_loop import Answer, Loop
 from peagle.bench.plan import Pass
-from peagle.engine.interface import Engine
+from peagle.bench.prompts import Prompt
+from peagle.engine.interface import Engine, Generation
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.speculation import SpeculationStats
+
+UNCATEGORISED = "(none)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,15 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CategoryResult:
+    """The results of the prompts of one category."""
+
+    num_responses: int
+    num_output_tokens: int
+    speculation: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
     """The measurements of one pass.
 
@@ -66,6 +79,7 @@ class PassRecord:
         measured_at: UTC, ISO 8601.
         model_runner: of vLLM, "V1" or "V2"; None where it cannot be told, and in records from before it was kept.
         self_check: as `SelfCheck.to_dict` has it; None in records from before there was one.
+        by_category: empty where the data has no category, or the engine cannot tell requests apart.
     """
 
     method: str
@@ -81,6 +95,7 @@ class PassRecord:
     measured_at: str
     model_runner: str | None = None
     self_check: Mapping[str, Any] | None = None
+    by_category: Mapping[str, CategoryResult] = field(default_factory=dict)
 
     @property
     def num_output_tokens(self) -> int:
@@ -94,7 +109,12 @@ class PassRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; the inverse of `from_dict`."""
-        return asdict(self) | {"speculation": self.speculation.to_dict()}
+        categories = {
+            name: asdict(found) | {"speculation": found.speculation.to_dict()}
+            for name, found in self.by_category.items()
+        }
+        data = asdict(self) | {"speculation": self.speculation.to_dict(), "by_category": categories}
+        return {name: value for name, value in data.items() if name != "by_category" or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -104,11 +124,29 @@ class PassRecord:
             KeyError, TypeError, ValueError: it is not what `to_dict` wrote.
         """
         requests = [RequestTimes(**request) for request in data["requests"]]
-        return cls(**{**data, "speculation": SpeculationStats.from_dict(data["speculation"]), "requests": requests})
+        categories = {
+            name: CategoryResult(**{**found, "speculation": SpeculationStats.from_dict(found["speculation"])})
+            for name, found in data.get("by_category", {}).items()
+        }
+        speculation = SpeculationStats.from_dict(data["speculation"])
+        return cls(**{**data, "speculation": speculation, "requests": requests, "by_category": categories})
 
 
-def make_record(one: Pass, loop: Loop, engine: Engine, *, start_s: float, peak_memory_gib: float | None) -> PassRecord:
-    """The record of a pass that just ended in this engine."""
+def make_record(
+    one: Pass,
+    prompts: Sequence[Prompt],
+    loop: Loop,
+    engine: Engine,
+    *,
+    start_s: float,
+    peak_memory_gib: float | None,
+) -> PassRecord:
+    """The record of a pass that just ended in this engine.
+
+    Args:
+        prompts: those that were asked.
+        start_s: what the engine took to start.
+    """
     return PassRecord(
         method=one.setup.method,
         k=one.setup.k,
@@ -123,6 +161,35 @@ def make_record(one: Pass, loop: Loop, engine: Engine, *, start_s: float, peak_m
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         model_runner=engine.model_runner,
         self_check=None if engine.self_check is None else engine.self_check.to_dict(),
+        by_category=by_category(loop.generations, [prompt.category for prompt in prompts]),
+    )
+
+
+def by_category(
+    generations: Sequence[Generation | None], categories: Sequence[str | None]
+) -> dict[str, CategoryResult]:
+    """Responses by category, in alphabetical order.
+
+    Empty where no row names a category, or drafts are not known by response.
+
+    Args:
+        generations: by prompt, None where the engine refused it.
+        categories: of the same prompts.
+    """
+    pairs = [(g, c) for g, c in zip(generations, categories, strict=True) if g is not None]
+    if all(category is None for _, category in pairs) or all(g.speculation is None for g, _ in pairs):
+        return {}
+    groups: dict[str, list[Generation]] = {}
+    for generation, category in pairs:
+        groups.setdefault(UNCATEGORISED if category is None else category, []).append(generation)
+    return {name: _category_result(groups[name]) for name in sorted(groups)}
+
+
+def _category_result(generations: Sequence[Generation]) -> CategoryResult:
+    return CategoryResult(
+        num_responses=len(generations),
+        num_output_tokens=sum(g.num_output_tokens for g in generations),
+        speculation=sum((g.speculation for g in generations if g.speculation), start=SpeculationStats.empty()),
     )
 
 

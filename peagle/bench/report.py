@@ -9,14 +9,15 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.bench.config import NONE, BenchConfig
-from peagle.bench.plan import Plan
+from peagle.bench.config import BenchConfig
+from peagle.bench.folder import SCHEMA
+from peagle.bench.plan import MODEL_RUNNER, Pass, Plan, chosen_model_runner
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, summarise
-from peagle.bench.target import MODEL_RUNNER, chosen_model_runner
+from peagle.bench.setups import Setup
 from peagle.engine.arguments import max_num_batched_tokens
 from peagle.errors import ConfigError
-from peagle.profiles.measurements import METHOD_NAMES
+from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.provenance import git_revision, versions
 
 _ENOUGH = 3  # requests of a pass for each at once: of fewer, the last ones run with fewer beside them for long
@@ -76,23 +77,22 @@ def model_runners(config: BenchConfig, platform: str, chosen: str | None, record
     return []
 
 
-SCHEMA = 1
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot and the text means nothing; these figures time hardware"
 DUMMY = "DUMMY WEIGHTS: the weights are random and the text means nothing; these figures time hardware"
 
 
 def make_report(
-    plan: Plan, dataset: Dataset, records: Sequence[PassRecord], failed: Mapping[str, str]
+    plan: Plan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
     """All that was measured so far and what it was measured on.
 
     Args:
         failed: engines that did not start or died in this command, by their labels: what was said of each.
     """
-    cells = _cells(plan, records)
-    num_left = len(plan.passes) - len(records)
+    cells = _cells(plan, done)
+    num_left = len(plan.passes) - len(done)
     of_figures = [
-        *caveats(plan, dataset, records),
+        *caveats(plan, dataset, list(done.values())),
         *(f"Not complete: {label}, whose engine failed: {message}" for label, message in failed.items()),
         *([f"Not finished: {num_left} passes are left."] if num_left else []),
     ]
@@ -111,7 +111,7 @@ def make_report(
         "dataset": {"name": dataset.name, "num_prompts": len(dataset.prompts), "rejected": dataset.rejected},
         "price": plan.price.to_dict() if plan.price else None,
         "usd_per_s": plan.usd_per_s,
-        "setups": [_setup(plan, index, records) for index in range(len(plan.setups))],
+        "setups": [_setup(plan, setup, done) for setup in plan.setups],
         "cells": cells,
         "ratios": ratios(cells),
         "num_passes_left": num_left,
@@ -191,25 +191,24 @@ def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted({cell["concurrency"] for cell in cells})
 
 
-def _cells(plan: Plan, records: Sequence[PassRecord]) -> list[dict[str, Any]]:
+def _cells(plan: Plan, done: Mapping[Pass, PassRecord]) -> list[dict[str, Any]]:
     """Setup by setup, concurrencies ascending."""
     found = []
     for setup in plan.setups:
         for concurrency in plan.config.concurrency:
-            own = [r for r in records if (r.method, r.k, r.concurrency) == (setup.method, setup.k, concurrency)]
+            own = [record for one, record in done.items() if (one.setup, one.concurrency) == (setup, concurrency)]
             if own:
                 found.append(summarise(own, usd_per_s=plan.usd_per_s))
     return found
 
 
-def _setup(plan: Plan, index: int, records: Sequence[PassRecord]) -> dict[str, Any]:
+def _setup(plan: Plan, setup: Setup, done: Mapping[Pass, PassRecord]) -> dict[str, Any]:
     """A setup and its acceptance over all concurrencies.
 
     It is the same drafter on the same prompts.
     """
-    setup = plan.setups[index]
-    spec = plan.engine_spec(setup)
-    own = [record for record in records if (record.method, record.k) == (setup.method, setup.k)]
+    spec = setup.spec
+    own = [record for one, record in done.items() if one.setup == setup]
     rates = setup.drafter.synthetic_rates if setup.drafter else None
     return {
         "method": setup.method,

@@ -1,42 +1,33 @@
 """A benchmark, from its configuration to its report.
 
-One engine runs after another; each finished pass is kept at once.
-
-    config -> plan and prompts -> passes left -> (engine, its passes) for each visit -> report
-
     bench.json     what is measured, on what (written once), the fingerprint that every pass shares
     cells/*.json   a finished pass each
     report.json  report.md  tokens-per-second.svg  drafting-cost.svg       of the last command
     logs/          what the engines print
 
-It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+How engines are started and passes measured is `loop`'s; here is in which order, within which time, and what is written.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from peagle import hardware
-from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, reported, with_engine
-from peagle.bench.folder import MeasurementFolder, default_folder, digest
-from peagle.bench.plan import Pass, Plan, Setup, Visit, make_plan, visits
-from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
-from peagle.bench.record import PassRecord, make_record
-from peagle.bench.report import SCHEMA, caveats, labels, make_report, require_prompts
+from peagle.bench.engine import Listener, Start, reported
+from peagle.bench.loop import Measurement, TokenizerOf
+from peagle.bench.plan import Pass, Plan, make_plan, num_starts
+from peagle.bench.prompts import Dataset, Prompt
+from peagle.bench.record import PassRecord
+from peagle.bench.report import caveats, make_report, require_prompts
+from peagle.bench.setups import Setup
 from peagle.bench.tables import cost_plot, markdown_tables, speed_plot
-from peagle.bench.target import announce
-from peagle.catalog.targets import resolve_model
+from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.interface import Engine
 from peagle.engine.vllm import start_engine
-from peagle.errors import EngineError
 from peagle.files import write_atomic, write_json
-from peagle.requests.prompts import Tokenizer
+from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
 
 
@@ -50,9 +41,9 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
     """
     if not done:
         return None
-    num_starts = len(visits(left)) - (1 if is_up and left else 0)
+    starts = num_starts(left) - (1 if is_up and left else 0)
     start_s = statistics.mean(record.start_s for record in done)
-    return num_starts * start_s + sum(_pass_s(done, one.concurrency) for one in left)
+    return starts * start_s + sum(_pass_s(done, one.concurrency) for one in left)
 
 
 def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
@@ -74,7 +65,115 @@ def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
     return statistics.mean(alike or [record.wall_s for record in done])
 
 
-DEFAULT_FOLDER = Path("runs/bench")
+class Bench(Measurement):
+    """The passes of a benchmark, in the order of its plan.
+
+    Attributes:
+        parts: what its passes are called.
+    """
+
+    name = "bench"
+    parent = Path("runs/bench")
+    parts = "passes"
+
+    @staticmethod
+    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> Plan:
+        """Decide everything but the prompts; a preset has a configuration of its own."""
+        return make_plan(config, hardware, model)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        found = {one: self.find(one) for one in self.plan.passes}
+        self.done = {one: record for one, record in found.items() if record is not None}
+        self._num_before = len(self.done)
+
+    def run(self) -> tuple[dict[str, Any], Path]:
+        """Measure what is missing; the report and its folder.
+
+        Raises:
+            BaseException: whatever ended it; the report of the finished passes is there.
+        """
+        return reported(self, self.folder.root, self.listener, parts=self.parts), self.folder.root
+
+    def left(self) -> list[Pass]:
+        """The passes that this command has still to do, in their order.
+
+        None of an engine that failed.
+        """
+        return [one for one in self.plan.passes if one not in self.done and one.setup not in self.failed]
+
+    def next(self, up: Setup | None = None) -> Pass | None:
+        """The first pass that is left and that the time budget holds."""
+        return next((one for one in self.left() if self._has_time_for(one, is_up=one.setup == up)), None)
+
+    def _has_time_for(self, one: Pass, *, is_up: bool) -> bool:
+        """Whether a pass is likely to end within the budget.
+
+        Each command runs one at least, so that it gets on.
+        """
+        budget_s = self.plan.config.time_budget_s
+        if budget_s is None or len(self.done) == self._num_before:
+            return True
+        return self.spent_s + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
+
+    def prompts(self, one: Pass) -> Sequence[Prompt]:
+        """All prompts once, or so many for each request at once, round and round."""
+        prompts, per_slot = self.dataset.prompts, self.plan.config.requests_per_slot
+        return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts
+
+    @classmethod
+    def require(cls, plan: Plan, dataset: Dataset) -> None:
+        """Refuse a concurrency that no pass would reach."""
+        require_prompts(plan.config, len(dataset.prompts))
+
+    def caveats(self) -> list[str]:
+        """The reasons why figures are worth less than they look."""
+        return caveats(self.plan, self.dataset, list(self.done.values()))
+
+    def standing(self) -> str:
+        """The passes that are left and those that are done."""
+        left, parts = self.left(), self.parts
+        return f"{len(left)} {parts} in {num_starts(left)} engine starts; {len(self.done)} {parts} are done already"
+
+    def words(self, one: Pass, record: PassRecord) -> str:
+        """A finished pass, and about how long the others take."""
+        left = self.left()
+        is_up = bool(left) and left[0].setup == one.setup
+        left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
+        rest = f"; about {in_words_s(left_s)} left" if left and left_s is not None else ""
+        return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(one, record)}{rest}"
+
+    def figures(self, one: Pass, record: PassRecord) -> str:
+        """The measured figures in a few words."""
+        speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
+        return f"{one.setup.label}, concurrency {one.concurrency}, repeat {one.repeat + 1}: {speed}"
+
+    def write_report(self) -> dict[str, Any]:
+        """The report of everything measured so far, by this command and earlier ones.
+
+        It is written to the folder too.
+        """
+        done = {one: self.done[one] for one in self.plan.passes if one in self.done}
+        report = self.report(done, {setup.label: reason for setup, reason in self.failed.items()})
+        write_json(self.folder.root / "report.json", report)
+        for name, text in self.pages(report).items():
+            write_atomic(self.folder.root / name, text.encode())
+        return report
+
+    def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
+        """All that was measured and what it was measured on, as JSON-ready data.
+
+        Args:
+            done: finished passes, in the plan's order.
+            failed: engines that did not start or died in this command, by label: what was said of each.
+        """
+        return make_report(self.plan, self.dataset, done, failed)
+
+    def pages(self, report: dict[str, Any]) -> dict[str, str]:
+        """The files that are made of a report, by name."""
+        pages = {"report.md": markdown_tables(report), "tokens-per-second.svg": speed_plot(report)}
+        cost = cost_plot(report)
+        return pages if cost is None else pages | {"drafting-cost.svg": cost}
 
 
 def bench(
@@ -82,7 +181,7 @@ def bench(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
+    tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     """Run the missing passes within the time limit; return the report and folder.
 
@@ -94,151 +193,4 @@ def bench(
         ConfigError: bad usage; no engine was started.
         EngineError: no engine at all could be measured. One that fails beside others is named in the report.
     """
-    rows = read_dataset(config)
-    model = resolve_model(config.model, announce=listener.say)
-    plan = make_plan(config, hardware.detect(), model)
-    assert plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, tokenizer_of(model.path, model.revision), plan.spec.max_model_len)
-    require_prompts(config, len(dataset.prompts))
-    fingerprint = plan.fingerprint(dataset)
-    root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
-    folder = MeasurementFolder(root, name="bench", schema=SCHEMA, fingerprint=fingerprint)
-    run = _Run(plan, dataset, folder, listener, start)
-    run.announce()
-    return reported(run, folder.root, listener, parts="passes"), folder.root
-
-
-class _Run:
-    """The passes of one command: those that are done, and engines for the others."""
-
-    def __init__(
-        self, plan: Plan, dataset: Dataset, folder: MeasurementFolder, listener: Listener, start: Start
-    ) -> None:
-        self._plan, self._dataset, self._folder = plan, dataset, folder
-        self._listener, self._start = listener, start
-        self._read_memory = memory_reader(plan.hardware)
-        self._began, self._num_run = time.monotonic(), 0
-        found = {one: folder.find(pass_name(one), PassRecord.from_dict) for one in plan.passes}
-        self.done = {one: record for one, record in found.items() if record is not None}
-        self.failed: dict[Setup, EngineError] = {}
-
-    def left(self) -> list[Pass]:
-        """The passes that this command has still to do, in their order.
-
-        None of an engine that failed.
-        """
-        return [one for one in self._plan.passes if one not in self.done and one.setup not in self.failed]
-
-    def announce(self) -> None:
-        """Announce the passes to measure and those that exist already."""
-        plan, say = self._plan, self._listener.say
-        known = [*labels(plan), *plan.notes, *caveats(plan, self._dataset, list(self.done.values()))]
-        announce(say, self._dataset, plan.model, plan.precision, plan.hardware, known)
-        left = self.left()
-        say(f"  {len(left)} passes in {len(visits(left))} engine starts; {len(self.done)} passes are done already")
-
-    def has_time_for(self, one: Pass, *, is_up: bool) -> bool:
-        """Whether a pass is likely to end within the budget.
-
-        Each command runs one at least, so that it gets on.
-        """
-        budget_s = self._plan.config.time_budget_s
-        if budget_s is None or not self._num_run:
-            return True
-        return time.monotonic() - self._began + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
-
-    def measure(self) -> None:
-        """Measure every visit within the time limit.
-
-        This command does not start an engine again that failed.
-
-        Raises:
-            EngineError: it failed, and so did all others, and nothing was measured by earlier commands.
-        """
-        for visit in visits(self.left()):
-            if visit.setup in self.failed or not self.has_time_for(visit.passes[0], is_up=False):
-                continue
-            try:
-                self._visit(visit)
-            except EngineError as error:
-                self._listener.say(f"  {visit.setup.label} is left out: {error.message}")
-                self.failed[visit.setup] = error
-                if not self.done and not self.left():
-                    raise
-
-    def write_report(self) -> dict[str, Any]:
-        """The report of all cells so far, by this command and earlier ones.
-
-        It is written to the folder too.
-        """
-        records = [self.done[one] for one in self._plan.passes if one in self.done]
-        failed = {setup.label: error.message for setup, error in self.failed.items()}
-        report = make_report(self._plan, self._dataset, records, failed)
-        _write(self._folder.root, report)
-        return report
-
-    def _visit(self, visit: Visit) -> None:
-        """Start the engine and run its passes."""
-        self._listener.say(f"{visit.setup.label}: starting the engine")
-
-        async def use(engine: Engine, start_s: float) -> None:
-            for one in visit.passes:
-                if self.has_time_for(one, is_up=True):
-                    await self._measure(engine, one, start_s)
-
-        log = self._folder.log(setup_name(visit.setup))
-        with_engine(self._plan.engine_spec(visit.setup), self._plan.hardware, self._start, log, use)
-
-    async def _measure(self, engine: Engine, one: Pass, start_s: float) -> None:
-        with PeakMemory(self._read_memory) as peak:
-            loop = await run_loop(
-                engine,
-                self._prompts(one),
-                sampling=self._plan.config.sampling(),
-                concurrency=one.concurrency,
-                progress=self._listener.progress,
-                num_warm_up=one.concurrency,
-            )
-        record = make_record(one, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
-        self._folder.keep(pass_name(one), record.to_dict())
-        self.done[one] = record
-        self._num_run += 1
-        self._tell(one, record)
-
-    def _prompts(self, one: Pass) -> list[Prompt]:
-        prompts, per_slot = self._dataset.prompts, self._plan.config.requests_per_slot
-        return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts
-
-    def _tell(self, one: Pass, record: PassRecord) -> None:
-        left = self.left()
-        is_up = bool(left) and left[0].setup == one.setup
-        left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
-        rest = f"; about {in_words_s(left_s)} left" if left and left_s is not None else ""
-        self._listener.say(
-            f"[{len(self.done)}/{len(self._plan.passes)}] {one.setup.label}, concurrency {one.concurrency}, "
-            f"repeat {one.repeat + 1}: {record.output_tokens_per_s:.1f} output tokens/s{rest}"
-        )
-
-
-def setup_name(setup: Setup) -> str:
-    """The name of a setup's files.
-
-    Another head, or another synthetic acceptance, has another name.
-    """
-    head = f"-{digest(setup.fingerprint)}" if setup.fingerprint else ""
-    rates = setup.drafter.synthetic_rates if setup.drafter else None
-    lot = f"-lot-{digest(repr(rates))}" if rates else ""
-    return f"{setup.method}{head}{lot}-k{setup.k}"
-
-
-def pass_name(one: Pass) -> str:
-    """The name of a pass's file."""
-    return f"{setup_name(one.setup)}-c{one.concurrency}-r{one.repeat}"
-
-
-def _write(root: Path, report: dict[str, Any]) -> None:
-    write_json(root / "report.json", report)
-    write_atomic(root / "report.md", markdown_tables(report).encode())
-    write_atomic(root / "tokens-per-second.svg", speed_plot(report).encode())
-    if (cost := cost_plot(report)) is not None:
-        write_atomic(root / "drafting-cost.svg", cost.encode())
+    return Bench.prepare(config, listener, start, tokenizer_of).run()

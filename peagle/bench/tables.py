@@ -7,11 +7,10 @@ the best K of each method and the best of one over that of another.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from peagle.bench.config import NONE
 from peagle.bench.report import best
 from peagle.charts import Axes, Curve, line_chart, standalone
 from peagle.economics.report.figures import UNKNOWN, in_words_count, in_words_share
-from peagle.profiles.measurements import METHOD_NAMES
+from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.tables import aligned, markdown
 
 Rows = list[list[str]]
@@ -77,11 +76,16 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
     if not drafting:
         return []
     rows = [["acceptance", "K", "length", "drafts", *map(str, range(1, num_positions + 1))]]
-    for setup in drafting:
-        rates = [in_words_share(rate) for rate in setup["acceptance_rates"]]
-        blank = [""] * (num_positions - len(rates))
-        rows.append([*_names(setup), f"{setup['acceptance_length']:.2f}", f"{setup['num_drafts']:,}", *rates, *blank])
+    rows += [[*_names(setup), *acceptance_figures(setup, num_positions)] for setup in drafting]
     return rows
+
+
+def acceptance_figures(found: Mapping[str, Any], num_positions: int) -> list[str]:
+    """Acceptance length, drafts, and a figure for each position; blank beyond K."""
+    length = found["acceptance_length"]
+    rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
+    blank = [""] * (num_positions - len(rates))
+    return [UNKNOWN if length is None else f"{length:.2f}", f"{found['num_drafts']:,}", *rates, *blank]
 
 
 def cost_rows(report: Mapping[str, Any]) -> Rows:
@@ -105,20 +109,27 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def conditions(report: Mapping[str, Any]) -> str:
-    """The conditions under which the figures hold, in one line."""
+def conditions(
+    report: Mapping[str, Any], *, versions: Sequence[str], hardware: str, dates: Sequence[str], load: Sequence[str] = ()
+) -> str:
+    """The conditions under which the figures hold, in one line.
+
+    Args:
+        versions: of packages, with their names.
+        dates: when its cells were measured, ISO 8601.
+        load: requests at once, where it is the same for all cells.
+    """
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
-    dates = sorted(date[:10] for cell in report["cells"] for date in cell["measured_at"])
-    found = [f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))]
     parts = [
         report["model"],
         f"{report['dataset']['num_prompts']} prompts of {report['dataset']['name']}",
         f"temperature {temperature:g}" if temperature else "greedy",
-        f"{'exactly' if report['labels'] else 'at most'} {max_tokens} tokens",
+        f"{'exactly' if report.get('labels') else 'at most'} {max_tokens} tokens",
+        *load,
         f"{report['precision']}, {'compiled' if report['compiled'] else 'not compiled'}",
-        *found,
-        report["hardware"]["description"],
-        " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        *versions,
+        hardware,
+        " to ".join(dict.fromkeys((min(dates)[:10], max(dates)[:10]))),
     ]
     return "; ".join(parts)
 
@@ -126,7 +137,7 @@ def conditions(report: Mapping[str, Any]) -> str:
 def _page(report: Mapping[str, Any], form: Form) -> list[str]:
     memory = _MEMORY[report["hardware"]["platform"]]
     lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
-    lines += [f"{conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=_passes(report))]
+    lines += [f"{_conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=_passes(report))]
     if compared := best_rows(report):
         lines += ["", *form(compared), "", _BEST_NOTE]
     if drafted := acceptance_rows(report):
@@ -135,6 +146,15 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
     if any(cell["num_refused"] for cell in report["cells"]):
         lines += ["", "Requests were refused by the engine and are in no figure: see num_refused in the JSON."]
     return lines + [line for note in report["notes"] for line in ("", note)]
+
+
+def _conditions(report: Mapping[str, Any]) -> str:
+    return conditions(
+        report,
+        versions=[f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))],
+        hardware=report["hardware"]["description"],
+        dates=[date for cell in report["cells"] for date in cell["measured_at"]],
+    )
 
 
 def _names(found: Mapping[str, Any]) -> list[str]:

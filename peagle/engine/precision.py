@@ -17,12 +17,13 @@ for, or refused.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from peagle.errors import PrecisionError, did_you_mean
 from peagle.hardware import Hardware
 
-PRECISIONS = ("auto", "bf16", "fp8", "float16", "float32")
+PrecisionName = Literal["auto", "bf16", "fp8", "float16", "float32"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 KV_CACHE_PRECISIONS = ("auto", "bf16", "fp8")
 
 Dtype = Literal["bfloat16", "float16", "float32"]

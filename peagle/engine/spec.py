@@ -1,8 +1,9 @@
 """The spec of an engine: a target, perhaps a drafter, and sizes.
 
 Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
-and store them with their results. It knows nothing of vLLM's argument names (`arguments.py`) or of catalog
-names (`peagle.catalog.drafters`).
+and store them with their results. `TargetKeys` are the keys by which a user describes one, whatever the command.
+
+It knows nothing of vLLM's argument names (`arguments.py`) or of catalog names (`peagle.catalog.drafters`).
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from peagle.engine.precision import PRECISIONS, Precision, resolve_precision
+from pydantic import BaseModel, ConfigDict, Field
+
+from peagle.engine.precision import PRECISIONS, Precision, PrecisionName, resolve_precision
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
 
@@ -167,6 +170,25 @@ class EngineSpec:
         domains = tuple(values.get("allowed_media_domains", ()))
         drafter = DrafterSpec.from_dict(drafter) if drafter is not None else None
         return cls(**{**values, "drafter": drafter, "allowed_media_domains": domains})
+
+
+class TargetKeys(BaseModel):
+    """The keys of an engine that each command has, whatever it runs the engine for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
+    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+
+
+TARGET_SIZES = tuple(name for name in TargetKeys.model_fields if name not in ("model", "precision"))
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:

@@ -9,46 +9,46 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from peagle.bench.plan import Plan
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, summarise
+from peagle.bench.setups import Setup
 from peagle.catalog.cards import lasting_name
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
+from peagle.engine.spec import TARGET_SIZES
 from peagle.errors import ConfigError
-from peagle.profiles.profile import MeasuredCell, Profile, Target, Tuned
+from peagle.profiles.profile import ENGINE_KEYS, MeasuredCell, Profile, Target, Tuned
 from peagle.profiles.watch import label
 from peagle.provenance import versions
 from peagle.tables import aligned
 from peagle.tuning.config import TuneConfig
 from peagle.tuning.halving import P95, WORTH, Arm, Search, excesses
-from peagle.tuning.space import Candidate, Space
 
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 
 
 def answer(
-    config: TuneConfig, space: Space, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
+    config: TuneConfig, plan: Plan, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
 ) -> Profile:
     """The profile of the best configuration.
 
     Raises:
         ConfigError: none is within the limits; the nearest is named with what it misses.
     """
-    usd_per_s = space.plan.usd_per_s
-    summaries = {arm: summarise(found, usd_per_s=usd_per_s) for arm, found in records.items()}
+    setups = {setup.name: setup for setup in plan.setups}
+    summaries = {arm: summarise(found, usd_per_s=plan.usd_per_s) for arm, found in records.items()}
     best = search.best()
     if best is None:
-        raise _nothing_fits(config, space, search, summaries)
-    ranked = search.ranked(space.arms)
-    ordered = [best, *(arm for arm in ranked if arm != best)]
-    cells = [_cell(space.candidates[arm.engine], summaries[arm]) for arm in ordered]
+        raise _nothing_fits(config, setups, search, summaries)
+    ordered = [best, *(arm for arm in search.ranked(search.rounds[0]) if arm != best)]
+    cells = [_cell(config, setups[arm.engine], summaries[arm]) for arm in ordered]
     rivals = [cell for cell in cells if cell.precision == cells[0].precision and _is_within(cell, config)]
-    plan, candidate = space.plan, space.candidates[best.engine]
     return Profile(
         peagle_profile=1,
         decision=_decision(config, cells),
         objective=config.goal(),
-        engine=_engine_keys(config, candidate, cells[0]),
+        engine=_engine_keys(config, cells[0]),
         tuned=Tuned.of(cells[0], rivals, max_tpot_ms=config.max_tpot_ms),
         target=Target(name=plan.model.name, revision=_revision(plan.model)),
         hardware=plan.hardware.describe(),
@@ -58,7 +58,7 @@ def answer(
         price=plan.price.to_dict() if plan.price else None,
         made_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         engine_minutes=round(search.spent_s / 60, 2),
-        notes=_notes(space, search),
+        notes=_notes(setups, search),
         measurements=cells,
     )
 
@@ -89,31 +89,35 @@ def text_table(profile: Profile) -> str:
     return "\n".join([*lines, f"{holds}.", *profile.notes])
 
 
-def _engine_keys(config: TuneConfig, candidate: Candidate, cell: MeasuredCell) -> dict[str, Any]:
-    keys = {
+def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
+    """The keys of the engine that was measured, those without a value left out."""
+    keys = config.model_dump(include=set(TARGET_SIZES)) | {
         "model": lasting_name(config.model),
-        "drafter": candidate.drafter,
-        "num_speculative_tokens": candidate.setup.k or None,
-        "precision": candidate.precision,
+        "drafter": cell.drafter,
+        "num_speculative_tokens": cell.k or None,
+        "precision": cell.precision,
         "max_num_seqs": cell.concurrency,
-        "max_num_batched_tokens": candidate.spec.max_num_batched_tokens,
-        "max_model_len": config.max_model_len,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": config.enforce_eager,
-        "kv_cache_gib": config.kv_cache_gib,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_batched_tokens": cell.max_num_batched_tokens,
     }
-    return {name: value for name, value in keys.items() if value is not None}
+    return {name: keys[name] for name in ENGINE_KEYS if keys[name] is not None}
 
 
-def _cell(candidate: Candidate, summary: Mapping[str, Any]) -> MeasuredCell:
+def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> MeasuredCell:
     return MeasuredCell(
         **summary,
-        precision=candidate.precision,
-        max_num_batched_tokens=candidate.spec.max_num_batched_tokens,
-        drafter=candidate.drafter,
-        head_fingerprint=candidate.setup.fingerprint or None,
+        precision=setup.spec.precision,
+        max_num_batched_tokens=setup.spec.max_num_batched_tokens,
+        drafter=_drafter(config, setup),
+        head_fingerprint=setup.fingerprint or None,
     )
+
+
+def _drafter(config: TuneConfig, setup: Setup) -> str:
+    """The value of --drafter for an engine.
+
+    It is the named head, wherever a command runs, or the catalog's method.
+    """
+    return setup.drafter.model if setup.drafter and setup.method in config.heads else setup.method
 
 
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
@@ -155,35 +159,35 @@ def _limits_in_words(config: TuneConfig) -> str:
 
 
 def _nothing_fits(
-    config: TuneConfig, space: Space, search: Search, summaries: Mapping[Arm, Mapping[str, Any]]
+    config: TuneConfig, setups: Mapping[str, Setup], search: Search, summaries: Mapping[Arm, Mapping[str, Any]]
 ) -> ConfigError:
-    ranked = search.ranked(space.arms)
+    ranked = search.ranked(search.rounds[0])
     if not ranked:
         return ConfigError(
             f"a budget of {config.budget_min:g} engine minutes was spent before a single pass was done",
             hint="give more with --budget-min; the same command goes on",
         )
-    nearest, candidate = summaries[ranked[0]], space.candidates[ranked[0].engine]
+    nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
     found = [
         f"p95 {_LIMITS[name][0]} {nearest[name][P95] * 1000:.1f} ms" if nearest[name] else f"no {_LIMITS[name][0]}"
         for name, excess in excesses(nearest, config).items()
         if excess > 0
     ]
     return ConfigError(
-        f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {candidate.label} with "
+        f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {engine.label} with "
         f"{ranked[0].concurrency} at once: {' and '.join(found)}",
         hint="allow more, try fewer requests at once with --max-num-seqs, or other hardware; what was measured stays",
     )
 
 
-def _notes(space: Space, search: Search) -> list[str]:
-    in_part = {arm.engine for arm in search.ranked(space.arms)}
+def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
+    in_part = {arm.engine for arm in search.ranked(search.rounds[0])}
     notes = [
-        f"{space.candidates[name].label} could {'only in part' if name in in_part else 'not'} be measured: {why}"
+        f"{setups[name].label} could {'only in part' if name in in_part else 'not'} be measured: {why}"
         for name, why in search.failed.items()
     ]
     left = [turn.arm for turn in search.pending() if len(search.rounds) == 1]
-    engines = dict.fromkeys(space.candidates[arm.engine].label for arm in left)
+    engines = dict.fromkeys(setups[arm.engine].label for arm in left)
     if engines:
         notes.append(f"Not measured within the budget: {'; '.join(engines)}. More --budget-min goes on with them.")
     return notes

@@ -5,11 +5,11 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from peagle.bench.config import MAX_CONCURRENCY, NONE, DraftingKeys
-from peagle.bench.options import MeasurementKeys, whole_numbers
+from peagle.bench.config import MAX_CONCURRENCY, DraftingKeys, MeasurementKeys, whole_numbers
 from peagle.economics.price_options import PriceKeys
 from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
+from peagle.profiles.measurements import NONE
 
 Objective = Literal["tokens-per-dollar", "throughput"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)

@@ -1,44 +1,44 @@
 """A tuning, from its configuration to its profile.
 
-One engine runs after another; each finished pass is kept at once.
-
-    config -> space and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
+    config -> engines and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
 
     tune.json      what is measured, on what (written once)
     cells/         a finished pass each; the rounds that were decided; engine time so far
     profile.yaml   the answer: `peagle generate --profile`, `peagle serve --profile`
     logs/          what the engines print
 
-It knows neither Ray nor HTTP. A pass has so many prompts for each request at once, other ones in each repeat, and the
-same ones for all engines.
+An engine is a method, K, precision and number of token slots, sized for the largest concurrency; it serves each
+concurrency, so that one start measures several configurations. Engines, checks, price and loop are a benchmark's. A
+pass has so many prompts for each request at once, other ones in each repeat, and the same ones for all engines.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from peagle import hardware
-from peagle.bench.closed_loop import run_loop
-from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, with_engine
-from peagle.bench.folder import MeasurementFolder, default_folder, digest
-from peagle.bench.plan import Pass
-from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
-from peagle.bench.record import PassRecord, make_record, summarise
-from peagle.catalog.targets import resolve_model
+from peagle.bench.config import as_benchmark
+from peagle.bench.engine import Listener, Start
+from peagle.bench.folder import digest
+from peagle.bench.loop import Measurement, TokenizerOf
+from peagle.bench.plan import Pass, Plan, make_plan
+from peagle.bench.prompts import Prompt
+from peagle.bench.record import PassRecord, summarise
+from peagle.bench.setups import Setup
+from peagle.catalog.targets import ResolvedModel
+from peagle.economics.price_options import resolve_price
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.interface import Engine
+from peagle.engine.arguments import check_slots, max_num_batched_tokens
 from peagle.engine.vllm import start_engine
-from peagle.errors import EngineError
-from peagle.profiles.profile import SCHEMA, Profile, write_profile
-from peagle.requests.prompts import Tokenizer
+from peagle.hardware import Hardware
+from peagle.profiles.profile import Profile, write_profile
 from peagle.requests.tokenizer import load_tokenizer
 from peagle.tuning.answer import answer
-from peagle.tuning.config import TuneConfig
-from peagle.tuning.halving import Arm, Search, Turn, score
-from peagle.tuning.space import Candidate, Space, make_space
+from peagle.tuning.config import AUTO, TuneConfig
+from peagle.tuning.halving import Arm, Score, Search, Turn, score
 
-DEFAULT_FOLDER = Path("runs/tune")
+_DEFAULT_SIZES = {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}
 _MIN_PROMPTS = 6  # of a pass: fewer are no sample of anything
 _SPENT = "engine-time"
 
@@ -48,7 +48,7 @@ def tune(
     listener: Listener,
     *,
     start: Start = start_engine,
-    tokenizer_of: Callable[[str, str | None], Tokenizer] = load_tokenizer,
+    tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
     """Search until the answer is found or the budget is spent.
 
@@ -62,21 +62,149 @@ def tune(
         ConfigError: bad usage; no engine was started. Or: nothing meets the limits, and the nearest is named.
         EngineError: no engine started.
     """
-    rows = read_dataset(config)
-    model = resolve_model(config.model, announce=listener.say)
-    space = make_space(config, hardware.detect(), model)
-    assert space.plan.spec.max_model_len is not None, "make_plan() sets it"
-    dataset = build_dataset(config, rows, tokenizer_of(model.path, model.revision), space.plan.spec.max_model_len)
-    fingerprint = _fingerprint(config, space, dataset)
-    root = config.output or default_folder(DEFAULT_FOLDER, fingerprint)
-    folder = MeasurementFolder(root, name="tune", schema=SCHEMA, fingerprint=fingerprint)
-    run = _Run(config, space, dataset, folder, listener, start)
-    run.announce()
+    run = Tuning.prepare(config, listener, start, tokenizer_of)
     run.measure()
-    profile = answer(config, space, dataset, run.search, run.records)
-    path = config.profile_output or folder.root / "profile.yaml"
+    profile = answer(config, run.plan, run.dataset, run.search, run.records)
+    path = config.profile_output or run.folder.root / "profile.yaml"
     write_profile(path, profile)
     return profile, path
+
+
+def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
+    """The engine with its token slots fixed.
+
+    Its name and label have precision and slots as they were asked for.
+    """
+    precision = setup.spec.precision
+    fixed = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
+    spec = replace(setup.spec, max_num_batched_tokens=fixed)
+    check_slots(spec)
+    marks = ["" if precision == AUTO else f", {precision}", "" if slots == AUTO else f", {slots} slots"]
+    return replace(setup, name=f"{setup.name}-{precision}-{slots}", label="".join([setup.label, *marks]), spec=spec)
+
+
+class Tuning(Measurement):
+    """The passes that the search wants, earlier ones included.
+
+    Attributes:
+        records: finished passes by configuration.
+    """
+
+    name = "tune"
+    parent = Path("runs/tune")
+
+    @staticmethod
+    def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+        """Every engine, checked.
+
+        They are a benchmark's for each precision, with each number of token slots. Methods, K, precisions, the goal,
+        and sizes up to the largest can change in a folder.
+
+        Raises:
+            ConfigError: of the kind that fits (drafter, precision, context, token slots, price).
+            CapacityError: the hardware cannot hold an engine.
+        """
+        if config.objective == "tokens-per-dollar":
+            resolve_price(config, hardware)  # raises where a benchmark would do without
+        sizes = config.max_num_seqs or _DEFAULT_SIZES[hardware.platform]
+        varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
+        plans = [
+            make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
+            for precision in config.precision
+        ]
+        return replace(
+            plans[0],
+            setups=[
+                _with_slots(setup, slots, hardware)
+                for plan in plans
+                for slots in config.max_num_batched_tokens
+                for setup in plan.setups
+            ],
+            notes=list(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            own={name: value for name, value in plans[0].own.items() if name != "precision"} | {"waves": config.waves},
+        )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.records: dict[Arm, list[PassRecord]] = {}
+        self._setups = {setup.name: setup for setup in self.plan.setups}
+        arms = [
+            Arm(engine=setup.name, concurrency=size, drafts=setup.drafter is not None)
+            for setup in self.plan.setups
+            for size in self.plan.config.concurrency
+        ]
+        self._rounds_name = f"rounds-{digest(str(self.config.goal()) + str(arms))}"
+        rounds, cuts = self.folder.find(self._rounds_name, _rounds) or ((), ())
+        self._budget_s = self.config.budget_min * 60
+        self.spent_s = self.folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0
+        self.search = Search(
+            arms, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s, rounds=rounds, cuts=cuts
+        )
+        for arm in arms:
+            self._find(arm)
+
+    def next(self, up: Setup | None = None) -> Pass | None:
+        """The pass that the search wants; its decisions are kept while an engine is up."""
+        turn = self.search.next(up.name if up else None)
+        if up is not None:
+            self.folder.keep(self._rounds_name, _rounds_to_dict(self.search))
+        return None if turn is None else self._pass(turn)
+
+    def prompts(self, one: Pass) -> Sequence[Prompt]:
+        """As many waves of prompts as are asked for."""
+        return prompts_of(self.dataset.prompts, concurrency=one.concurrency, waves=self.config.waves, repeat=one.repeat)
+
+    def accept(self, one: Pass, record: PassRecord) -> None:
+        """Take a finished pass, and tell the search."""
+        super().accept(one, record)
+        turn = _turn(one)
+        self.records.setdefault(turn.arm, []).append(record)
+        self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
+
+    def fail(self, setup: Setup, reason: str) -> None:
+        """Leave an engine out; the search goes on without it."""
+        super().fail(setup, reason)
+        self.search.fail(setup.name, reason)
+
+    def spend(self, spent_s: float) -> None:
+        """Count engine time, for later commands too."""
+        super().spend(spent_s)
+        self.search.spent_s = spent_s
+        self.folder.keep(_SPENT, {"engine_s": spent_s})
+
+    def standing(self) -> str:
+        """The configurations, and the passes and time that earlier commands had."""
+        return (
+            f"{len(self.search.rounds[0])} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
+            f"done already, with {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
+        )
+
+    def words(self, one: Pass, record: PassRecord) -> str:
+        """A finished pass, and how much time is left."""
+        left_s = max(self._budget_s - self.spent_s, 0.0)
+        rest_s = min(self.search.pending_s(one.setup.name), left_s)
+        return (
+            f"round {len(self.search.rounds)}, {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}: "
+            f"{one.setup.label}, {one.concurrency} at once, pass {one.repeat + 1}: "
+            f"{record.output_tokens_per_s:.1f} output tokens/s; about {in_words_s(rest_s)} left of this round, "
+            f"at most {in_words_s(left_s)} in all"
+        )
+
+    def _find(self, arm: Arm) -> None:
+        """Take the passes that earlier commands kept of a configuration."""
+        for repeat in count():
+            one = self._pass(Turn(arm=arm, repeat=repeat))
+            record = self.find(one)
+            if record is None:
+                return
+            self.accept(one, record)
+
+    def _pass(self, turn: Turn) -> Pass:
+        return Pass(setup=self._setups[turn.arm.engine], concurrency=turn.arm.concurrency, repeat=turn.repeat)
+
+    def _score(self, arm: Arm) -> Score | None:
+        records = self.records.get(arm)
+        return score(summarise(records, usd_per_s=self.plan.usd_per_s), self.config) if records else None
 
 
 def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repeat: int) -> list[Prompt]:
@@ -88,151 +216,10 @@ def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repea
     return [prompts[(repeat * num + place) % len(prompts)] for place in range(num)]
 
 
-class _Run:
-    """The measurements of one command, earlier ones included."""
-
-    def __init__(
-        self,
-        config: TuneConfig,
-        space: Space,
-        dataset: Dataset,
-        folder: MeasurementFolder,
-        listener: Listener,
-        start: Start,
-    ) -> None:
-        self._config, self._space, self._dataset, self._folder = config, space, dataset, folder
-        self._listener, self._start = listener, start
-        self._read_memory = memory_reader(space.plan.hardware)
-        self.records: dict[Arm, list[PassRecord]] = {}
-        self._rounds_name = f"rounds-{digest(str(config.goal()) + str(space.arms))}"
-        rounds, cuts = folder.find(self._rounds_name, _rounds) or ((), ())
-        self.search = Search(
-            space.arms,
-            score=self._score,
-            budget_s=config.budget_min * 60,
-            spent_s=folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0,
-            rounds=rounds,
-            cuts=cuts,
-        )
-        for arm in space.arms:
-            self._find(arm)
-
-    def announce(self) -> None:
-        """Announce the passes to measure and those that exist already."""
-        plan, dataset, say = self._space.plan, self._dataset, self._listener.say
-        where = f"{plan.hardware.describe()}, {', '.join(p.precision.describe() for p in self._space.plans)}"
-        say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
-        for note in self._space.notes:
-            say(f"  {note}")
-        for reason, count in dataset.rejected.items():
-            say(f"  {count} rows give no prompt: {reason}")
-        num_done = sum(map(len, self.records.values()))
-        say(
-            f"  {len(self._space.arms)} configurations on {len(self._space.candidates)} engines; {num_done} passes are "
-            f"done already, with {in_words_s(self.search.spent_s)} of {in_words_s(self._config.budget_min * 60)}"
-        )
-
-    def measure(self) -> None:
-        """Start engines as the search wants them, and keep each up while it is wanted.
-
-        Raises:
-            EngineError: not a single engine could be measured, and nothing was by earlier commands.
-        """
-        while (turn := self.search.next()) is not None:
-            candidate = self._space.candidates[turn.arm.engine]
-            try:
-                self._visit(candidate, turn)
-            except EngineError as error:
-                self._listener.say(f"  {candidate.label} is left out: {error.message}")
-                self.search.fail(candidate.name, error.message)
-                is_last = len(self.search.failed) == len(self._space.candidates)
-                if is_last and not self.search.ranked(self._space.arms):
-                    raise
-
-    def _visit(self, candidate: Candidate, first: Turn) -> None:
-        """One engine, from its start until the search wants another."""
-        self._listener.say(f"{candidate.label}: starting the engine")
-        before, up_since = self.search.spent_s, time.monotonic()
-
-        def count() -> None:
-            self.search.spent_s = before + time.monotonic() - up_since
-            self._folder.keep(_SPENT, {"engine_s": self.search.spent_s})
-
-        async def use(engine: Engine, start_s: float) -> None:
-            turn: Turn | None = first
-            while turn is not None and turn.arm.engine == candidate.name:
-                record = await self._measure(engine, candidate, turn, start_s)
-                count()
-                self._tell(candidate, turn, record)
-                turn = self.search.next(candidate.name)
-                self._folder.keep(self._rounds_name, _rounds_to_dict(self.search))
-
-        try:
-            plan = self._space.plan
-            with_engine(candidate.spec, plan.hardware, self._start, self._folder.log(candidate.name), use)
-        finally:
-            count()
-
-    async def _measure(self, engine: Engine, candidate: Candidate, turn: Turn, start_s: float) -> PassRecord:
-        concurrency = turn.arm.concurrency
-        prompts = prompts_of(
-            self._dataset.prompts, concurrency=concurrency, waves=self._config.waves, repeat=turn.repeat
-        )
-        with PeakMemory(self._read_memory) as peak:
-            loop = await run_loop(
-                engine,
-                prompts,
-                sampling=self._config.sampling(),
-                concurrency=concurrency,
-                progress=self._listener.progress,
-                num_warm_up=concurrency,
-            )
-        one = Pass(setup=candidate.setup, concurrency=concurrency, repeat=turn.repeat)
-        record = make_record(one, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
-        self._folder.keep(_name(turn), record.to_dict())
-        self._add(turn, record)
-        return record
-
-    def _tell(self, candidate: Candidate, turn: Turn, record: PassRecord) -> None:
-        search, budget_s = self.search, self._config.budget_min * 60
-        rest_s = min(search.pending_s(candidate.name), max(budget_s - search.spent_s, 0.0))
-        left_s = max(budget_s - search.spent_s, 0.0)
-        speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
-        self._listener.say(
-            f"round {len(search.rounds)}, {in_words_s(search.spent_s)} of {in_words_s(budget_s)}: {candidate.label}, "
-            f"{turn.arm.concurrency} at once, pass {turn.repeat + 1}: {speed}; "
-            f"about {in_words_s(rest_s)} left of this round, at most {in_words_s(left_s)} in all"
-        )
-
-    def _find(self, arm: Arm) -> None:
-        repeat = 0
-        while (record := self._folder.find(_name(Turn(arm=arm, repeat=repeat)), PassRecord.from_dict)) is not None:
-            self._add(Turn(arm=arm, repeat=repeat), record)
-            repeat += 1
-
-    def _add(self, turn: Turn, record: PassRecord) -> None:
-        self.records.setdefault(turn.arm, []).append(record)
-        self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
-
-    def _score(self, arm: Arm) -> Any:
-        records = self.records.get(arm)
-        if not records:
-            return None
-        return score(summarise(records, usd_per_s=self._space.plan.usd_per_s), self._config)
-
-
-def _fingerprint(config: TuneConfig, space: Space, dataset: Dataset) -> dict[str, Any]:
-    """The settings that all passes of a folder share.
-
-    Methods, K, precisions, the goal, and sizes up to the largest can change.
-    """
-    found = space.plan.fingerprint(dataset)
-    del found["precision"]
-    return found | {"waves": config.waves}
-
-
-def _name(turn: Turn) -> str:
-    return f"{turn.arm.engine}-c{turn.arm.concurrency}-r{turn.repeat}"
+def _turn(one: Pass) -> Turn:
+    setup = one.setup
+    arm = Arm(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
+    return Turn(arm=arm, repeat=one.repeat)
 
 
 def _rounds_to_dict(search: Search) -> dict[str, Any]:

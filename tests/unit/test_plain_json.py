@@ -9,8 +9,7 @@ import pandas as pd
 import pydantic
 import pytest
 
-from peagle.bench.acceptance_config import EvaluateConfig
-from peagle.bench.config import BenchConfig
+from peagle.bench.config import BenchConfig, EvaluateConfig
 from peagle.drafter.config import TrainConfig
 from peagle.files import write_json
 from peagle.plain_json import from_json, logprob_number, to_json

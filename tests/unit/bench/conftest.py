@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from config_only import measure_at_once, write_head, write_target
 
-from peagle.bench.plan import Setup
 from peagle.bench.record import PassRecord, RequestTimes
-from peagle.engine.spec import DrafterSpec
+from peagle.bench.setups import Setup, make_setup
+from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec
 from peagle.speculation import SpeculationStats
 
 
@@ -36,9 +36,9 @@ def head(tmp_path: Path) -> Callable[..., Path]:
 
 
 def setup(method: str = "peagle", k: int = 3) -> Setup:
-    if method == "none":
-        return Setup(method="none", k=0, drafter=None)
-    return Setup(method=method, k=k, drafter=DrafterSpec(method="peagle", model="head", num_speculative_tokens=k))
+    model = "head" if method in DRAFT_METHODS else ""
+    values: dict[str, Any] = {"method": method, "model": model, "num_speculative_tokens": k}
+    return make_setup(EngineSpec(model="target"), None if method == "none" else DrafterSpec(**values))
 
 
 def drafts(num_drafts: int, *accepted: int) -> SpeculationStats:

@@ -1,11 +1,64 @@
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
-from peagle.bench.config import BenchConfig, parse_synthetic, rates_for, rates_of_length, rates_of_lengths
-from peagle.errors import ConfigError
-from peagle.speculation import expected_acceptance_length
+from peagle.bench.config import BenchConfig, EvaluateConfig, MeasurementKeys, as_benchmark, whole_numbers
+from peagle.drafter.config import TrainConfig
+from peagle.tuning.config import TuneConfig
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [("8, 1", [1, 8]), (["4,2", 2], [2, 4]), (["3,5", "5,8"], [3, 5, 8]), ([1, 2], [1, 2]), (4, [4])],
+)
+def test_numbers_from_flags_environment_and_yaml(given: Any, numbers: list[int]) -> None:
+    assert whole_numbers(given, "N", 8) == numbers
+
+
+@pytest.mark.parametrize("value", ["0", "9", "", "1,", "-1", "1.5", 2.5, "x", ["3", "-1"]])
+def test_other_things_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match="N must be whole numbers from 1 to 8"):
+        whole_numbers(value, "N", 8)
+
+
+@pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])
+def test_results_are_kept_on_a_disk(command: type[MeasurementKeys]) -> None:
+    assert command(output="runs/mine").output == Path("runs/mine")
+    with pytest.raises(pydantic.ValidationError, match="has to be a folder on a disk"):
+        command(output="s3://bucket/mine")
+
+
+def test_the_benchmark_of_another_command_has_what_was_said_and_no_more() -> None:
+    config = TuneConfig(model="mine", usd_per_hour=2, max_tokens=9, output="runs/tuned", precision="fp8")
+    benchmark = as_benchmark(config, precision="bf16", concurrency=[2])
+    assert (benchmark.model, benchmark.usd_per_hour, benchmark.max_tokens) == ("mine", 2, 9)
+    assert (benchmark.precision, benchmark.concurrency, benchmark.output) == ("bf16", [2], None)
+    assert benchmark.model_fields_set == {"model", "usd_per_hour", "max_tokens", "precision", "concurrency"}
+
+
+def test_k_of_an_evaluation() -> None:
+    assert EvaluateConfig(num_speculative_tokens="7,3").num_speculative_tokens == [3, 7]
+    with pytest.raises(pydantic.ValidationError, match="K must be whole numbers from 1 to 32"):
+        EvaluateConfig(num_speculative_tokens="33")
+
+
+def test_a_drafter_by_itself_and_several() -> None:
+    assert EvaluateConfig(drafter="peagle").drafter == ["peagle"]
+    assert EvaluateConfig().drafter == ["auto"]
+
+
+def test_none_has_nothing_to_accept() -> None:
+    with pytest.raises(pydantic.ValidationError, match="nothing to accept"):
+        EvaluateConfig(drafter=["peagle", "none"])
+
+
+def test_a_temperature_that_vllm_refuses_is_refused_before_an_engine_starts() -> None:
+    with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
+        EvaluateConfig(temperature=2.5)
+    with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
+        TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)
 
 
 def test_lists_from_one_flag_and_several() -> None:
@@ -54,76 +107,3 @@ def test_what_contradicts_itself_is_refused(keys: dict[str, Any], message: str) 
 
 def test_dummy_weights_alone_mean_nothing_either() -> None:
     assert BenchConfig(load_format="dummy").is_synthetic
-
-
-@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
-def test_rates_of_a_length_add_up_to_it(length: float, k: int) -> None:
-    assert expected_acceptance_length(rates_of_length(length, k), k) == pytest.approx(length)
-
-
-def test_the_most_particular_entry_wins() -> None:
-    entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
-    assert rates_for("peagle", 1, entries) == (0.9,)
-    assert rates_for("peagle", 2, entries) == (0.8, 0.5)
-    assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
-
-
-def test_a_single_share_is_a_rate_and_one_is_a_length() -> None:
-    assert rates_for("ngram", 1, parse_synthetic(["0.7"])) == (0.7,)
-    assert rates_for("ngram", 1, parse_synthetic(["1"])) == (0.0,)
-
-
-def test_a_method_of_which_nothing_is_said_has_none() -> None:
-    assert rates_for("eagle3", 2, parse_synthetic(["peagle=3"])) is None
-
-
-def test_published_lengths_hold_at_their_k_and_lie_on_a_line_between() -> None:
-    # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
-    entries = parse_synthetic(["peagle=4:4.30,10:6.66,18:7.51"])
-    lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
-    assert lengths == pytest.approx({3: 3.475, 4: 4.30, 7: 5.48, 10: 6.66, 11: 6.76625, 18: 7.51}, abs=1e-4)
-    with pytest.raises(ConfigError, match="18 positions, and K is 19"):
-        rates_for("peagle", 19, entries)
-
-
-def test_a_length_at_k_1_is_no_length_at_every_k() -> None:
-    entries = parse_synthetic(["peagle=1:2.0"])
-    assert rates_for("peagle", 1, entries) == (1.0,)
-    with pytest.raises(ConfigError, match="1 positions, and K is 2"):
-        rates_for("peagle", 2, entries)
-
-
-@pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
-def test_lengths_that_cannot_be_are_refused(lengths: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match="cannot be"):
-        rates_of_lengths(lengths)
-
-
-@pytest.mark.parametrize(
-    ("entry", "k", "message"), [("3.2", 2, "more than peagle can reach at K=2: 3"), ("0.8,0.6", 3, "2 positions")]
-)
-def test_what_does_not_reach_a_k_is_refused(entry: str, k: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rates_for("peagle", k, parse_synthetic([entry]))
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        ["x"],
-        ["-1"],
-        ["1.5,0.5"],
-        ["none=2"],
-        ["peagle:x=2"],
-        ["2", "3"],
-        ["inf"],
-        ["3:x"],
-        ["3:3,2"],
-        ["0:1,4:3"],
-        ["4:3,4:2"],
-        ["-1:1,4:3"],
-    ],
-)
-def test_what_is_of_no_form_is_refused(entries: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
-        parse_synthetic(entries)

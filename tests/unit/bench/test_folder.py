@@ -16,4 +16,4 @@ def test_of_two_commands_that_begin_one_folder_the_second_goes_by_what_the_first
 
     monkeypatch.setattr(module, "make_folder", make_folder)
     with pytest.raises(ConfigError, match="theirs"):
-        MeasurementFolder(tmp_path, name="run", schema=1, fingerprint={"model": "ours"})
+        MeasurementFolder(tmp_path, name="run", fingerprint={"model": "ours"})

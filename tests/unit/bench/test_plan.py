@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from peagle.bench.config import BenchConfig
-from peagle.bench.plan import Plan, all_passes, make_plan, make_setups, visits
+from peagle.bench.folder import digest
+from peagle.bench.plan import Plan, all_passes, make_plan, num_starts
 from peagle.bench.run import time_left_s
+from peagle.bench.setups import make_setup, make_setups
 from peagle.catalog.targets import resolve_model
 from peagle.engine.arguments import engine_args
-from peagle.engine.spec import DrafterSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.hardware import Hardware
 
@@ -20,8 +22,8 @@ A, B, C = setup("none"), setup("eagle3"), setup("peagle")
 
 
 def shown(repeats: int, rounds: int) -> list[tuple[str, list[tuple[int, int]]]]:
-    planned = visits(all_passes([A, B, C], [1, 4], repeats, rounds))
-    return [(visit.setup.method, [(p.repeat, p.concurrency) for p in visit.passes]) for visit in planned]
+    planned = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda one: one.setup)
+    return [(setup.method, [(p.repeat, p.concurrency) for p in passes]) for setup, passes in planned]
 
 
 def test_a_round_turns_the_order_round_and_the_engine_at_the_turn_stays_up() -> None:
@@ -56,7 +58,8 @@ def test_every_pass_is_there_once_and_a_steady_drift_weighs_on_all_alike() -> No
 def test_what_is_done_is_left_out_and_saves_its_engine() -> None:
     passes = all_passes([A, B, C], [1, 4], repeats=2, rounds=2)
     left = [p for p in passes if not (p.setup == B and p.repeat == 0) and (p.setup, p.repeat) != (C, 1)]
-    assert [visit.setup.method for visit in visits(left)] == ["none", "peagle", "eagle3", "none"]
+    assert num_starts(passes) == 5
+    assert num_starts(left) == 4  # none, peagle, eagle3, none
 
 
 def test_time_left_counts_starts_and_takes_passes_of_the_same_concurrency() -> None:
@@ -127,8 +130,7 @@ def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prom
 def test_token_slots_can_be_named_and_leave_room_for_prompts(target: Path, head: Any) -> None:
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
     found = plan(target, **keys, max_num_batched_tokens=512)
-    specs = [found.engine_spec(setup) for setup in found.setups]
-    assert [engine_args(spec, CPU)["max_num_batched_tokens"] for spec in specs] == [512, 512]
+    assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in found.setups] == [512, 512]
     with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
         plan(target, **keys, max_num_batched_tokens=32)
 
@@ -155,6 +157,17 @@ def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(tar
         plan(target, GPU, instance_type="c7a.large")
 
 
+def test_an_engine_s_files_are_named_by_its_head_and_its_lot() -> None:
+    spec = EngineSpec(model="target")
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2)
+    lot = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.5, 0.5))
+    named = [make_setup(spec, None), make_setup(spec, drafter, fingerprint="f"), make_setup(spec, lot, fingerprint="f")]
+    assert [setup.name for setup in named[:2]] == ["none-k0", f"peagle-{digest('f')}-k2"]
+    assert named[2].name == f"peagle-{digest('f')}-lot-{digest('(0.5, 0.5)')}-k2"
+    assert (named[1].spec.drafter, named[1].spec.model) == (drafter, "target")
+
+
 def test_none_alone_needs_no_head(target: Path) -> None:
-    setups, notes = make_setups(BenchConfig(methods="none"), resolve_model(str(target)), CPU)
+    spec = EngineSpec(model=str(target))
+    setups, notes = make_setups(BenchConfig(methods="none"), spec, resolve_model(str(target)), CPU)
     assert ([setup.drafter for setup in setups], notes) == ([None], [])

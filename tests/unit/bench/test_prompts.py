@@ -7,30 +7,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.bench.acceptance_config import EvaluateConfig
+from peagle.bench.config import EvaluateConfig
 from peagle.bench.prompts import Dataset, build_dataset, read_dataset
+from peagle.engine.fake import ByteTokenizer
 from peagle.errors import InputError
 from peagle.storage import place, write_atomic
-
-from .acceptance.conftest import Bytes
 
 
 def load(max_model_len: int = 4096, **keys: Any) -> Dataset:
     config = EvaluateConfig(**keys)
     rows = read_dataset(config)
-    return build_dataset(config, rows, Bytes(), max_model_len, category_column=config.category_column)
+    return build_dataset(config, rows, ByteTokenizer(), max_model_len, category_column=config.category_column)
 
 
 def test_humaneval_is_asked_for_as_by_the_demo() -> None:
     dataset = load(limit=3)
     text = bytes(dataset.prompts[0].token_ids).decode()
-    assert text.startswith("<user>Complete the following Python function. Answer with the code only.")
+    assert text.startswith("user: Complete the following Python function. Answer with the code only.")
     assert "def has_close_elements" in text
     assert (dataset.name, len(dataset.prompts), dataset.prompts[0].category) == ("humaneval", 3, None)
 
 
 def test_humaneval_with_a_template_of_ones_own() -> None:
-    assert bytes(load(limit=1, prompt_template="{{ task_id }}").prompts[0].token_ids) == b"<user>HumanEval/0"
+    assert (
+        bytes(load(limit=1, prompt_template="{{ task_id }}").prompts[0].token_ids) == b"user: HumanEval/0\nassistant: "
+    )
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_the_category_column_can_be_named_and_holds_anything(write_jsonl: Callab
 
 def test_rows_without_a_prompt_are_counted_by_reason(write_jsonl: Callable[..., Path]) -> None:
     file = write_jsonl([{"prompt": "a"}, {"prompt": None}, {"prompt": "b" * 50}])
-    dataset = load(dataset=str(file), max_model_len=20)
+    dataset = load(dataset=str(file), max_model_len=30)
     assert len(dataset.prompts) == 1
     assert dataset.rejected == {"invalid_prompt": 1, "prompt_too_long": 1}
 

@@ -4,9 +4,26 @@ import statistics
 import numpy as np
 import pytest
 
-from peagle.bench.record import PassRecord, RequestTimes, percentile, spread, step_s, summarise
+from peagle.bench.closed_loop import Answer, Loop
+from peagle.bench.plan import Pass
+from peagle.bench.prompts import Prompt
+from peagle.bench.record import (
+    UNCATEGORISED,
+    CategoryResult,
+    PassRecord,
+    RequestTimes,
+    by_category,
+    make_record,
+    percentile,
+    spread,
+    step_s,
+    summarise,
+)
+from peagle.engine.fake import FakeEngine
+from peagle.engine.interface import Generation
+from peagle.speculation import SpeculationStats
 
-from .conftest import drafts, record
+from .conftest import drafts, record, setup
 
 
 def times(num_output_tokens: int, elapsed_s: float, decode_s: float | None) -> RequestTimes:
@@ -71,7 +88,7 @@ def test_the_most_memory_of_any_pass_counts_and_none_where_none_is_known() -> No
 
 
 def test_a_pass_survives_json() -> None:
-    one = record()
+    one = record(by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))})
     again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
     assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
     assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
@@ -87,3 +104,46 @@ def test_a_record_from_before_there_was_a_model_runner_in_it_is_read() -> None:
 def test_a_pass_without_a_response_is_no_division_by_zero() -> None:
     cell = summarise([record(requests=[], num_refused=3)] * 2, usd_per_s=1)
     assert (cell["output_tokens_per_s"], cell["spread"], cell["ttft_s"], cell["num_refused"]) == (0, None, None, 6)
+
+
+def generation(speculation: SpeculationStats | None, num_output_tokens: int = 5) -> Generation:
+    return Generation(
+        text="", finish_reason="stop", num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=num_output_tokens,
+        speculation=speculation, ttft_s=None, latency_s=None,
+    )  # fmt: skip
+
+
+def made(*generations: Generation | None, drafted: SpeculationStats | None) -> PassRecord:
+    loop = Loop(
+        answers=[Answer(generation=one, elapsed_s=1.0) if one else None for one in generations],
+        wall_s=1.0,
+        drafted=drafted,
+    )
+    prompts = [Prompt(token_ids=[1], category="a")] * len(generations)
+    one = Pass(setup=setup(), concurrency=1, repeat=0)
+    return make_record(one, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
+
+
+def test_drafts_of_responses_are_merged_and_win_over_the_engines_count() -> None:
+    responses = [generation(drafts(2, 1, 0)), generation(drafts(3, 3, 2)), generation(None), None]
+    found = made(*responses, drafted=drafts(9, 9))
+    assert found.speculation == drafts(5, 4, 2)
+    assert (len(found.requests), found.num_refused, found.by_category["a"].num_responses) == (3, 1, 3)
+
+
+def test_without_drafts_by_response_the_engines_count_is_taken_and_there_are_no_categories() -> None:
+    found = made(generation(None), drafted=drafts(9, 4))
+    assert (found.speculation, found.by_category) == (drafts(9, 4), {})
+    assert made(generation(None), drafted=None).speculation == SpeculationStats.empty()
+
+
+def test_categories_are_sorted_refused_ones_left_out_and_missing_ones_named() -> None:
+    generations = [generation(drafts(2, 1)), None, generation(drafts(3, 3), 7), generation(drafts(1, 0))]
+    found = by_category(generations, ["b", "b", "a", None])
+    assert list(found) == [UNCATEGORISED, "a", "b"]
+    assert found["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
+    assert found["b"].num_responses == 1
+
+
+def test_without_a_column_there_are_no_categories() -> None:
+    assert by_category([generation(drafts(2, 1))], [None]) == {}

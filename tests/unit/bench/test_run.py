@@ -219,6 +219,7 @@ def test_methods_k_and_repeats_can_be_added(run: Any) -> None:
         ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
         ({"concurrency": "1,4"}, "max_num_seqs: it was 3, now it is 4"),
         ({"limit": 3}, "dataset.content"),
+        ({"system_prompt": "be brief"}, "dataset.prompts.system_prompt"),
         ({"max_num_batched_tokens": 512}, "max_num_batched_tokens: it was None, now it is 512"),
         ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
     ],

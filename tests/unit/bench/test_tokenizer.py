@@ -7,10 +7,8 @@ from config_only import HEAD, TARGET
 from moving_hub import FIRST, MovingHub
 
 from peagle.bench.acceptance import evaluate
-from peagle.bench.acceptance_config import EvaluateConfig
-from peagle.bench.config import BenchConfig
+from peagle.bench.config import BenchConfig, EvaluateConfig, MeasurementKeys
 from peagle.bench.engine import Listener
-from peagle.bench.options import MeasurementKeys
 from peagle.bench.run import bench
 from peagle.tuning.config import TuneConfig
 from peagle.tuning.run import tune

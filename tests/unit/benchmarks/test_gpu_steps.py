@@ -21,9 +21,9 @@ from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_timer import _Marks
 from peagle.bench.config import BenchConfig
-from peagle.bench.plan import Setup
+from peagle.bench.setups import Setup, make_setup
 from peagle.engine.fake import ByteTokenizer
-from peagle.engine.spec import DrafterSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import DrafterError, EngineError
 
 DENSE: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_without_a_timed_step_of_a_head_there_is_no_plot() -> None:
 
 def setup(method: Any, model: str = "") -> Setup:
     drafter = DrafterSpec(method=method, model=model, num_speculative_tokens=3) if method != "none" else None
-    return Setup(method=method, k=3 if drafter else 0, drafter=drafter)
+    return make_setup(EngineSpec(model="target"), drafter)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix"])

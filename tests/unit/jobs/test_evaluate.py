@@ -1,8 +1,6 @@
 """`peagle evaluate`: flags reach the runner, the table the terminal, and errors the user. Measuring: unit/drafter."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,16 +95,8 @@ def test_an_engine_that_failed_beside_others_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "evaluate", lambda *args: ({"failed": failed}, tmp_path))
-    monkeypatch.setattr("peagle.bench.acceptance_report.text_report", lambda report: "table")
+    monkeypatch.setattr("peagle.bench.acceptance_tables.text_report", lambda report: "table")
     assert run(["evaluate"]) == exit_code
     printed = capsys.readouterr().out
     assert "table" in printed
     assert ("head K=3 failed, and is tried again by the same command" in printed) is bool(failed)
-
-
-def test_sigterm_ends_an_evaluation_as_an_interrupt_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runner, "evaluate", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
-    assert run(["evaluate"]) == 3
-    assert "peagle evaluate: interrupted" in capsys.readouterr().err

@@ -4,8 +4,7 @@ import pytest
 
 from jobs import bench, evaluate, flags, generate, plan, serve, train, tune
 from jobs.cli import run
-from peagle.bench.acceptance_config import EvaluateConfig
-from peagle.bench.config import BenchConfig
+from peagle.bench.config import BenchConfig, EvaluateConfig
 from peagle.drafter.config import TrainConfig
 from peagle.engine.fake import FakeTraits
 from peagle.errors import ConfigError

@@ -1,8 +1,6 @@
 """`peagle tune`: flags reach the runner, the table the terminal, and errors the user. Tuning: unit/tuning."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import measure_at_once, write_target
 
 from jobs.cli import run
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.tuning import run as runner
-
-CONFIG = {
-    "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
-    "num_attention_heads": 2,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -32,12 +26,9 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)
-    monkeypatch.setattr("peagle.bench.closed_loop._COUNTERS_SETTLE_S", 0.0)
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    measure_at_once(monkeypatch)
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
-    what = ["--model", str(tmp_path / "target"), "--dataset", str(data), "--methods", "none"]
+    what = ["--model", str(write_target(tmp_path / "target")), "--dataset", str(data), "--methods", "none"]
     return ["tune", *what, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
 
 
@@ -63,16 +54,6 @@ def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
     assert run(arguments) == 0
     assert taken.read_text() == "of another tuning"
     assert "max_num_seqs: 2" in (tmp_path / "out" / "profile.yaml").read_text()
-
-
-def test_sigterm_ends_a_tuning_as_an_interrupt_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)  # in the whole suite Ray's, else the system's own
-    monkeypatch.setattr(runner, "tune", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
-    assert run(["tune"]) == 3
-    assert "peagle tune: interrupted" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_only import write_head, write_target
 
 from peagle.bench.engine import Listener
 from peagle.bench.prompts import Prompt
@@ -22,8 +23,6 @@ from peagle.profiles.profile import Profile, read_profile
 from peagle.tuning.config import TuneConfig
 from peagle.tuning.halving import Arm, Costs, Turn
 from peagle.tuning.run import prompts_of, tune
-
-from .conftest import HEAD, TARGET
 
 ROWS = [{"prompt": f"prompt {i}"} for i in range(9)]
 FAST, SLOW = 0.001, 0.006
@@ -59,8 +58,8 @@ class Starter:
 
 
 @pytest.fixture
-def run(folder: Any, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profile]:
-    target, head = folder("target", TARGET), folder("head", HEAD)
+def run(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profile]:
+    target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
     def run(start: Any, said: list[str] | None = None, **keys: Any) -> Profile:
         values = {

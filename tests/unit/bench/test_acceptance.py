@@ -7,18 +7,65 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from config_only import write_head
 
-from peagle.bench.acceptance import Listener, evaluate
-from peagle.bench.acceptance_config import EvaluateConfig
-from peagle.engine.fake import FakeEngine
+from peagle.bench.acceptance import evaluate, make_cell
+from peagle.bench.config import EvaluateConfig
+from peagle.bench.engine import Listener
+from peagle.bench.record import CategoryResult
+from peagle.bench.setups import make_setup
+from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.interface import Generation, RequestRefused
-from peagle.engine.spec import EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
 from peagle.hardware import Hardware
 
-from .conftest import Bytes, Starter
+from .conftest import drafts, record
 
 ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} for i in range(6)]
+
+
+class Starter:
+    """Starts fakes and remembers what it was asked for, and which of them are still up."""
+
+    def __init__(self) -> None:
+        self.specs: list[EngineSpec] = []
+        self.engines: list[RecordingEngine] = []
+
+    def __call__(self, spec: EngineSpec, hardware: Hardware) -> "RecordingEngine":
+        assert all(engine.is_down for engine in self.engines), "one engine at a time"
+        assert spec.drafter is not None
+        self.specs.append(spec)
+        self.engines.append(RecordingEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens))
+        return self.engines[-1]
+
+
+class RecordingEngine(FakeEngine):
+    """Counts how many requests are in it at once, and notes that it was shut down."""
+
+    is_down = False
+    num_running = most_running = 0
+
+    async def generate(self, *args: Any) -> Any:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            return await super().generate(*args)
+        finally:
+            self.num_running -= 1
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Callable[..., Path]:
+    """Make a head: its path below the test's folder, its kind, and what sets it apart from others."""
+
+    def make(path: str = "heads/mine/head", kind: str = "peagle", **changes: Any) -> Path:
+        return write_head(tmp_path / path, kind, path=path, **changes)
+
+    return make
 
 
 @pytest.fixture
@@ -26,7 +73,7 @@ def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Calla
     def run(start: Callable[[EngineSpec, Hardware], Any], **keys: Any) -> dict[str, Any]:
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
         config = EvaluateConfig(model=str(target), **values)
-        report, folder = evaluate(config, Listener(), start=start, tokenizer_of=lambda *_: Bytes())
+        report, folder = evaluate(config, Listener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 
@@ -85,10 +132,8 @@ def test_a_head_that_was_trained_again_is_measured_again(run: Any, head: Any) ->
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
         ({"concurrency": 2}, "concurrency: it was 1, now it is 2"),
-        ({"limit": 3}, "dataset.content"),
-        ({"system_prompt": "be brief"}, "dataset.prompts.system_prompt"),
+        ({"category_column": "level"}, "dataset.category_column: it was 'category', now it is 'level'"),
     ],
 )
 def test_another_fingerprint_is_refused_with_the_difference_named(
@@ -120,6 +165,24 @@ def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> 
     file.write_text('{"k": 2}')
     with pytest.raises(ConfigError, match=f"{file.name} is damaged"):
         run(Starter(), drafter=str(head()), num_speculative_tokens=2)
+
+
+def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run: Any, head: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="drafted nothing") as failed:
+        run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
+    assert "--max-tokens" in failed.value.hint
+    assert list((tmp_path / "out" / "cells").iterdir()) == []
+
+
+def test_figures_of_a_cell_by_hand() -> None:
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+    setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
+    code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
+    cell = make_cell(setup, record(wall_s=2.0, speculation=drafts(10, 7, 3, 1), by_category={"code": code}))
+    assert (cell["drafter"], cell["method"], cell["fingerprint"], cell["k"]) == ("mine", "peagle", "f", 3)
+    assert cell["acceptance_length"] == pytest.approx(1 + 11 / 10)
+    assert [cell[f"{name}_tokens_per_s"] for name in ("drafted", "accepted", "output")] == [15, 5.5, 10.5]
+    assert cell["by_category"]["code"]["acceptance_length"] == 2.0
 
 
 class Dying(Starter):
@@ -161,17 +224,6 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, 
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [cell["k"] for cell in left["cells"]] == [2]
     assert left["notes"] == ["Not finished: 1 cells are left."]
-
-
-def test_an_engine_that_does_not_start_is_told_by_the_cause_in_its_log(run: Any, head: Any) -> None:
-    def fails(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
-        import os
-
-        os.write(2, b"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small\n")
-        raise EngineError("vLLM did not start: Engine core initialization failed")
-
-    with pytest.raises(EngineError, match="the KV cache is too small"):
-        run(fails, drafter=str(head()), num_speculative_tokens=2)
 
 
 def test_refused_requests_are_counted_and_the_others_measured(run: Any, head: Any) -> None:

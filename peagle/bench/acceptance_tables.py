@@ -1,19 +1,11 @@
-"""The results of an evaluation: data, a terminal table, Markdown and plots.
-
-The report is JSON-ready data; every other form is made from it alone. It knows nothing of engines or files.
-"""
+"""The tables and plots of an evaluation, made from its report alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from peagle.bench.acceptance_cells import SCHEMA, CellResult
-from peagle.bench.acceptance_plan import Plan
-from peagle.bench.prompts import Dataset
+from peagle.bench.tables import acceptance_figures, conditions
 from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
-from peagle.economics.report.figures import in_words_share
 from peagle.economics.report.html import Rates, acceptance_svg
-from peagle.speculation import SpeculationStats
 from peagle.tables import aligned, markdown
 
 _HEAD = ("drafter", "K", "acceptance length", "drafts")
@@ -22,40 +14,6 @@ _SPEEDS = {
     "accepted_tokens_per_s": "accepted/s",
     "output_tokens_per_s": "output/s",
 }
-_NOT_BY_CATEGORY = "This vLLM counts drafts by engine, not by request: the categories cannot be told apart."
-
-
-def make_report(
-    plan: Plan, dataset: Dataset, results: Sequence[CellResult], failed: Mapping[str, str]
-) -> dict[str, Any]:
-    """All that was measured and what it was measured on, as JSON-ready data.
-
-    Args:
-        failed: cells whose engine did not start or died in this command, by name: what was said of each.
-    """
-    fingerprint = plan.fingerprint(dataset)
-    categories = {prompt.category for prompt in dataset.prompts} - {None}
-    is_split = all(result.by_category for result in results)
-    num_left = len(plan.cells) - len(results) - len(failed)
-    return {
-        "schema": SCHEMA,
-        "model": plan.model.name,
-        "hardware": fingerprint["hardware"],
-        "versions": fingerprint["versions"],
-        "precision": fingerprint["precision"],
-        "compiled": not plan.spec.enforce_eager,
-        "concurrency": plan.config.concurrency,
-        "sampling": plan.config.sampling(),
-        "dataset": {"name": dataset.name, "num_prompts": len(dataset.prompts), "rejected": dataset.rejected},
-        "fingerprint": fingerprint,
-        "cells": [_cell(result) for result in results],
-        "failed": dict(failed),
-        "notes": [
-            *([_NOT_BY_CATEGORY] if categories and not is_split else []),
-            *(f"Not measured: {name}, whose engine failed: {message}" for name, message in failed.items()),
-            *([f"Not finished: {num_left} cells are left."] if num_left else []),
-        ],
-    }
 
 
 def text_report(report: Mapping[str, Any]) -> str:
@@ -75,47 +33,15 @@ def markdown_report(report: Mapping[str, Any]) -> str:
     return "\n".join([*parts, *(f"\n{note}" for note in report["notes"])]) + "\n"
 
 
-def _cell(result: CellResult) -> dict[str, Any]:
-    return {
-        **{name: value for name, value in asdict(result).items() if name not in ("speculation", "by_category")},
-        **{name: getattr(result, name) for name in _SPEEDS},
-        **_acceptance(result.speculation),
-        "by_category": {
-            name: {
-                "num_responses": found.num_responses,
-                "num_output_tokens": found.num_output_tokens,
-                **_acceptance(found.speculation),
-            }
-            for name, found in result.by_category.items()
-        },
-    }
-
-
-def _acceptance(stats: SpeculationStats) -> dict[str, Any]:
-    return {
-        **stats.to_dict(),
-        "acceptance_length": stats.acceptance_length,
-        "acceptance_rates": list(stats.acceptance_rates),
-    }
-
-
 def _conditions(report: Mapping[str, Any]) -> str:
-    """The conditions under which the figures hold, in one line."""
-    temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
-    dates = [cell["measured_at"][:10] for cell in report["cells"]]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    parts = [
-        report["model"],
-        f"{report['dataset']['num_prompts']} prompts of {report['dataset']['name']}",
-        f"temperature {temperature:g}" if temperature else "greedy",
-        f"at most {max_tokens} tokens",
-        f"concurrency {report['concurrency']}",
-        f"{report['precision']}, {'compiled' if report['compiled'] else 'not compiled'}",
-        *([versions] if versions else []),
-        report["hardware"],
-        " to ".join(sorted({min(dates), max(dates)})),
-    ]
-    return "; ".join(parts)
+    return conditions(
+        report,
+        load=[f"concurrency {report['concurrency']}"],
+        versions=[versions] if versions else [],
+        hardware=report["hardware"],
+        dates=[cell["measured_at"] for cell in report["cells"]],
+    )
 
 
 def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
@@ -123,7 +49,7 @@ def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [[*_HEAD, *map(str, range(1, num_positions + 1)), *_SPEEDS.values()]]
     for cell in report["cells"]:
         speeds = [f"{cell[name]:,.1f}" for name in _SPEEDS]
-        rows.append([cell["drafter"], str(cell["k"]), *_figures(cell, num_positions), *speeds])
+        rows.append([cell["drafter"], str(cell["k"]), *acceptance_figures(cell, num_positions), *speeds])
     return rows
 
 
@@ -137,21 +63,10 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
     for name in sorted({name for cell in cells for name in cell["by_category"]}):
         for cell in cells:
             if found := cell["by_category"].get(name):
-                length, drafts, *rates = _figures(found, num_positions)
+                length, drafts, *rates = acceptance_figures(found, num_positions)
                 responses = f"{found['num_responses']:,}"
                 rows.append([name, cell["drafter"], str(cell["k"]), length, drafts, responses, *rates])
     return rows
-
-
-def _figures(found: Mapping[str, Any], num_positions: int) -> list[str]:
-    """Acceptance length, drafts, and a cell for each position.
-
-    Positions beyond K are blank.
-    """
-    length = found["acceptance_length"]
-    rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
-    blank = [""] * (num_positions - len(rates))
-    return ["-" if length is None else f"{length:.2f}", f"{found['num_drafts']:,}", *rates, *blank]
 
 
 # The vertical axis begins at 1, where no draft is accepted.

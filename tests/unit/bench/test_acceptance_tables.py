@@ -5,13 +5,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.bench.acceptance_cells import CategoryResult
-from peagle.bench.acceptance_report import _cell, length_plot, markdown_report, position_plot, text_report
+from peagle.bench.acceptance import make_cell
+from peagle.bench.acceptance_tables import length_plot, markdown_report, position_plot, text_report
+from peagle.bench.record import CategoryResult
+from peagle.bench.setups import make_setup
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.speculation import SpeculationStats
 
-from .conftest import result
+from .conftest import record
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def cell(k: int, stats: SpeculationStats, drafter: str = "mine", **changes: Any) -> dict[str, Any]:
+    """A cell of two seconds and 21 tokens."""
+    spec = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k)
+    setup = make_setup(EngineSpec(model="target"), spec, head=drafter, fingerprint="f")
+    return make_cell(setup, record(k=k, speculation=stats, **changes))
 
 
 def at_k(k: int, drafter: str = "mine") -> dict[str, Any]:
@@ -19,7 +29,7 @@ def at_k(k: int, drafter: str = "mine") -> dict[str, Any]:
     accepted = tuple(16 >> (i + 1) for i in range(k))
     stats = SpeculationStats(num_drafts=16, num_draft_tokens=16 * k, accepted_per_position=accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
-    return _cell(result(drafter=drafter, k=k, speculation=stats, by_category={"code": code}))
+    return cell(k, stats, drafter, by_category={"code": code})
 
 
 @pytest.fixture
@@ -52,8 +62,8 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report: dict
 
 
 def test_without_categories_there_is_one_table(report: dict[str, Any]) -> None:
-    for cell in report["cells"]:
-        cell["by_category"] = {}
+    for found in report["cells"]:
+        found["by_category"] = {}
     assert "category" not in text_report(report)
     assert markdown_report(report).count("\n|---|") == 1
 
@@ -77,7 +87,7 @@ def test_the_position_plot_takes_the_largest_k_and_names_it(report: dict[str, An
 
 def test_plots_stand_where_nothing_was_accepted(report: dict[str, Any]) -> None:
     stats = SpeculationStats(num_drafts=4, num_draft_tokens=8, accepted_per_position=(0, 0))
-    report["cells"] = [_cell(result(k=2, speculation=stats))]
+    report["cells"] = [cell(2, stats)]
     for plot in (length_plot, position_plot):
         assert "nan" not in plot(report)
         ElementTree.fromstring(plot(report))

@@ -1,0 +1,222 @@
+"""The loop of every measuring command: engines one after another, pass by pass.
+
+    config -> plan and prompts -> (what is next -> its engine, its pass) until nothing is -> report
+
+An engine stays up as long as the next pass is its own. Each finished pass is kept at once, and an engine that fails is
+left out for the rest of the command. Which pass is next is the command's own: `peagle bench` has an order,
+`peagle evaluate` is a preset of it, `peagle tune` searches.
+
+It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from peagle import hardware
+from peagle.bench.closed_loop import run_loop
+from peagle.bench.config import MeasurementKeys
+from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, with_engine
+from peagle.bench.folder import MeasurementFolder, default_folder
+from peagle.bench.plan import Pass, Plan
+from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
+from peagle.bench.record import PassRecord, make_record
+from peagle.bench.report import labels
+from peagle.bench.setups import Setup
+from peagle.catalog.targets import ResolvedModel, resolve_model
+from peagle.engine.interface import Engine
+from peagle.engine.spec import spec_precision
+from peagle.errors import EngineError
+from peagle.hardware import Hardware
+from peagle.requests.prompts import Tokenizer
+
+TokenizerOf = Callable[[str, str | None], Tokenizer]
+
+
+class Measurement(ABC):
+    """The passes of one command: those that are done, and engines for the others.
+
+    Args:
+        config: the command's own.
+
+    Attributes:
+        name: of the manifest in its folder.
+        parent: of the folders that nobody named.
+        done: finished passes, by this command and earlier ones.
+        failed: engines that did not start or died in this command, and what was said.
+        spent_s: how long engines were up, starting included.
+    """
+
+    name: ClassVar[str]
+    parent: ClassVar[Path]
+
+    def __init__(
+        self,
+        config: Any,
+        plan: Plan,
+        dataset: Dataset,
+        folder: MeasurementFolder,
+        listener: Listener,
+        start: Start,
+    ) -> None:
+        self.config, self.plan, self.dataset, self.folder = config, plan, dataset, folder
+        self.listener, self.say, self._start = listener, listener.say, start
+        self._read_memory = memory_reader(plan.hardware)
+        self.done: dict[Pass, PassRecord] = {}
+        self.failed: dict[Setup, str] = {}
+        self.spent_s = 0.0
+
+    # --- the command's own
+
+    @staticmethod
+    @abstractmethod
+    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> Plan:
+        """Decide everything but the prompts."""
+
+    @abstractmethod
+    def next(self, up: Setup | None = None) -> Pass | None:
+        """The pass to measure next, None at the end.
+
+        Args:
+            up: the engine that is up.
+        """
+
+    @abstractmethod
+    def prompts(self, one: Pass) -> Sequence[Prompt]:
+        """The prompts of a pass."""
+
+    @abstractmethod
+    def words(self, one: Pass, record: PassRecord) -> str:
+        """A finished pass for people."""
+
+    @abstractmethod
+    def standing(self) -> str:
+        """The passes that are left and those that are done, for people."""
+
+    def num_warm_up(self, one: Pass) -> int:
+        """Prompts that are asked before a pass, and are in no figure."""
+        return one.concurrency
+
+    @classmethod  # noqa: B027 - most commands take any prompts
+    def require(cls, plan: Plan, dataset: Dataset) -> None:
+        """Refuse prompts of which this plan cannot be measured, with a ConfigError."""
+
+    def accept(self, one: Pass, record: PassRecord) -> None:
+        """Take a finished pass, or refuse it with an EngineError."""
+        self.done[one] = record
+
+    def fail(self, setup: Setup, reason: str) -> None:
+        """Leave an engine out for the rest of the command."""
+        self.failed[setup] = reason
+
+    def spend(self, spent_s: float) -> None:
+        """Count engine time: seconds in all, earlier engines included."""
+        self.spent_s = spent_s
+
+    def caveats(self) -> list[str]:
+        """The reasons why figures are worth less than they look."""
+        return []
+
+    # --- the same for all
+
+    @classmethod
+    def prepare(cls, config: MeasurementKeys, listener: Listener, start: Start, tokenizer_of: TokenizerOf) -> Self:
+        """Decide everything, open the folder, and announce what will be measured.
+
+        No engine starts.
+
+        Raises:
+            ConfigError: bad usage.
+        """
+        rows = read_dataset(config)
+        model = resolve_model(config.model, announce=listener.say)
+        plan = cls.make_plan(config, hardware.detect(), model)
+        assert plan.spec.max_model_len is not None, "target_spec() sets it"
+        tokenizer = tokenizer_of(model.path, model.revision)
+        column = plan.category_column
+        dataset = build_dataset(config, rows, tokenizer, plan.spec.max_model_len, category_column=column)
+        cls.require(plan, dataset)
+        fingerprint = plan.fingerprint(dataset)
+        root = config.output or default_folder(cls.parent, fingerprint)
+        folder = MeasurementFolder(root, name=cls.name, fingerprint=fingerprint)
+        run = cls(config, plan, dataset, folder, listener, start)
+        run.announce()
+        return run
+
+    def announce(self) -> None:
+        """Say what will be measured, on what, and which rows of the data cannot be."""
+        plan, dataset = self.plan, self.dataset
+        formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
+        where = f"{plan.hardware.describe()}, {', '.join(formats)}"
+        self.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
+        for note in [*labels(plan), *plan.notes, *self.caveats()]:
+            self.say(f"  {note}")
+        for reason, count in dataset.rejected.items():
+            self.say(f"  {count} rows give no prompt: {reason}")
+        self.say(f"  {self.standing()}")
+
+    def measure(self) -> None:
+        """Measure pass after pass until nothing is next.
+
+        Raises:
+            EngineError: an engine failed, and so did all others, and nothing was measured by earlier commands.
+        """
+        one = self.next()
+        while one is not None:
+            try:
+                self._visit(one)
+            except EngineError as error:
+                self.say(f"  {one.setup.label} is left out: {error.message}")
+                self.fail(one.setup, error.message)
+                if not self.done and len(self.failed) == len(self.plan.setups):
+                    raise
+            one = self.next()
+
+    def _visit(self, first: Pass) -> None:
+        """Start an engine, and keep it up as long as the next pass is its own."""
+        setup = first.setup
+        self.say(f"{setup.label}: starting the engine")
+        before_s, up_since = self.spent_s, time.monotonic()
+
+        def count() -> None:
+            self.spend(before_s + time.monotonic() - up_since)
+
+        async def use(engine: Engine, start_s: float) -> None:
+            one: Pass | None = first
+            while one is not None and one.setup == setup:
+                record = await self._measure(engine, one, start_s)
+                count()
+                self.say(self.words(one, record))
+                one = self.next(setup)
+
+        try:
+            with_engine(setup.spec, self.plan.hardware, self._start, self.folder.log(setup.name), use)
+        finally:
+            count()
+
+    async def _measure(self, engine: Engine, one: Pass, start_s: float) -> PassRecord:
+        prompts = self.prompts(one)
+        with PeakMemory(self._read_memory) as peak:
+            loop = await run_loop(
+                engine,
+                prompts,
+                sampling=self.plan.config.sampling(),
+                concurrency=one.concurrency,
+                progress=self.listener.progress,
+                num_warm_up=self.num_warm_up(one),
+            )
+        record = make_record(one, prompts, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
+        self.accept(one, record)
+        self.folder.keep(pass_name(one), record.to_dict())
+        return record
+
+    def find(self, one: Pass) -> PassRecord | None:
+        """The record that an earlier command kept of a pass."""
+        return self.folder.find(pass_name(one), PassRecord.from_dict)
+
+
+def pass_name(one: Pass) -> str:
+    """The name of a pass's file."""
+    return f"{one.setup.name}-c{one.concurrency}-r{one.repeat}"
