@@ -1,22 +1,15 @@
 """Prompts and responses to token ids with a loss mask: what a head is trained on.
 
-Reads a bulk run's directory or a corpus, applies the target's chat template, and says by id
-and reason which rows give no sample. Knows tokenizers; knows nothing of hidden states or heads.
+It applies the target's chat template, and says by id and reason which rows give no sample. It knows rows and
+tokenizers; it knows nothing of files, hidden states or heads.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Row
-from peagle.corpus.scan import find, read_all
-from peagle.errors import ConfigError, InputError, did_you_mean
-from peagle.private import user_path
 from peagle.requests.messages import parse_messages
-from peagle.storage import Place
-from peagle.storage.s3_path import SCHEME, S3Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +47,6 @@ class Rejected:
 
     id: str
     reason: str
-
-
-def read_responses(source: str | Path) -> Iterator[Row]:
-    """Rows of a run directory (`data/unit-*.parquet`) or a corpus; local or `s3://`.
-
-    Raises:
-        InputError: nothing there, an unknown format, a row that is none, or no `response` column.
-    """
-    for number, row in enumerate(read_all(source_files(source))):
-        if number == 0 and "response" not in row:
-            raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
-        yield row
 
 
 def row_text(row: Row, prompt_column: str) -> str:
@@ -139,34 +120,3 @@ def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
     if not isinstance(row.get(prompt_column), str):
         return f"neither 'messages' nor a text in {prompt_column!r}"
     return [{"role": "user", "content": row[prompt_column]}]
-
-
-def source_files(source: str | Path) -> list[SourceFile]:
-    """The units of a run directory, or the files of a corpus.
-
-    A corpus as `peagle generate` finds it.
-
-    Raises:
-        InputError: nothing there, or nothing of a known format.
-        StorageError: the store refuses, or does not answer.
-    """
-    if units := _units(str(source)):
-        return [SourceFile(path=str(unit), format="parquet", size=unit.stat().st_size) for unit in units]
-    try:
-        return find(str(source))
-    except InputError as error:
-        raise InputError(
-            f"{source}: no prompts or responses there: {error.message.removeprefix(f'input {str(source)!r}: ')}",
-            hint="give the directory of a bulk run, or a corpus that peagle generate reads",
-        ) from error
-
-
-def _units(source: str) -> Sequence[Place]:
-    """The committed units, where the source is a run directory."""
-    if not source.startswith(SCHEME):
-        return sorted((user_path(source) / "data").glob("unit-*.parquet"))
-    try:
-        folder = S3Path.parse(source)
-    except ConfigError:
-        return []  # a whole bucket, say
-    return sorted((folder / "data").glob("unit-*.parquet"), key=str)

@@ -8,17 +8,21 @@ It knows files and the source that ships; it knows neither the target nor who ha
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Row
-from peagle.corpus.scan import read_all
+from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.data import Rejected, Sample, build_samples, id_of, read_responses, row_text, source_files
+from peagle.drafter.data import Rejected, Sample, build_samples, id_of, row_text
 from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, index_of, tell_dropped
 from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
 from peagle.drafter.target import Target
-from peagle.errors import InputError, did_you_mean
+from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.requests.openai import parse_body
+from peagle.runs.directory import unit_files
+from peagle.storage import place
 
 MESSAGES = "messages"
 PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run's own, such as `response`
@@ -53,6 +57,43 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
         sources = ", ".join(config.prompts)
         raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {', '.join(config.exclude)}")
     return _alike(rows)
+
+
+def read_responses(source: str | Path) -> Iterator[Row]:
+    """Rows of a run directory or a corpus; local or `s3://`.
+
+    Raises:
+        InputError: nothing there, an unknown format, a row that is none, or no `response` column.
+    """
+    for number, row in enumerate(read_all(source_files(source))):
+        if number == 0 and "response" not in row:
+            raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
+        yield row
+
+
+def source_files(source: str | Path) -> list[SourceFile]:
+    """The committed units of a run directory, or the files of a corpus.
+
+    A corpus as `peagle generate` finds it.
+
+    Raises:
+        InputError: nothing there, or nothing of a known format.
+        StorageError: the store refuses, or does not answer.
+    """
+    try:
+        units = unit_files(place(str(source)))
+    except ConfigError:
+        units = {}  # a whole bucket, say
+    if units:
+        in_order = (units[number] for number in sorted(units))
+        return [SourceFile(path=str(unit), format="parquet", size=unit.stat().st_size) for unit in in_order]
+    try:
+        return find(str(source))
+    except InputError as error:
+        raise InputError(
+            f"{source}: no prompts or responses there: {error.message.removeprefix(f'input {str(source)!r}: ')}",
+            hint="give the directory of a bulk run, or a corpus that peagle generate reads",
+        ) from error
 
 
 def share_out(limit: int | None, held: Sequence[int]) -> list[int]:

@@ -60,6 +60,12 @@ UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
 _LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
 
 
+def unit_files(root: Place) -> dict[int, Place]:
+    """The committed units' files by number; empty where no run is."""
+    found = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
+    return {int(match[1]): path for path, match in found if match}
+
+
 class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
@@ -221,8 +227,7 @@ class RunDirectory:
 
     def committed(self) -> set[int]:
         """Numbers of the committed units, from a listing without foreign files."""
-        names = (UNIT_FILE.fullmatch(path.name) for path in self.data.glob("unit-*.parquet"))
-        return {int(name[1]) for name in names if name}
+        return set(unit_files(self.root))
 
     def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
         """Commit a unit; False when another attempt came first, and this counts nothing.

@@ -1,15 +1,8 @@
-import gzip
-import json
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from peagle.drafter.data import Sample, build_samples, id_of, read_responses, row_text
-from peagle.errors import InputError
-from peagle.storage import Place, atomic_file, write_atomic
+from peagle.drafter.data import Sample, build_samples, id_of, row_text
 
 
 class Tokenizer:
@@ -100,71 +93,9 @@ def test_rejected_rows_are_named() -> None:
     assert [r.id for r in rejected] == ["1"]
 
 
-def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) -> None:
-    (root / "data").mkdir(parents=True)
-    for name, row_id in (("unit-00001.parquet", "a"), ("unit-00000.parquet", "b")):
-        with atomic_file(root / "data" / name) as file:
-            pq.write_table(pa.Table.from_pylist([{**ROW, "id": row_id}]), file)
-    write_atomic(root / "rows.jsonl", json.dumps(ROW).encode() + b"\n\n")
-    assert [row["id"] for row in read_responses(str(root))] == ["b", "a"]
-    assert list(read_responses(str(root / "rows.jsonl"))) == [ROW]
-    with pytest.raises(InputError, match="nothing: no prompts or responses there"):
-        list(read_responses(str(root / "nothing")))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("rows.jsonl", '{"response": "x"}\n{broken', "rows.jsonl line 2: not valid JSON"),
-        ("rows.jsonl", "[1]", "rows.jsonl line 1: a JSON list, not an object"),
-        ("rows.jsonl", '{"respones": "x"}', "no column 'response'"),
-        ("rows.docx", "x", "unknown format '.docx'"),
-        ("rows.parquet", "text", "rows.parquet: not readable as Parquet"),
-    ],
-)
-def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=message.replace("[", r"\[")):
-        list(read_responses(tmp_path / name))
-
-
-def test_another_encoding_is_refused_with_the_line_and_a_mark_is_passed_over(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"response": "x"}\n{"response": "caf\xe9"}\n')
-    rows = read_responses(file)
-    assert next(rows) == {"response": "x"}
-    with pytest.raises(InputError, match=r"rows\.jsonl line 2: not valid JSON: 'utf-8' codec"):
-        next(rows)
-
-
-def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rows\.jsonl: no prompts or responses there: .*no such file"):
-        list(read_responses(tmp_path / "rows.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", b"response,prompt\nx,p\n"),
-        ("a.ndjson", b'{"response": "x", "prompt": "p"}\n'),
-        ("a.jsonl.gz", gzip.compress(b'{"response": "x", "prompt": "p"}\n', mtime=0)),
-    ],
-)
-def test_every_corpus_of_a_bulk_run_gives_responses(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    (tmp_path / ".hidden.jsonl").write_bytes(content)
-    for source in (tmp_path / name, tmp_path, f"{tmp_path}/*"):
-        assert list(read_responses(source)) == [{"response": "x", "prompt": "p"}]
-
-
 def test_what_a_row_says_is_read_of_messages_alone() -> None:
     assert row_text({"messages": "hi", "prompt": "p", "response": "r"}, "prompt") == "\np\nr"
     assert row_text({"messages": [{"role": "user", "content": "x"}], "response": "r"}, "prompt") == "x\n\nr"
-
-
-def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no prompts or responses there"):
-        list(read_responses(tmp_path))
 
 
 def test_a_null_is_no_word_of_a_rows_text_and_no_id():

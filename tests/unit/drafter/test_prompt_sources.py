@@ -1,3 +1,4 @@
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.prompt_sources import part_by_hash, read_prompts, share_out
+from peagle.drafter.prompt_sources import part_by_hash, read_prompts, read_responses, share_out
 from peagle.drafter.prompts import FORMS, generate_prompts, source_snippets
 from peagle.errors import InputError
+from peagle.storage import Place, atomic_file, write_atomic
 
 Write = Callable[..., Path]
+ROW = {"id": "a", "prompt": "hi", "response": "yo", "finish_reason": "stop"}
 
 
 def _problem() -> str:
@@ -28,7 +31,9 @@ def _read(*sources: Path | str, said: list[str] | None = None, **changes: Any) -
 def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl: Write, tmp_path: Path) -> None:
     rows = write_jsonl([{"id": 7, "prompt": "a", "response": "x", "finish_reason": "stop"}, {"prompt": "b"}])
     (tmp_path / "run" / "data").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist([{"id": "r", "prompt": "c"}]), tmp_path / "run" / "data" / "unit-0.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"id": "r", "prompt": "c"}]), tmp_path / "run" / "data" / "unit-00000000.parquet"
+    )
     expected = [{"id": "7", "prompt": "a"}, {"id": "1", "prompt": "b"}, {"id": "r", "prompt": "c"}]
     assert _read(rows, tmp_path / "run") == expected
     assert _read(rows, tmp_path / "run", limit=2) == [expected[0], expected[2]]
@@ -149,3 +154,65 @@ def test_a_share_depends_on_the_ids_alone() -> None:
     assert part_by_hash(rows[:100], 0.25)[1] == sampled[: len(part_by_hash(rows[:100], 0.25)[1])]
     assert part_by_hash(rows, 0.0) == (rows, [])
     assert part_by_hash(rows, 1.0) == ([], rows)
+
+
+def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) -> None:
+    (root / "data").mkdir(parents=True)
+    for name, row_id in (("unit-00000001.parquet", "a"), ("unit-00000000.parquet", "b"), ("unit-copy.parquet", "c")):
+        with atomic_file(root / "data" / name) as file:
+            pq.write_table(pa.Table.from_pylist([{**ROW, "id": row_id}]), file)
+    write_atomic(root / "rows.jsonl", json.dumps(ROW).encode() + b"\n\n")
+    assert [row["id"] for row in read_responses(str(root))] == ["b", "a"]
+    assert list(read_responses(str(root / "rows.jsonl"))) == [ROW]
+    with pytest.raises(InputError, match="nothing: no prompts or responses there"):
+        list(read_responses(str(root / "nothing")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", '{"response": "x"}\n{broken', "rows.jsonl line 2: not valid JSON"),
+        ("rows.jsonl", "[1]", "rows.jsonl line 1: a JSON list, not an object"),
+        ("rows.jsonl", '{"respones": "x"}', "no column 'response'"),
+        ("rows.docx", "x", "unknown format '.docx'"),
+        ("rows.parquet", "text", "rows.parquet: not readable as Parquet"),
+    ],
+)
+def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+        list(read_responses(tmp_path / name))
+
+
+def test_another_encoding_is_refused_with_the_line_and_a_mark_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"response": "x"}\n{"response": "caf\xe9"}\n')
+    rows = read_responses(file)
+    assert next(rows) == {"response": "x"}
+    with pytest.raises(InputError, match=r"rows\.jsonl line 2: not valid JSON: 'utf-8' codec"):
+        next(rows)
+
+
+def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rows\.jsonl: no prompts or responses there: .*no such file"):
+        list(read_responses(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"response,prompt\nx,p\n"),
+        ("a.ndjson", b'{"response": "x", "prompt": "p"}\n'),
+        ("a.jsonl.gz", gzip.compress(b'{"response": "x", "prompt": "p"}\n', mtime=0)),
+    ],
+)
+def test_every_corpus_of_a_bulk_run_gives_responses(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / ".hidden.jsonl").write_bytes(content)
+    for source in (tmp_path / name, tmp_path, f"{tmp_path}/*"):
+        assert list(read_responses(source)) == [{"response": "x", "prompt": "p"}]
+
+
+def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no prompts or responses there"):
+        list(read_responses(tmp_path))
