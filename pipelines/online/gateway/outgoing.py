@@ -30,10 +30,10 @@ _MOST_HELD = 64  # of one key, whose further refusals are answered at once
 
 
 class Pace:
-    """Holds back the refusals that one key gets in a row, each for two seconds at most.
+    """Delays of a key's refusals in a row, each two seconds at most.
 
     A refusal takes the endpoint as long as a short request does, and a client that is refused can ask again at once.
-    One that waits for its answer slows down; the key's own limits count its requests all the same.
+    A client that waits for its answer slows down; the key's own limits count its requests all the same.
 
     Args:
         per_s: refusals a second of one key, after the first twenty.
