@@ -184,8 +184,7 @@ def plot(samples: list[dict[str, float]], engine: str) -> str:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    traits = {"token_s": options.fake_token_s, "start_s": options.fake_start_s}
-    kind = ["--engine", "fake", "--fake", json.dumps(traits)]
+    kind = ["--engine", "fake", "--fake", options.fake]
     if options.engine == "vllm":
         kind = ["--model", options.name, "--max-model-len", "512"]
     return [
@@ -215,8 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3, help="of the stair, up and down each")
     parser.add_argument("--step-s", type=float, default=30)
     parser.add_argument("--tokens", type=int, default=40, help="output tokens of each request")
-    parser.add_argument("--fake-token-s", type=float, default=0.05)
-    parser.add_argument("--fake-start-s", type=float, default=0.0)
+    parser.add_argument("--fake", default='{"token_s": 0.05}', help="traits of the fake engine")
     parser.add_argument("--upscale-delay-s", type=float, default=5)
     parser.add_argument("--downscale-delay-s", type=float, default=10)
     parser.add_argument("--start-s", type=float, default=300, help="what a start may take")
