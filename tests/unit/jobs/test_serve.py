@@ -55,13 +55,6 @@ def test_the_port_of_another_clusters_metrics_is_not_ours_to_choose(refused, mon
     assert "ray start --metrics-export-port" in error
 
 
-def test_every_key_is_in_a_group():
-    from jobs.serve import _GROUPS
-
-    grouped = [name for names in _GROUPS.values() for name in names]
-    assert sorted([*grouped, "models"]) == sorted(ServeConfig.model_fields)
-
-
 def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
     """Serve, which starts and listens there, whatever it is told."""
     from ray import serve
