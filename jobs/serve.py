@@ -211,9 +211,9 @@ def _require_address(config: ServeConfig) -> None:
 
     Serve keeps its address and certificate, and only warns of others that it is told.
     """
-    from ray.serve.context import _get_global_client  # no public name has the options
+    from pipelines.online.serve.ray_names import running_http_options
 
-    there = _get_global_client().http_config
+    there = running_http_options()
     files = {"ssl_certfile": there.ssl_certfile, "ssl_keyfile": there.ssl_keyfile}
     wanted = _http_options(config)
     if any(path != wanted.get(name) for name, path in files.items()):
@@ -239,7 +239,7 @@ def _start(application: Any, state: Path) -> None:
     from peagle.economics.usage import start_warnings
     from peagle.engine.self_check import require_none_failed
     from peagle.engine.startup import as_told
-    from peagle.engine.vllm import with_root_cause
+    from peagle.engine.vllm_internals import with_root_cause
     from peagle.errors import EngineError
 
     ledger, logs = state / "ledger", state / "logs"
@@ -290,14 +290,15 @@ def _take_back(config: ServeConfig) -> None:
 
     Serve lets its requests end, and kills it after `drain_s`.
 
-    With `serve.delete` alone the wait would end after a minute, with an error. Where Serve's controller dies meanwhile,
-    the next one begins with the time anew: so it may pass twice.
+    Where Serve's controller dies meanwhile, the next one begins with the time anew: so it may pass twice.
     """
     from ray import serve
 
+    from pipelines.online.serve.ray_names import begin_deletion
+
     limit_s = 2 * max(one.drain_s for one in config.served) + _SPARE_S
     give_up_at = time.monotonic() + limit_s
-    serve.delete(APP_NAME, _blocking=False)
+    begin_deletion(APP_NAME)
     while APP_NAME in serve.status().applications:
         if time.monotonic() >= give_up_at:
             print(f"the application is still there after {limit_s:g} s: Serve's log says why", flush=True)

@@ -45,7 +45,7 @@ from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.engine.startup import interruptible
-from peagle.engine.vllm import root_cause
+from peagle.engine.vllm_internals import root_cause
 from peagle.errors import DrafterError, EngineError, PeagleError
 from peagle.files import write_atomic, write_json
 from peagle.profiles.measurements import METHOD_NAMES

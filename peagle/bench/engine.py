@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self, TypeVar
 from peagle.engine.interface import Engine
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
-from peagle.engine.startup import as_told, costly_warnings
-from peagle.engine.vllm import with_root_cause
+from peagle.engine.startup import as_told
+from peagle.engine.vllm_internals import costly_warnings, with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr

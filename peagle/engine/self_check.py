@@ -23,6 +23,7 @@ from peagle.engine.interface import RequestRefused
 from peagle.engine.lossless import tie_margin
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine.vllm_internals import engine_death, refusals, request_failure
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
 
@@ -262,30 +263,18 @@ class CheckableLlm:
     async def _output(self, prompt: Sequence[int], **sampling: Any) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         request_id = f"self-check-{uuid.uuid4().hex[:8]}"
         try:
             outputs = [o async for o in self._llm.generate({"prompt_token_ids": list(prompt)}, params, request_id)]
-        except EngineDeadError as error:
+        except engine_death() as error:
             raise EngineError("the vLLM engine process died in its self-check") from error
         except refusals() as error:
             raise RequestRefused(str(error)) from error
-        except EngineGenerateError as error:
+        except request_failure() as error:
             raise EngineError(f"vLLM failed on its self-check: {error.__cause__!r}") from error
         return outputs[-1]
-
-
-def refusals() -> tuple[type[Exception], ...]:
-    """Exceptions of vLLM for a request that it refuses.
-
-    Classes of its own in 0.29, a ValueError in 0.24.
-    """
-    import vllm.exceptions
-
-    own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
-    return (ValueError, *filter(None, own))
 
 
 def _judgement(taken: Any, candidates: Any) -> Judgement:

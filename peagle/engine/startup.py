@@ -1,11 +1,10 @@
-"""Guards of an engine's start: a time limit, interrupts, and its warnings.
+"""Guards of an engine's start: a time limit and interrupts.
 
 vLLM has no time limit: it waits for its processes for as long as they live.
 """
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -77,37 +76,9 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
         is_left.set()
 
 
-_WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
-_COSTS = re.compile(
-    r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
-)
-# What costs nothing here, or what we decide ourselves.
-_HARMLESS = (
-    "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
-    "Failed to create oneDNN linear",  # of `lm_head`; torch's own takes over, and there is no choice
-)
-_MOST = 10
-_LONGEST = 400  # characters
-
-
-def costly_warnings(log: str) -> list[str]:
-    """Warnings of a start that cost time or correctness, each once, in their order.
-
-    >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
-    ['no libtcmalloc: performance is lost']
-    """
-    return list(dict.fromkeys(_costly(log)))[:_MOST]
-
-
 def as_told(warning: str) -> str:
     """The line in which a user is told of a warning."""
     return f"warning of an engine's start: {warning}"
-
-
-def _costly(log: str) -> Iterator[str]:
-    for warning in _WARNED.findall(log):
-        if _COSTS.search(warning) and not warning.startswith(_HARMLESS):
-            yield warning if len(warning) <= _LONGEST else f"{warning[:_LONGEST]}..."
 
 
 class _Interrupt(BaseException):

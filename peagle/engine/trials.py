@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from peagle.engine import vllm_internals
 from peagle.errors import ConfigError
 
 DEFAULT_CPU_S = 3.0
@@ -252,9 +253,7 @@ def try_first(client: Any, trials: Trials) -> None:
     """
     from vllm import exceptions
 
-    add_request = client.add_request
-
-    async def tried(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+    async def try_constraint(params: Any) -> None:
         if (constraint := getattr(params, "structured_outputs", None)) is not None:
             try:
                 await trials.require(constraint)
@@ -262,34 +261,19 @@ def try_first(client: Any, trials: Trials) -> None:
                 raise exceptions.VLLMValidationError(str(refusal)) from None
             except TrialsBusy as busy:
                 raise exceptions.GracefulHTTPError(str(busy), HTTPStatus.TOO_MANY_REQUESTS) from None
-        return await add_request(request_id, prompt, params, *arguments, **options)
 
-    client.add_request = tried
+    vllm_internals.before_each_request(client, try_constraint)
 
 
 def trials_of(client: Any, *, is_shared: bool = False, cpu_s: float = DEFAULT_CPU_S) -> Trials:
     """Trials of an `AsyncLLM`'s requests."""
     config = client.vllm_config
     return Trials(
-        lambda: {"tokenizer": _vocabulary(config, client.get_tokenizer())},
+        lambda: {"tokenizer": vllm_internals.vocabulary(config, client.get_tokenizer())},
         any_whitespace=not config.structured_outputs_config.disable_any_whitespace,
         is_shared=is_shared,
         cpu_s=cpu_s,
     )
-
-
-def _vocabulary(vllm_config: Any, tokenizer: Any) -> str:
-    """The vocabulary as vLLM's own xgrammar backend has it."""
-    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
-    from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
-
-    backend = XgrammarBackend(
-        vllm_config,
-        tokenizer=maybe_wrap_mistral_common_tokenizer(tokenizer),
-        vocab_size=vllm_config.model_config.get_vocab_size(),
-    )
-    written: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
-    return written
 
 
 def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
@@ -301,22 +285,9 @@ def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
     if constraint.structural_tag is not None:
         yield "structural_tag", constraint.structural_tag
     if constraint.grammar is not None:
-        yield "grammar", _as_ebnf(constraint.grammar)
+        yield "grammar", vllm_internals.as_ebnf(constraint.grammar)
     if constraint.choice is not None:
-        from vllm.v1.structured_output.utils import choice_as_grammar
-
-        yield "grammar", choice_as_grammar(constraint.choice)
-
-
-def _as_ebnf(grammar: str) -> str:
-    from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
-
-    if not grammar_is_likely_lark(grammar):
-        return grammar
-    try:
-        return str(convert_lark_to_ebnf(grammar))
-    except ValueError:
-        return grammar  # vLLM refuses it in its own words
+        yield "grammar", vllm_internals.grammar_of_choices(constraint.choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ is imported when an engine starts, after the environment variables that it reads
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,11 +14,12 @@ from peagle.engine import vllm_plugin
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
-from peagle.engine.multinode import NodeRank, follow
-from peagle.engine.self_check import CheckableLlm, SelfCheck, refusals
+from peagle.engine.multinode import NodeRank
+from peagle.engine.self_check import CheckableLlm, SelfCheck
 from peagle.engine.spec import EngineSpec
-from peagle.engine.startup import LATE, interruptible, start_limit
+from peagle.engine.startup import interruptible, start_limit
 from peagle.engine.trials import trials_of, try_first
+from peagle.engine.vllm_internals import counters, engine_death, follow, model_runner, refusals, request_failure
 from peagle.errors import ConfigError, EngineError, PeagleError
 from peagle.hardware import Hardware
 from peagle.plain_json import logprob_number
@@ -43,13 +43,12 @@ class VllmEngine:
     self_check: SelfCheck | None = None
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
 
         self._steps = _StepCounter()
         try:
             with start_limit(kill_children), interruptible():
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
+                self._llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
         except PeagleError:
             raise
         except Exception as error:  # vLLM raises whatever its parts raise
@@ -61,26 +60,20 @@ class VllmEngine:
 
     @property
     def model_runner(self) -> str | None:
-        """See `Engine.model_runner`.
-
-        vLLM decides in its configuration, once the drafter is known.
-        """
-        is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", None)
-        return None if is_v2 is None else "V2" if is_v2 else "V1"
+        """See `Engine.model_runner`."""
+        return model_runner(self._llm)
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
         try:
             params = _sampling_params(sampling)
             answers = self._llm.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
             outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
-        except EngineDeadError as error:
+        except engine_death() as error:
             raise EngineError("the vLLM engine process died") from error
         except refusals() as error:
             raise RequestRefused(str(error)) from error
-        except EngineGenerateError as error:  # this request's only: the engine goes on
+        except request_failure() as error:  # this request's only: the engine goes on
             raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
         if not outputs:
             raise EngineError(f"vLLM ended request {request_id} without an output")
@@ -89,9 +82,7 @@ class VllmEngine:
 
     def speculation_totals(self) -> SpeculationStats | None:
         """See `Engine.speculation_totals`; from vLLM's Prometheus counters."""
-        from vllm.v1.metrics.reader import get_metrics_snapshot
-
-        return _totals(get_metrics_snapshot())
+        return _totals(counters())
 
     def signs_of_life(self) -> int:
         """See `Engine.signs_of_life`."""
@@ -162,36 +153,6 @@ def has_synthetic_acceptance() -> bool:
     from vllm.config import SpeculativeConfig
 
     return hasattr(SpeculativeConfig, "synthetic_acceptance_rates")
-
-
-def compile_seconds(log: str) -> float:
-    """Seconds of profiling, compiling and warming up, by vLLM's start log.
-
-    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
-    64.75
-    """
-    return sum(float(seconds) for seconds in re.findall(r"init engine \([^)]*\) took ([\d.]+) s", log))
-
-
-def root_cause(log: str) -> str | None:
-    """The first error that vLLM's own processes logged.
-
-    `AsyncLLM` raises only that there was one.
-
-    >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
-    'ValueError: the KV cache is too small'
-    """
-    logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
-    return logged[0] if logged else None
-
-
-def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """The same failed start, told by its logged cause or by its time limit."""
-    cause = root_cause(log)
-    if cause is None:
-        return error
-    late = re.search(LATE, error.message)
-    return EngineError(f"{late[0] if late else 'vLLM did not start'}: {cause}", hint=error.hint)
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:

@@ -1,25 +1,8 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
 
-Compiled code, sampling with drafts on CPUs, and the priority of grammars.
-
-| what | on | vLLM | the test that fails when vLLM has mended it |
-|---|---|---|---|
-| Sampling with drafts uses memory that nobody wrote (`vllm_plugin.py`, issue 55005) | CPU | 0.29 to 0.32 | `test_vllm_plugin.py::test_vllms_own_kernel_is_still_wrong` |
-| Compiled code is stored, and compiled again at each start (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_fails_to_load_what_it_compiled` |
-| Compiled code is keyed by which cores compute (`compile_cache.py`) | CPU | 0.29 to 0.32 | `test_compile_cache.py::test_vllm_still_tells_cores_apart` |
-| Grammars are compiled at the priority of steps (`vllm_plugin.py`) | all | 0.29 | none: it does no harm |
-| A core outlives its starter, keeps its device and waits for requests for ever | all | 0.24 to 0.32 | none: it does no harm |
-
-Ray ends what a lost worker leaves, but not where it was lost itself: hence the last line.
-
-vLLM (0.29 to 0.32) without Triton repeats each request's temperature, top-k and top-p for its drafts into a copy that
-it throws away, and divides the target's logits by memory that nobody wrote. As soon as one request of a batch is
-sampled, all requests of that batch get answers that are not the target's, greedy ones too
-(https://github.com/vllm-project/vllm/issues/55005).
-
-vLLM 0.29 compiles schemas, regular expressions and grammars in threads of its core. They take the processor from the
-steps of every request; here these threads give way, and xgrammar's own threads inherit that.
-"""  # noqa: E501
+Compiled code, sampling with drafts on CPUs, the priority of grammars, and the end of a core whose starter is gone.
+docs/upstream.md says of each what it is for, for which versions, and which test fails once vLLM has mended it.
+"""
 
 import functools
 import multiprocessing
@@ -37,6 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "peagle"
 _GROUP = "vllm.general_plugins"
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def register() -> None:
@@ -51,16 +35,17 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from peagle.engine import compile_cache
-
-        compile_cache.load_compiled()
-        compile_cache.share_between_cores()
+        load_compiled()
+        share_between_cores()
         replace_kernel()
         probe_before_loading()
 
 
 def end_with_starter() -> None:
     """End this process when the one that spawned it is gone, by kill -9 too.
+
+    A core of vLLM (0.24 to 0.32) would keep its device and wait for requests for ever. Ray ends what a lost worker
+    leaves, but not where it was lost itself.
 
     Under Ray vLLM spawns its core. One that is forked (an engine without Ray on a CPU) does not come here: it inherits
     that the plug-ins have been loaded.
@@ -88,6 +73,48 @@ def _end_after(starter: Any) -> None:
     os._exit(1)
 
 
+def load_compiled() -> None:
+    """Let vLLM load what it compiled on a CPU.
+
+    vLLM (0.29 to 0.32) compiles there with torch's own backend, stores the function, and calls `finalize_loading` on
+    what it loads: a method of vLLM's other backend. The failure is only logged, and everything is compiled again.
+    """
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
+
+    if not hasattr(Loaded, "finalize_loading"):
+        Loaded.finalize_loading = lambda self, vllm_config: None  # type: ignore[attr-defined]
+
+
+def share_between_cores() -> None:
+    """Key compiled code by the number of cores, not by which cores.
+
+    Engines of one node then find each other's.
+    """
+    from vllm import envs
+
+    original = envs.compile_factors
+    if getattr(original, "counts_cores", False):
+        return
+
+    def compile_factors() -> dict[str, object]:
+        factors: dict[str, object] = original()
+        return factors | {_BINDING: _num_cores(str(factors[_BINDING]))} if _BINDING in factors else factors
+
+    compile_factors.counts_cores = True  # type: ignore[attr-defined]
+    envs.compile_factors = compile_factors
+
+
+def _num_cores(bound: str) -> str:
+    """The cores of each rank by number; a binding that is not lists of cores as it is.
+
+    >>> _num_cores("0,1|2,3"), _num_cores("0-3"), _num_cores("nobind")
+    ('2|2', '0-3', 'nobind')
+    """
+    ranks = [rank.split(",") for rank in bound.split("|")]
+    are_lists = all(core.isdecimal() for rank in ranks for core in rank)
+    return "|".join(str(len(rank)) for rank in ranks) if are_lists else bound
+
+
 def expand(
     output: "torch.Tensor",
     values: "torch.Tensor",
@@ -111,6 +138,11 @@ def expand(
 
 def replace_kernel() -> None:
     """Replace vLLM's kernel by `expand`.
+
+    vLLM (0.29 to 0.32) without Triton repeats each request's temperature, top-k and top-p for its drafts into a copy
+    that it throws away, and divides the target's logits by memory that nobody wrote. As soon as one request of a batch
+    is sampled, all requests of that batch get answers that are not the target's, greedy ones too
+    (https://github.com/vllm-project/vllm/issues/55005).
 
     0.29 installs the first of these names, 0.32 registers the second.
     """
@@ -179,7 +211,10 @@ NICE = 10  # about a tenth of a core beside threads that compute without pause
 
 
 def compile_behind_steps() -> None:
-    """Lower the priority of the threads in which vLLM's core compiles grammars."""
+    """Lower the priority of the threads in which vLLM's core compiles grammars.
+
+    They take the processor from the steps of every request; xgrammar's own threads inherit the priority.
+    """
     from vllm.v1.structured_output import StructuredOutputManager
 
     begin = StructuredOutputManager.__init__

@@ -74,8 +74,7 @@ def start_engine(job: EngineJob, session: Session) -> StartedEngine:
     """
     if job.fake is not None:
         return _start_fake(job.spec, job.fake)
-    from peagle.engine.startup import costly_warnings
-    from peagle.engine.vllm import compile_seconds, with_root_cause
+    from peagle.engine.vllm_internals import compile_seconds, costly_warnings, with_root_cause
     from pipelines.cluster.node import start_vllm
 
     others = _other_nodes(job, session) if job.spec.num_nodes > 1 else None

@@ -58,7 +58,7 @@ class Follower:
         Raises:
             EngineError: they do not start.
         """
-        from peagle.engine.vllm import with_root_cause
+        from peagle.engine.vllm_internals import with_root_cause
 
         with copied(self._run.root, self._log, self._log.name):
             try:

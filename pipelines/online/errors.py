@@ -1,7 +1,7 @@
-"""Errors as OpenAI's API words them, and which one an exception becomes.
+"""Errors as OpenAI's API words them.
 
-It knows statuses and shapes; it does not know when they occur. What went wrong inside is for the log: a client learns
-of it only what it can act on.
+It knows statuses and shapes; it does not know when they occur (`serve/exceptions.py`). What went wrong inside is for
+the log: a client learns of it only what it can act on.
 """
 
 import math
@@ -23,11 +23,6 @@ _TYPES = {
 _OF_A_REQUEST_UNDER_WAY = (408, 413, 431)
 _OVERLOADED_RETRY_S = 5
 _MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # of an error: no client gets back a mebibyte that it sent
-# Of vLLM, `ray.serve.exceptions` and `ray.exceptions`; by name, since this module is imported where these need not be.
-# vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
-_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
-_UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
-_ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
 
 
 class ApiError(Exception):
@@ -74,30 +69,6 @@ def _cut(text: str, most: int) -> str:
 def overloaded(message: str) -> ApiError:
     """Nobody can take the request now."""
     return ApiError(503, message, code="overloaded", retry_after_s=_OVERLOADED_RETRY_S)
-
-
-def is_engine_death(error: BaseException) -> bool:
-    """Whether the request's engine is gone, and will never answer."""
-    return any(kind.__name__ in _ENGINE_DEATHS for kind in type(error).__mro__)
-
-
-def from_exception(error: BaseException) -> ApiError:
-    """The answer to an exception; its text only where it is meant for clients."""
-    if isinstance(error, ApiError):
-        return error
-    names = [kind.__name__ for kind in type(error).__mro__]
-    if any(name in _UNAVAILABLE for name in names):
-        return overloaded("every engine is busy or about to start; try again")
-    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
-        param = getattr(error, "parameter", None)
-        return ApiError(
-            _OF_THE_REQUEST[refused], str(error.args[0] if error.args else error), code="invalid_value", param=param
-        )
-    status = getattr(error, "status_code", None)
-    text = getattr(error, "detail", None) or getattr(error, "message", None)
-    if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
-        return ApiError(status, text, code="not_found" if status == 404 else None)
-    return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
 
 
 def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:

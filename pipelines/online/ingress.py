@@ -5,21 +5,13 @@ It is behind the gate, with `/health`, `/v1/cost`, `/v1/live` and the page at `/
 Ray's own application answers wrong types with 400, repeats internal exceptions to clients and lets every web page in
 with credentials; so only Ray's handlers are taken, by `make_fastapi_ingress(app=)`. Embeddings, scores and
 transcriptions are left out: no model here has them.
-
-Ray 2.60 ends a call with its caller where a whole request is cancelled, as when a client hangs up. A caller that gives
-up by itself only stops listening, and the replica goes on to the last token. Here the call is cancelled in both cases.
-An answer that is not streamed is raised as it came, past Ray's handler, which would build, dump and serialise it again.
-
-The number of replicas comes from Serve's public `status()`, which is a call to another process: not for an event loop.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -36,118 +28,19 @@ from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
-from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.cost import CostView
-from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death
+from pipelines.online.errors import ApiError, from_validation
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView
-from pipelines.online.wire import Context, StreamEnd, WholeAnswer, error_response, with_headers
-
-_STARTING = ("STARTING", "UPDATING", "RECOVERING")
-_STOPPING = ("STOPPING", "PENDING_MIGRATION")
-
-
-def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """By model, what the replicas of its deployment do.
-
-    Args:
-        deployments: models to the names of their deployments, in the application of the replica that asks.
-    """
-    from ray import serve
-
-    app_name = serve.get_replica_context().app_name
-    application = serve.status().applications.get(app_name)
-    states = {name: one.replica_states for name, one in application.deployments.items()} if application else {}
-    return {model: count_states(states.get(name, {})) for model, name in deployments.items()}
-
-
-def count_states(states: Mapping[Any, int]) -> dict[str, int]:
-    """Serve's states put together into three."""
-    numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
-    return {
-        "num_running_replicas": numbers.get("RUNNING", 0),
-        "num_starting_replicas": sum(numbers.get(state, 0) for state in _STARTING),
-        "num_stopping_replicas": sum(numbers.get(state, 0) for state in _STOPPING),
-    }
-
-
-class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
-    """The whole answer is there, as JSON."""
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__()
-        self.body = body
-
-
-Note = Callable[[Mapping[str, Any]], None]
-NOTE: ContextVar[Note] = ContextVar("note")
-"""Of the request under way: takes what its answer says of its own usage."""
-
-
-class ServeResponse(Protocol):
-    """Of Serve's `DeploymentResponseGenerator`, what is used here."""
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """The parts of the answer."""
-
-    def cancel(self) -> None:
-        """End the call, whether a replica has it or it still waits for one."""
-
-
-class Cancelling:
-    """A `DeploymentHandle` whose answers are cancelled with whoever waits for them.
-
-    Args:
-        handle: Serve's own, or one of its methods.
-    """
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def options(self, **options: Any) -> "Cancelling":
-        """As Serve's."""
-        return Cancelling(self._handle.options(**options))
-
-    def __getattr__(self, method: str) -> "Cancelling":
-        return Cancelling(getattr(self._handle, method))
-
-    def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
-        """Call the deployment; `options(stream=True)` must have been said."""
-        return listen(self._handle.remote(*arguments), NOTE.get())
-
-
-async def listen(response: ServeResponse, note: Note) -> AsyncGenerator[Any, None]:
-    """The parts of an answer.
-
-    Cancelled or closed before the last of them, the call is too.
-
-    Args:
-        note: as `NOTE`.
-
-    Raises:
-        Answered: the answer is not streamed.
-    """
-    try:
-        async for part in response:
-            if isinstance(part, StreamEnd):
-                note(part.said)
-                if part.text:
-                    yield [part.text]
-            elif isinstance(part, WholeAnswer):
-                with contextlib.suppress(Exception):  # the answer is there, whatever becomes of its replica now
-                    async for _ in response:
-                        pass  # its end: the request's record is on the disk
-                note(part.said)
-                raise Answered(part.body)
-            else:
-                yield part
-    except (asyncio.CancelledError, GeneratorExit):
-        response.cancel()
-        raise
+from pipelines.online.serve.calls import NOTE, Answered, Cancelling
+from pipelines.online.serve.exceptions import from_exception, is_engine_death
+from pipelines.online.serve.ray_names import replica_counts
+from pipelines.online.serve.request_types import ChatBody, CompletionBody
+from pipelines.online.wire import Context, error_response, with_headers
 
 
 def answer_errors(app: FastAPI) -> None:

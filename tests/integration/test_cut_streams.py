@@ -144,7 +144,7 @@ def answered(replica, monkeypatch, *events, error):
 def test_what_vllm_refuses_by_pythons_own_errors_is_answered_as_vllm_serve_does(
     replica, tmp_path, monkeypatch, error, code, type
 ):
-    from pipelines.online.errors import from_exception
+    from pipelines.online.serve.exceptions import from_exception
 
     (answer,) = answered(replica, monkeypatch, error=error)
     assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, str(error))

@@ -6,22 +6,12 @@ Which folder may import which is in `pyproject.toml`, for `lint-imports`.
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from source_tree import MODULES, TREES
+
 MOST_LINES = 350
 LONGEST_CHAIN = 20
 LONGEST_FIRST_LINE = 80
-
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {
-    name_of(path): path for top in ("peagle", "pipelines", "jobs") for path in sorted((ROOT / top).rglob("*.py"))
-}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imported(nodes: list[ast.stmt], *, in_functions: bool) -> Iterator[str]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipelines.online.errors import ApiError, from_exception
+from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
@@ -35,6 +35,7 @@ from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing, Pace
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
+from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
 

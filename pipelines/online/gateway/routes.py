@@ -22,7 +22,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
@@ -31,6 +30,7 @@ from peagle.errors import shown
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import JsonBody
 from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.serve.http_names import route_path, validated
 
 PASS = "peagle.pass"  # in the scope, where no client can write
 _log = logging.getLogger("ray.serve")
@@ -190,7 +190,7 @@ def _checked(field: Any, values: Any) -> Any:
     Raises:
         RequestValidationError: it is none of this type; its first fault of each list.
     """
-    value, errors = field.validate(values, {}, loc=("body",))
+    value, errors = validated(field, values)
     if errors:
         raise RequestValidationError(errors)
     return value
@@ -218,14 +218,6 @@ def find_route(routes: Iterable[Route], scope: Scope) -> Route:
         allowed = ", ".join(sorted({route.method for route in found}))
         raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed")
     raise ApiError(404, "there is no such path; /openapi.json lists those there are", code="not_found")
-
-
-def route_path(scope: Scope) -> str:
-    """The path as the application's router matches it.
-
-    Without the prefix under which Serve has the application, which it leaves in `path`.
-    """
-    return get_route_path(scope)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from peagle.economics.prices import Device
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
-from pipelines.online.replica.sequences import Sequences
+from pipelines.online.serve.sequences import Sequences
 from pipelines.online.wire import Tally
 
 _log = logging.getLogger("ray.serve")

@@ -15,6 +15,7 @@ from typing import Any
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Completion, Generation, RequestRefused
 from peagle.engine.self_check import Checkable
+from peagle.engine.vllm_internals import engine_death
 from peagle.errors import EngineError
 from peagle.requests import openai
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
@@ -230,7 +231,4 @@ def _refusal(message: str) -> Any:
 
 def _dead() -> Exception:
     """vLLM's exception for every request of a dead engine."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    error: Exception = EngineDeadError()
-    return error
+    return engine_death()()

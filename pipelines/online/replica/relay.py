@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from peagle.economics.usage import Outcome
 from peagle.errors import EngineError
-from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary
+from pipelines.online.serve.exceptions import is_engine_death
 from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ Counters of one engine's process. No key is named: Ray's exporter asks for none.
 
 import asyncio
 import functools
-import logging
 import os
 import threading
 import uuid
@@ -27,18 +26,20 @@ from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.engine.environment import set_environment
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
 from peagle.engine.spec import EngineSpec
-from peagle.engine.startup import costly_warnings, start_limit
+from peagle.engine.startup import start_limit
 from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
-from peagle.engine.vllm import compile_seconds, kill_children
+from peagle.engine.vllm import kill_children
+from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
-from pipelines.online.errors import NOT_IMPLEMENTED, is_engine_death
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import Engine, EngineAccount, RequestAccount
 from pipelines.online.replica.fake import StandIn, StandInEngine
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
-from pipelines.online.replica.sequences import tell_sequences
 from pipelines.online.serve.deployment import Sizes, make_llm_config
+from pipelines.online.serve.exceptions import is_engine_death
+from pipelines.online.serve.ray_names import engine_client, refusal, told_refusal
+from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import Context
 
 
@@ -93,7 +94,6 @@ def _add(counter: Any, value: float, **tags: str) -> None:
 
 
 _LOOK_S = 0.25
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +143,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
         if not job.stand_in:
-            tell_sequences(self.engine._engine_client.output_processor)
-            self._trials = trials_of(self.engine._engine_client, is_shared=True, cpu_s=job.max_grammar_s)
-            try_first(self.engine._engine_client, self._trials)
+            client = engine_client(self.engine)
+            tell_sequences(client)
+            self._trials = trials_of(client, is_shared=True, cpu_s=job.max_grammar_s)
+            try_first(client, self._trials)
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
@@ -157,7 +158,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         Raises:
             EngineError: they are not, or it died.
         """
-        engine = self.engine.checkable if job.stand_in else CheckableLlm(self.engine._engine_client)
+        engine = self.engine.checkable if job.stand_in else CheckableLlm(engine_client(self.engine))
         found = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = found.to_json()
         self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
@@ -238,25 +239,3 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             trials.close()
         self._account.end()
         await super().__del__()
-
-
-def refusal(error: Exception) -> Any | None:
-    """The refusal of `vllm serve` for this exception.
-
-    None where it is a failure of the server.
-    """
-    from ray.serve.llm.openai_api_models import ErrorResponse
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    answer = create_error_response(error)
-    if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
-        return None
-    _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
-    return ErrorResponse.model_validate(answer.model_dump())
-
-
-def told_refusal(error: Mapping[str, Any]) -> Any:
-    """The same of what vLLM told in an event of a stream."""
-    from ray.serve.llm.openai_api_models import ErrorResponse
-
-    return ErrorResponse.model_validate({"error": error})

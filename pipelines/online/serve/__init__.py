@@ -1,4 +1,4 @@
-"""Work-arounds for Ray Serve and uvicorn, in the only place for them.
+"""Work-arounds for Ray Serve, uvicorn, Starlette and vLLM's API server.
 
-Deployment, proxy, routing, slow clients, back-pressure, certificates.
+The endpoint's only place for them, and for the private names of these packages. docs/upstream.md lists each.
 """

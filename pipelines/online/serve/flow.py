@@ -7,7 +7,7 @@ comes; only the server in the proxy knows to wait. The messages of the other dir
 each end that takes says among these how much it has taken, and the other waits for that.
 
     client <- server <- Notes   <- Serve <- Window (`batches/downloads.py`)
-    client -> server -> Reading -> Serve -> Told   (`bodies.py`, `gate.py`)
+    client -> server -> Reading -> Serve -> Told   (`gateway/bodies.py`)
 
 A client can say nothing of the kind: a server makes no message with such a key or of such a type. The middle ones are
 in the proxy (`proxy.py`). Where they are not, as on nodes that somebody started in another environment, the ingress

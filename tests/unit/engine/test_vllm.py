@@ -13,7 +13,7 @@ from peagle.engine import vllm as start
 from peagle.engine.interface import RequestRefused
 from peagle.engine.multinode import NodeRank
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, has_request_metrics, with_root_cause
+from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, has_request_metrics
 from peagle.errors import ConfigError, EngineError
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
@@ -60,13 +60,6 @@ def test_the_counters_names_are_those_of_the_installed_vllm() -> None:
 
 def test_the_pinned_vllm_states_acceptance_by_request() -> None:
     assert has_request_metrics()
-
-
-def test_a_failure_is_told_by_its_cause_where_the_log_names_one() -> None:
-    error = EngineError("vLLM did not start: see above")
-    log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
-    assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
-    assert with_root_cause(error, "nothing") is error
 
 
 def output_of(*completions):

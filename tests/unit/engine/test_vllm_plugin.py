@@ -1,3 +1,5 @@
+import functools
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -6,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +49,13 @@ def test_a_core_ends_when_what_spawned_it_is_killed() -> None:
     os.kill(starter.pid, signal.SIGKILL)
     starter.join()
     core.wait(20)
+
+
+def test_a_core_of_vllm_still_does_not_look_after_its_starter() -> None:
+    """Once this fails, vLLM has mended issue 55510: `end_with_starter` can go."""
+    from vllm.v1.engine import core, utils
+
+    assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
 
 
 @pytest.fixture
@@ -172,3 +182,81 @@ def test_grammars_are_compiled_behind_the_engines_steps(monkeypatch: pytest.Monk
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert Started().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
+
+
+# A process of its own: torch and vLLM are patched for good.
+_STARTS = """if True:
+    import sys, torch
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+    from vllm.compilation import decorators
+    from peagle.engine import vllm_plugin
+
+    class Model(torch.nn.Module):
+        _is_encoder = False
+        vllm_config = None
+        compilation_config = SimpleNamespace(dynamic_shapes_config=SimpleNamespace(evaluate_guards=False))
+        def forward(self, x):
+            return torch.relu(x) + 1
+
+    path, model, x = sys.argv[1], Model(), torch.arange(-2.0, 2.0)
+    decorators.set_current_vllm_config = decorators.monitor_torch_compile = lambda *_, **__: nullcontext()
+    decorators._verify_source_unchanged = lambda *_: None
+    decorators.maybe_use_cudagraph_partition_wrapper = lambda *_: nullcontext()
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled = torch.compile(model.forward, fullgraph=True, backend="inductor", options=options)
+    compiled.aot_compile(((x,), {})).save_compiled_function(path)
+    print("as it is:", decorators._try_load_aot_compiled_fn(model, path))
+    vllm_plugin.load_compiled()
+    print("mended:", decorators._try_load_aot_compiled_fn(model, path)(model, x).tolist())
+"""
+_KEYS = """if True:
+    import os
+    from vllm import envs
+    from peagle.engine import vllm_plugin
+
+    def keys():
+        found = []
+        for os.environ["VLLM_CPU_OMP_THREADS_BIND"] in ("0", "1", "0,1"):
+            found.append(str(envs.compile_factors()))
+        return [found.index(key) for key in found]
+
+    print("as it is:", keys())
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.share_between_cores()
+    print("mended:", keys())
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What a script of the above says, each run once."""
+
+    @functools.cache
+    def run(script: str) -> list[str]:
+        path = tmp_path_factory.mktemp("compiled") / "model"
+        command = [sys.executable, "-c", script, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_vllm_still_fails_to_load_what_it_compiled(said: Callable[[str], list[str]]) -> None:
+    """Once this fails, vLLM or torch has mended it: `load_compiled` can go."""
+    assert "as it is: None" in said(_STARTS)
+
+
+def test_what_was_compiled_is_loaded(said: Callable[[str], list[str]]) -> None:
+    assert "mended: [1.0, 1.0, 1.0, 2.0]" in said(_STARTS)
+
+
+def test_vllm_still_tells_cores_apart(said: Callable[[str], list[str]]) -> None:
+    """Once this fails, vLLM's keys leave out which cores compute: `share_between_cores` can go."""
+    assert "as it is: [0, 1, 2]" in said(_KEYS)
+
+
+def test_engines_on_as_many_cores_share_what_was_compiled(said: Callable[[str], list[str]]) -> None:
+    assert "mended: [0, 0, 2]" in said(_KEYS)

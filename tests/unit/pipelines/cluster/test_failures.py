@@ -53,3 +53,19 @@ def test_what_ray_data_says_of_every_failed_block_is_not_the_cause():
     chained = "The above exception was the direct cause of the following exception:"
     text = f"Traceback\nOSError: disk full\n\n{chained}\n{wrapped}"
     assert explain(RayTaskError(text), "it broke off", hint="see logs/").message == "it broke off: OSError: disk full"
+
+
+def test_the_advice_is_in_the_words_of_ray_data():
+    from ray.data._internal.util import _annotate_exception_with_retry_context
+
+    error = _annotate_exception_with_retry_context(
+        OSError("disk full"),
+        description="process map task",
+        attempts=1,
+        max_attempts=1,
+        total_backoff_s=0.0,
+        exception_str="disk full",
+    )
+    said = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
+    assert "disk full" in said
+    assert explain(RayTaskError(said), "it broke off", hint="see logs/").message == "it broke off: disk full"

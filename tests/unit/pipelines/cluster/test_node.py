@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 from moving_hub import FIRST, SECOND
@@ -33,3 +34,15 @@ def test_threads_of_an_engine_with_many_requests_keep_their_cores(
     (variables,) = started_with
     assert variables.get("KMP_USE_YIELD") == expected
     assert "OMP_NUM_THREADS" not in variables
+
+
+def test_ray_still_sets_the_threads_of_its_workers(monkeypatch):
+    """Once this fails, `set_threads` need not undo it."""
+    from ray._private import utils
+    from ray._private.worker import WORKER_MODE
+
+    monkeypatch.setattr(os, "environ", {})
+    here = SimpleNamespace(worker=SimpleNamespace(mode=WORKER_MODE), get_assigned_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    assert utils.set_omp_num_threads_if_unset()
+    assert os.environ == {"OMP_NUM_THREADS": "2"}

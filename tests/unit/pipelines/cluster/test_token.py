@@ -147,3 +147,10 @@ def test_a_cluster_behind_rays_tls_lets_nobody_ask(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
     token.require_token()
+
+
+def test_the_call_is_one_of_rays():
+    from ray.core.generated import gcs_service_pb2
+
+    service, _, method = token._CALL.removeprefix("/ray.rpc.").partition("/")
+    assert method in gcs_service_pb2.DESCRIPTOR.services_by_name[service].methods_by_name

@@ -12,14 +12,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from peagle.economics.prices import Price
 from pipelines.online import ingress
-from pipelines.online.bodies import Chat
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import LOCAL, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
-from pipelines.online.ingress import Answered, Cancelling, answer_errors, listen
-from pipelines.online.wire import Context, StreamEnd, WholeAnswer, encoded
+from pipelines.online.ingress import answer_errors
+from pipelines.online.serve.calls import NOTE, listen
+from pipelines.online.serve.request_types import Chat
+from pipelines.online.wire import Context, WholeAnswer, encoded
 
 
 def a_request(headers, note=lambda said: None):
@@ -93,8 +94,11 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
     """The body is no JSON: nothing in the ingress may parse it."""
     noted = []
 
+    async def parts():
+        yield whole
+
     async def ray_chat(body, request):
-        return await anext(call(Once(whole, StopAsyncIteration())))
+        return await anext(listen(parts(), NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
     one = a_request([], note=noted.append)
@@ -116,120 +120,3 @@ def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, 
     present_key = ingress.PeagleIngress._make_batches(endpoint, None, settings)
     assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
     assert ingress.PeagleIngress._make_batches(endpoint, None, replace(settings, requires_key=False)) is None
-
-
-def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_they_are():
-    """They are no events: nothing in the ingress may parse them."""
-    noted, said = [], {"usage": {"completion_tokens": 2}}
-
-    class Stream(Response):
-        async def __anext__(self):
-            await super().__anext__()
-            return ["not an event"] if self.num_parts == 1 else self._last
-
-    async def hear(text):
-        stream = Stream(StopAsyncIteration())
-        stream._last = StreamEnd(text=text, said=said)
-        return [part async for part in listen(stream, noted.append)]
-
-    assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
-    assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
-    assert noted == [said] * 2
-
-
-class Response:
-    """Parts of an answer, and then what Serve's generators do: nothing more for long, the end, or an error."""
-
-    def __init__(self, end):
-        self._end = end
-        self.num_parts = self.num_cancelled = 0
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        if self.num_parts == 2:
-            if self._end:
-                raise self._end
-            await asyncio.sleep(60)
-        self.num_parts += 1
-        return self.num_parts
-
-    def cancel(self):
-        self.num_cancelled += 1
-
-
-class Once(Response):
-    """The same part, again and again."""
-
-    def __init__(self, part, end):
-        super().__init__(end)
-        self._part = part
-
-    async def __anext__(self):
-        await super().__anext__()
-        return self._part
-
-
-def called(response, note=lambda said: None):
-    """The parts as the ingress gets them."""
-    ingress.NOTE.set(note)
-    return call(response)
-
-
-def call(response):
-    handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=SimpleNamespace(remote=lambda *_: response)))
-    return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
-
-
-def test_a_caller_that_gives_up_cancels_the_call():
-    async def give_up():
-        seen, response = [], Response(end=None)
-
-        async def hear():
-            async for part in called(response):
-                seen.append(part)
-
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hear(), 0.05)
-        return seen, response.num_cancelled
-
-    assert asyncio.run(give_up()) == ([1, 2], 1)
-
-
-def test_a_caller_that_stops_listening_cancels_the_call():
-    async def stop():
-        response = Response(end=None)
-        parts = called(response)
-        await anext(parts)
-        await parts.aclose()
-        return response.num_cancelled
-
-    assert asyncio.run(stop()) == 1
-
-
-@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
-def test_a_call_that_has_ended_is_left_alone(end):
-    async def hear():
-        response = Response(end=end)
-        try:
-            parts = [part async for part in called(response)]
-        except RuntimeError:
-            parts = None
-        return parts, response.num_cancelled
-
-    assert asyncio.run(hear()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
-
-
-@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
-def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
-    whole, noted = WholeAnswer(body=b"{}", said={"usage": None}), []
-
-    async def hear():
-        response = Once(whole, end)
-        with pytest.raises(Answered) as raised:
-            await anext(called(response, noted.append))
-        return raised.value.body, response.num_parts, response.num_cancelled
-
-    assert asyncio.run(hear()) == (b"{}", 2, 0)
-    assert noted == [whole.said]

@@ -1,6 +1,7 @@
 """A training on several workers without Ray: what they are handed, and what the driver tells of them."""
 
 import contextlib
+import inspect
 import os
 import shutil
 import signal
@@ -91,6 +92,19 @@ def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch, 
         ended.set()
         signal.signal(signal.SIGINT, before)
     assert abandoned == [True]
+
+
+def test_a_trainer_still_keeps_the_interrupt():
+    """Once this fails, Ray Train gives SIGINT back: `_outside_the_main_thread` can go."""
+    from ray.train.torch import TorchTrainer
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        TorchTrainer(lambda: None)._register_sigint_handler(None)
+        assert signal.getsignal(signal.SIGINT) is not before
+        assert "signal.SIG" not in inspect.getsource(TorchTrainer.fit)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_trainers_error_is_the_callers(monkeypatch):

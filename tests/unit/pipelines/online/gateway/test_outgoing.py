@@ -3,7 +3,6 @@ import asyncio
 import pytest
 
 from pipelines.online.gateway.outgoing import Load, Pace, describe_load
-from pipelines.online.ingress import count_states
 
 CARD = {"max_requests_per_replica": 9, "max_replicas": 4}
 
@@ -27,14 +26,6 @@ def test_what_engines_cannot_take_waits(running, under_way, waiting):
     assert load["num_requests_waiting"] == waiting
     assert load["num_requests_under_way"] == under_way
     assert (load["num_running_replicas"], load["num_starting_replicas"], load["max_replicas"]) == (running, 1, 4)
-
-
-def test_serves_states_become_three():
-    from ray.serve._private.common import ReplicaState
-
-    states = {ReplicaState.RUNNING: 2, ReplicaState.STARTING: 1, ReplicaState.RECOVERING: 1, ReplicaState.STOPPING: 3}
-    assert list(count_states(states).values()) == [2, 2, 3]
-    assert list(count_states({}).values()) == [0, 0, 0]
 
 
 class Clock:

@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import DeploymentSchema
@@ -36,7 +38,12 @@ def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_confi
 
 
 def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_asks():
+    """Once vLLM no longer keeps the first request's, its issue 43920 is mended."""
     from vllm.config import StructuredOutputsConfig
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    first = inspect.getsource(StructuredOutputManager.grammar_init).partition("if self.backend is None:")[2]
+    assert "backend = request.sampling_params.structured_outputs._backend" in first
 
     config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
     assert StructuredOutputsConfig(**config.engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
@@ -80,3 +87,11 @@ def test_a_parser_that_vllm_does_not_have_is_refused(key):
     with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM has no such parser") as info:
         check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
     assert "qwen3" in info.value.hint
+
+
+def test_rays_own_counts_never_scale_and_its_streams_wait_for_a_timer():
+    """Once this fails, Ray has other defaults than those for which ours take their place."""
+    from ray.llm._internal.serve import constants
+
+    assert constants.DEFAULT_MAX_ONGOING_REQUESTS == constants.DEFAULT_MAX_TARGET_ONGOING_REQUESTS == 10**9
+    assert constants.MODEL_RESPONSE_BATCH_TIMEOUT_MS == 50

@@ -202,6 +202,45 @@ def test_rays_limit_for_an_answer_is_none_beside_ours():
     assert float(done.stdout) > 30 * 24 * 3600
 
 
+def test_ray_reads_each_of_the_variables():
+    """As the others: in a process of its own. Its own values differ from ours."""
+    script = """if True:
+        from ray.serve._private import constants as c
+        print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
+              c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
+    """
+    others = {name: value for name, value in os.environ.items() if name not in front.ENVIRONMENT}
+    said = [
+        subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+        for env in (others | front.ENVIRONMENT, others)
+    ]
+    assert said == [f"{front.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+
+
+def test_rays_proxy_says_so_where_it_has_no_route():
+    from ray.serve._private.proxy import HTTPProxy
+
+    async def said():
+        request = SimpleNamespace(path="/v1/models")
+        return [message async for message in HTTPProxy.not_found_response(None, request)]
+
+    head, answer, *_ = asyncio.run(said())
+    assert head["status"] == front._NOT_FOUND
+    assert answer["body"].endswith(front._NO_ROUTE)
+
+
+def test_the_orders_are_rays():
+    from ray.serve._private import constants
+
+    orders = {
+        constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        constants.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
+    }
+    assert {name.encode() for name in orders} == front._ORDERS
+    assert {constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(), constants.SERVE_SESSION_ID.encode()} == front._NOTES
+
+
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
 def test_the_proxy_never_sees_a_path_of_the_api_that_cannot_be_printed(end):
     head, answer = passed_on(start(200), body(b"all"), path=f"/v1/models{end}")

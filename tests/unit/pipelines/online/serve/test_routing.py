@@ -1,6 +1,7 @@
 """Which of several engines gets a request. The engines are names; Ray's routing around the choice is its own."""
 
 import asyncio
+import inspect
 import time
 from types import SimpleNamespace
 
@@ -183,3 +184,12 @@ def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
         assert time.perf_counter() - started < 0.3
 
     routed(check)
+
+
+def test_rays_own_router_still_divides_by_the_length_of_a_prompt_without_text():
+    """Once this fails, Ray has mended its issue 64573: its router may do."""
+    from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
+
+    before, division, _ = inspect.getsource(prefix_aware_router).partition("len(matched_text) / len(input_text)")
+    assert division
+    assert "if not input_text" not in before

@@ -18,7 +18,8 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
 from vllm.entrypoints.generate.base import protocol
 
-from pipelines.online.errors import ApiError, from_exception
+from pipelines.online.errors import ApiError
+from pipelines.online.serve.exceptions import from_exception
 
 _LAZY = ("content", "tool_calls")  # of a message
 _MOST_PARTS = 1024  # of a message
@@ -52,23 +53,31 @@ def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return message
 
 
-def _fail_fast(schema: Any) -> None:
-    """Have every list of a schema of pydantic's stop at its first fault."""
+def fail_fast(schema: Any) -> None:
+    """Have every list of a pydantic core schema stop at its first fault.
+
+    Pydantic has this for a field of one's own (`Field(fail_fast=True)`), not for a type of somebody else's.
+    """
     if isinstance(schema, dict):
         if schema.get("type") in _LISTS:
             schema["fail_fast"] = True
         for part in schema.values():
-            _fail_fast(part)
+            fail_fast(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _fail_fast(part)
+            fail_fast(part)
 
 
-def _leave_to_trial(payload: Any, *, parameter: str) -> None:
-    """In place of vLLM's check of a structural tag, which compiles it."""
+def leave_tags_to_trials() -> None:
+    """Have vLLM's request types take a structural tag without compiling it."""
+    protocol.validate_structural_tag_payload = _take
 
 
-protocol.validate_structural_tag_payload = _leave_to_trial
+def _take(payload: Any, *, parameter: str) -> None:
+    """In place of vLLM's check."""
+
+
+leave_tags_to_trials()
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
@@ -100,7 +109,7 @@ class Completion(CompletionRequest):  # type: ignore[misc]  # Ray's classes are 
 
 
 for _kind in (Chat, Completion):
-    _fail_fast(_kind.__pydantic_core_schema__)
+    fail_fast(_kind.__pydantic_core_schema__)
 
 ChatBody = Annotated[Chat, WrapValidator(_checked)]
 CompletionBody = Annotated[Completion, WrapValidator(_checked)]

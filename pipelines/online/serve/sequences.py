@@ -64,8 +64,9 @@ class Sequences:
 _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)
 
 
-def tell_sequences(processor: Any) -> None:
-    """Have vLLM's `OutputProcessor` report each sequence that it is given."""
+def tell_sequences(client: Any) -> None:
+    """Have an `AsyncLLM` report each sequence that it starts."""
+    processor = client.output_processor
     add_request = processor.add_request
 
     def add_and_tell(request: Any, *arguments: Any, **options: Any) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics
 
 from peagle.economics.ledger import RequestReader
 from pipelines.online.replica.relay import Pace, in_pieces, relay
-from pipelines.online.replica.sequences import Sequences, tell_sequences
+from pipelines.online.serve.sequences import Sequences, tell_sequences
 
 PAST_S = 100.0  # so long ago the requests arrived
 DRAFTED = RequestSpecDecodeMetrics(num_spec_tokens=3, histogram=[1, 0, 2, 0], num_draft_tokens=9)
@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
-        tell_sequences(self.processor)
+        tell_sequences(SimpleNamespace(output_processor=self.processor))
 
     def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
         """As `AsyncLLM.add_request`."""

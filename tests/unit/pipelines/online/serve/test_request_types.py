@@ -1,3 +1,4 @@
+import inspect
 import json
 import pickle
 import time
@@ -5,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-from pipelines.online.bodies import ChatBody, CompletionBody
 from pipelines.online.errors import ApiError
+from pipelines.online.serve.request_types import ChatBody, CompletionBody
 
 TEXT = {"model": "m", "prompt": "x"}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -31,6 +33,17 @@ def test_a_check_that_breaks_is_the_clients_fault():
     assert (found.value.status, found.value.param) == (400, "prompt")
 
 
+def test_rays_own_types_break_read_lists_late_and_check_them_to_their_end():
+    """Once a part of this fails, what `request_types.py` does about it can go."""
+    with pytest.raises(AttributeError):
+        ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
+    late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
+    assert not isinstance(late.messages[0]["content"], list)  # and so it has not been looked at
+    with pytest.raises(ValidationError) as found:
+        CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
+    assert len(found.value.errors()) >= 1000
+
+
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
 def test_nothing_is_compiled_where_all_streams_pass(kind, where):
@@ -42,6 +55,18 @@ def test_nothing_is_compiled_where_all_streams_pass(kind, where):
     began = time.process_time()
     TypeAdapter(kind).validate_python({**TEXT, "messages": MESSAGES, where: given})
     assert time.process_time() - began < 0.5
+
+
+def test_vllm_itself_compiles_a_structural_tag_there():
+    """Once this fails, `leave_tags_to_trials` can go."""
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.v1.structured_output import backend_xgrammar
+
+    check = inspect.getsource(protocol).partition("def validate_structural_tag_payload(")[2].partition("\ndef ")[0]
+    assert "validate_xgrammar_grammar(" in check
+    assert "Grammar.from_structural_tag(so_params.structural_tag)" in inspect.getsource(
+        backend_xgrammar.validate_xgrammar_grammar
+    )
 
 
 def test_a_wrong_type_still_says_where():

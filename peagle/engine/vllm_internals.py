@@ -1,0 +1,192 @@
+"""Private and internal names of vLLM 0.29, by what peagle needs them for.
+
+vLLM promises nothing for the modules below `vllm.v1` and the words of its log; so only this file and `vllm_plugin.py`,
+which works inside vLLM's processes, know them. docs/upstream.md lists each. vLLM is imported where it is needed: the
+environment variables that it reads at import are set before.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from peagle.engine.startup import LATE
+from peagle.errors import EngineError
+
+
+def engine_death() -> type[Exception]:
+    """The exception of every request once vLLM's core is dead."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError  # type: ignore[no-any-return]
+
+
+def request_failure() -> type[Exception]:
+    """The exception of one request on which vLLM failed; the engine goes on."""
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    return EngineGenerateError  # type: ignore[no-any-return]
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Exceptions of vLLM for a request that it refuses.
+
+    Classes of its own in 0.29, a ValueError in 0.24.
+    """
+    import vllm.exceptions
+
+    own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
+    return (ValueError, *filter(None, own))
+
+
+def counters() -> list[Any]:
+    """vLLM's Prometheus counters in this process.
+
+    Each has a `name`, and a `value` or `values`.
+    """
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return list(get_metrics_snapshot())
+
+
+def model_runner(client: Any) -> str | None:
+    """The model runner of an `AsyncLLM`, "V1" or "V2"; None where vLLM has one only.
+
+    vLLM decides in its configuration, once the drafter is known.
+    """
+    is_v2 = getattr(client.vllm_config, "use_v2_model_runner", None)
+    return None if is_v2 is None else "V2" if is_v2 else "V1"
+
+
+def before_each_request(client: Any, check: Callable[[Any], Awaitable[None]]) -> None:
+    """Have an `AsyncLLM` check a request's parameters before it takes the request.
+
+    vLLM has no hook there that bulk and the endpoint both pass.
+
+    Args:
+        check: raises what vLLM raises for a request that it refuses.
+    """
+    add_request = client.add_request
+
+    async def checked(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+        await check(params)
+        return await add_request(request_id, prompt, params, *arguments, **options)
+
+    client.add_request = checked
+
+
+def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
+    """The vocabulary as vLLM's xgrammar backend has it, in xgrammar's JSON."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+    from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
+
+    backend = XgrammarBackend(
+        vllm_config,
+        tokenizer=maybe_wrap_mistral_common_tokenizer(tokenizer),
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+    )
+    written: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+    return written
+
+
+def grammar_of_choices(choices: list[str]) -> str:
+    """The grammar that vLLM makes of a choice."""
+    from vllm.v1.structured_output.utils import choice_as_grammar
+
+    return str(choice_as_grammar(choices))
+
+
+def as_ebnf(grammar: str) -> str:
+    """A grammar as vLLM hands it to xgrammar, which takes no Lark."""
+    from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
+
+    if not grammar_is_likely_lark(grammar):
+        return grammar
+    try:
+        return str(convert_lark_to_ebnf(grammar))
+    except ValueError:
+        return grammar  # vLLM refuses it in its own words
+
+
+def follow(arguments: Mapping[str, Any]) -> None:
+    """Compute this node's ranks until one of them ends.
+
+    They may not notice that the leader has ended.
+
+    It is what `vllm serve --headless` does.
+
+    Raises:
+        EngineError: they do not start.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    try:
+        config = AsyncEngineArgs(**arguments).create_engine_config(
+            usage_context=UsageContext.ENGINE_CONTEXT, headless=True
+        )
+        executor = MultiprocExecutor(config, monitor_workers=False)
+    except Exception as error:  # vLLM raises whatever its parts raise
+        raise EngineError(f"vLLM did not start: {error}") from error
+    executor.start_worker_monitor(inline=True)
+
+
+# --- vLLM's log, which alone tells some things
+
+
+def compile_seconds(log: str) -> float:
+    """Seconds of profiling, compiling and warming up, by vLLM's start log.
+
+    >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
+    64.75
+    """
+    return sum(float(seconds) for seconds in re.findall(r"init engine \([^)]*\) took ([\d.]+) s", log))
+
+
+def root_cause(log: str) -> str | None:
+    """The first error that vLLM's own processes logged.
+
+    `AsyncLLM` raises only that there was one.
+
+    >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
+    'ValueError: the KV cache is too small'
+    """
+    logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return logged[0] if logged else None
+
+
+def with_root_cause(error: EngineError, log: str) -> EngineError:
+    """The same failed start, told by its logged cause or by its time limit."""
+    cause = root_cause(log)
+    if cause is None:
+        return error
+    late = re.search(LATE, error.message)
+    return EngineError(f"{late[0] if late else 'vLLM did not start'}: {cause}", hint=error.hint)
+
+
+_WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
+_COSTS = re.compile(
+    r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
+)
+# What costs nothing here, or what we decide ourselves.
+_HARMLESS = (
+    "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
+    "Failed to create oneDNN linear",  # of `lm_head`; torch's own takes over, and there is no choice
+)
+_MOST = 10
+_LONGEST = 400  # characters
+
+
+def costly_warnings(log: str) -> list[str]:
+    """Warnings of a start that cost time or correctness, each once, in their order.
+
+    >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
+    ['no libtcmalloc: performance is lost']
+    """
+    return list(dict.fromkeys(_costly(log)))[:_MOST]
+
+
+def _costly(log: str) -> Iterator[str]:
+    for warning in _WARNED.findall(log):
+        if _COSTS.search(warning) and not warning.startswith(_HARMLESS):
+            yield warning if len(warning) <= _LONGEST else f"{warning[:_LONGEST]}..."

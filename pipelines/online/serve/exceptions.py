@@ -1,0 +1,40 @@
+"""Exceptions of Ray and vLLM, and the answer that each becomes.
+
+They are told by their class's name: this is imported where neither Ray nor vLLM need be, and Ray wraps an exception of
+a replica in a class of its own that is a subclass of the original's.
+"""
+
+from pipelines.online.errors import NOT_IMPLEMENTED, ApiError, overloaded
+
+# vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
+_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
+_UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
+_ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
+
+
+def is_engine_death(error: BaseException) -> bool:
+    """Whether the request's engine is gone, and will never answer."""
+    return any(name in _ENGINE_DEATHS for name in _names(error))
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """The answer to an exception; its text only where it is meant for clients."""
+    if isinstance(error, ApiError):
+        return error
+    names = _names(error)
+    if any(name in _UNAVAILABLE for name in names):
+        return overloaded("every engine is busy or about to start; try again")
+    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
+        param = getattr(error, "parameter", None)
+        return ApiError(
+            _OF_THE_REQUEST[refused], str(error.args[0] if error.args else error), code="invalid_value", param=param
+        )
+    status = getattr(error, "status_code", None)
+    text = getattr(error, "detail", None) or getattr(error, "message", None)
+    if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
+        return ApiError(status, text, code="not_found" if status == 404 else None)
+    return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+
+
+def _names(error: BaseException) -> list[str]:
+    return [kind.__name__ for kind in type(error).__mro__]

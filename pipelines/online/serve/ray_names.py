@@ -1,0 +1,87 @@
+"""Private names of Ray Serve, and of vLLM's API server behind it.
+
+Each function is named for what the endpoint needs it for.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pipelines.online.errors import NOT_IMPLEMENTED
+
+_STARTING = ("STARTING", "UPDATING", "RECOVERING")
+_STOPPING = ("STOPPING", "PENDING_MIGRATION")
+_log = logging.getLogger(__name__)
+
+
+def running_http_options() -> Any:
+    """HTTP options of the Serve on this cluster: host, port and certificate.
+
+    Serve's public status tells none of them.
+    """
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client().http_config
+
+
+def begin_deletion(application: str) -> None:
+    """Have Serve delete an application, and return at once.
+
+    `serve.delete` alone gives up waiting after a minute, with an error.
+    """
+    from ray import serve
+
+    serve.delete(application, _blocking=False)
+
+
+def engine_client(engine: Any) -> Any:
+    """The `AsyncLLM` inside Ray's engine of an `LLMServer`."""
+    return engine._engine_client
+
+
+def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """By model, what the replicas of its deployment do.
+
+    Serve's public `status()` is a call to another process: not for an event loop.
+
+    Args:
+        deployments: models to the names of their deployments, in the application of the replica that asks.
+    """
+    from ray import serve
+
+    app_name = serve.get_replica_context().app_name
+    application = serve.status().applications.get(app_name)
+    states = {name: one.replica_states for name, one in application.deployments.items()} if application else {}
+    return {model: count_states(states.get(name, {})) for model, name in deployments.items()}
+
+
+def count_states(states: Mapping[Any, int]) -> dict[str, int]:
+    """Serve's states, whose names are its own, put together into three."""
+    numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
+    return {
+        "num_running_replicas": numbers.get("RUNNING", 0),
+        "num_starting_replicas": sum(numbers.get(state, 0) for state in _STARTING),
+        "num_stopping_replicas": sum(numbers.get(state, 0) for state in _STOPPING),
+    }
+
+
+def refusal(error: Exception) -> Any | None:
+    """The refusal of `vllm serve` for this exception.
+
+    None where it is a failure of the server.
+    """
+    from ray.serve.llm.openai_api_models import ErrorResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    answer = create_error_response(error)
+    if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
+        return None
+    _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
+    return ErrorResponse.model_validate(answer.model_dump())
+
+
+def told_refusal(error: Mapping[str, Any]) -> Any:
+    """The refusal that vLLM told in an event of a stream."""
+    from ray.serve.llm.openai_api_models import ErrorResponse
+
+    return ErrorResponse.model_validate({"error": error})

@@ -1,0 +1,132 @@
+"""vLLM's internals are still what `vllm_internals.py` takes them for."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from peagle.engine import vllm_internals
+from peagle.engine.vllm_internals import costly_warnings, root_cause, with_root_cause
+from peagle.errors import EngineError
+
+
+def source(name: str) -> str:
+    """A module of the installed vLLM."""
+    import vllm
+
+    return (Path(vllm.__file__).parent / name).read_text()
+
+
+def test_its_exceptions_are_there_and_a_dead_engine_is_no_refusal() -> None:
+    kinds = {vllm_internals.engine_death(), vllm_internals.request_failure()}
+    assert len(kinds) == 2
+    assert not any(issubclass(kind, vllm_internals.refusals()) for kind in kinds)
+    assert len(vllm_internals.refusals()) == 3
+
+
+def test_the_vocabulary_is_the_tokenizers(embedded_target: Path) -> None:
+    import xgrammar
+    from vllm.config import StructuredOutputsConfig
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(str(embedded_target))
+    config = SimpleNamespace(
+        structured_outputs_config=StructuredOutputsConfig(),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 49_152),
+        speculative_config=None,
+    )
+    found = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
+    assert found.vocab_size == 49_152
+    assert found.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
+
+
+def test_vllm_still_compiles_schemas_without_a_limit() -> None:
+    """Once this fails, vLLM has mended issue 54003, or takes requests by another call."""
+    from vllm import AsyncLLMEngine
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    assert "ctx = self.compiler.compile_json_schema(" in inspect.getsource(XgrammarBackend.compile_grammar)
+    assert [*inspect.signature(AsyncLLMEngine.add_request).parameters][:4] == ["self", "request_id", "prompt", "params"]
+
+
+def test_a_follower_starts_as_vllm_serve_headless_does() -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    assert UsageContext.ENGINE_CONTEXT
+    for function, names in (
+        (AsyncEngineArgs.create_engine_config, {"usage_context", "headless"}),
+        (MultiprocExecutor.__init__, {"monitor_workers"}),
+        (MultiprocExecutor.start_worker_monitor, {"inline"}),
+    ):
+        assert names <= set(inspect.signature(function).parameters)
+    assert "start_worker_monitor(inline=True)" in source("entrypoints/cli/serve.py")
+
+
+def test_vllm_logs_how_long_a_start_took_in_the_words_that_are_looked_for() -> None:
+    (words,) = set(re.findall(r'"(init engine \(.*?\) took )', source("v1/engine/core.py")))
+    assert vllm_internals.compile_seconds(f"INFO 11-25 08:21:10 [core.py:369] {words}64.75 s") == 64.75
+
+
+def test_warnings_that_are_left_out_are_vllms() -> None:
+    sources = source("config/vllm.py") + source("model_executor/layers/utils.py")
+    assert [words for words in vllm_internals._HARMLESS if words not in sources] == []
+
+
+def test_the_cause_of_a_failed_start_is_told_where_the_log_names_one() -> None:
+    error = EngineError("vLLM did not start: see above")
+    log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
+    assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
+    assert with_root_cause(error, "nothing") is error
+
+
+def test_a_cause_in_the_log_is_told_beside_the_time_limit() -> None:
+    log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
+    late = EngineError("the engine did not start within 5 s", hint="h")
+    told = with_root_cause(late, log)
+    assert told.message == "the engine did not start within 5 s: ValueError: no route to the hub"
+    assert told.hint == "h"
+
+
+def test_vllms_processes_begin_their_lines_as_the_cause_is_looked_for() -> None:
+    """In a process of its own, whose output vLLM decorates."""
+    code = """if True:
+        from vllm.logger import init_logger
+        from vllm.utils.system_utils import decorate_logs
+
+        decorate_logs("EngineCore")
+        init_logger("vllm.v1.engine.core").error("ValueError: no room")
+    """
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert root_cause(done.stdout + done.stderr) == "ValueError: no room"
+
+
+LOG = """\
+WARNING 11-25 08:21:10 [importing.py:83] Triton is installed, but `triton.backends` could not be imported.
+INFO 11-25 08:21:13 [scheduler.py:277] Chunked prefill is enabled, which may slow down nothing.
+(Worker pid=30863) WARNING 11-25 08:22:20 [cpu_worker.py:127] libtcmalloc is not found in LD_PRELOAD. For best performance, set it
+(Worker pid=30864) WARNING 11-25 08:22:21 [cpu_worker.py:127] libtcmalloc is not found in LD_PRELOAD. For best performance, set it
+(Worker pid=30863) WARNING 11-25 08:22:21 [vllm.py:1924] max_num_scheduled_tokens is set to 2072. This may lead to suboptimal performance.
+(Worker_TP0 pid=7) WARNING 11-25 08:22:22 [decorators.py:324] Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'
+(EngineCore pid=9) WARNING 11-25 08:22:23 [kv_cache.py:9] Using KV cache scaling factor 1.0 for fp8_e4m3. It may cause accuracy issues.
+peagle: this run is slow
+"""  # noqa: E501
+
+
+def test_what_costs_time_or_correctness_is_shown_once_and_nothing_else_is() -> None:
+    assert costly_warnings(LOG) == [
+        "libtcmalloc is not found in LD_PRELOAD. For best performance, set it",
+        "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",
+        "Using KV cache scaling factor 1.0 for fp8_e4m3. It may cause accuracy issues.",
+    ]
+
+
+def test_a_flood_is_cut() -> None:
+    log = "".join(f"WARNING 11-25 08:21:10 [a.py:1] {n} is slow {'x' * 9999}\n" for n in range(99))
+    assert len(costly_warnings(log)) == 10
+    assert max(map(len, costly_warnings(log))) < 410

@@ -1,0 +1,56 @@
+"""Ray's processes and lines, kept apart from the terminal of a command."""
+
+import inspect
+import subprocess
+import sys
+import threading
+
+from pipelines.cluster.terminal import own_groups
+
+
+def test_rays_processes_lead_groups_of_their_own_and_nobody_elses():
+    def group_of_a_child():
+        command = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
+        return done.stdout.strip()
+
+    def in_another_thread(seen):
+        seen.append(group_of_a_child())
+
+    seen = []
+    with own_groups():
+        thread = threading.Thread(target=in_another_thread, args=[seen])
+        thread.start()
+        thread.join()
+        assert [group_of_a_child(), *seen] == ["True", "False"]
+    assert group_of_a_child() == "False"
+
+
+def test_ray_still_starts_its_processes_in_our_group_and_by_a_fork():
+    """Once the first fails, `own_groups` can go; where the second does, it does nothing."""
+    from ray._private.services import start_ray_process
+
+    source = inspect.getsource(start_ray_process)
+    assert "start_new_session" not in source
+    assert "setsid" not in source
+    assert "preexec_fn=preexec_fn if" in source
+
+
+def test_what_ray_prints_goes_to_standard_error():
+    """Left alone it prints on standard output. In a process of its own: it is patched for good."""
+    code = """if True:
+        from ray._private import worker
+        from pipelines.cluster.terminal import keep_off_standard_output
+
+        def say(what):
+            line = {"lines": [what], "pid": "raylet", "is_err": False}  # as `print_error_messages` has it
+            worker.print_to_stdstream(line, ignore_prefix=False)
+
+        say("left alone")
+        for _ in range(2):
+            keep_off_standard_output()
+        say("kept off")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ("left alone" in done.stdout, "left alone" in done.stderr) == (True, False)
+    assert ("kept off" in done.stdout, "kept off" in done.stderr) == (False, True)

@@ -1,0 +1,133 @@
+import asyncio
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines.online.serve.calls import NOTE, Answered, Cancelling, listen
+from pipelines.online.wire import StreamEnd, WholeAnswer
+
+
+def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_they_are():
+    """They are no events: nothing in the ingress may parse them."""
+    noted, said = [], {"usage": {"completion_tokens": 2}}
+
+    class Stream(Response):
+        async def __anext__(self):
+            await super().__anext__()
+            return ["not an event"] if self.num_parts == 1 else self._last
+
+    async def hear(text):
+        stream = Stream(StopAsyncIteration())
+        stream._last = StreamEnd(text=text, said=said)
+        return [part async for part in listen(stream, noted.append)]
+
+    assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
+    assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
+    assert noted == [said] * 2
+
+
+class Response:
+    """Parts of an answer, and then what Serve's generators do: nothing more for long, the end, or an error."""
+
+    def __init__(self, end):
+        self._end = end
+        self.num_parts = self.num_cancelled = 0
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self.num_parts == 2:
+            if self._end:
+                raise self._end
+            await asyncio.sleep(60)
+        self.num_parts += 1
+        return self.num_parts
+
+    def cancel(self):
+        self.num_cancelled += 1
+
+
+class Once(Response):
+    """The same part, again and again."""
+
+    def __init__(self, part, end):
+        super().__init__(end)
+        self._part = part
+
+    async def __anext__(self):
+        await super().__anext__()
+        return self._part
+
+
+def called(response, note=lambda said: None):
+    """The parts as the ingress gets them."""
+    NOTE.set(note)
+    return call(response)
+
+
+def call(response):
+    handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=SimpleNamespace(remote=lambda *_: response)))
+    return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
+
+
+def test_a_caller_that_gives_up_cancels_the_call():
+    async def give_up():
+        seen, response = [], Response(end=None)
+
+        async def hear():
+            async for part in called(response):
+                seen.append(part)
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hear(), 0.05)
+        return seen, response.num_cancelled
+
+    assert asyncio.run(give_up()) == ([1, 2], 1)
+
+
+def test_a_caller_that_stops_listening_cancels_the_call():
+    async def stop():
+        response = Response(end=None)
+        parts = called(response)
+        await anext(parts)
+        await parts.aclose()
+        return response.num_cancelled
+
+    assert asyncio.run(stop()) == 1
+
+
+@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
+def test_a_call_that_has_ended_is_left_alone(end):
+    async def hear():
+        response = Response(end=end)
+        try:
+            parts = [part async for part in called(response)]
+        except RuntimeError:
+            parts = None
+        return parts, response.num_cancelled
+
+    assert asyncio.run(hear()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
+
+
+@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
+def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
+    whole, noted = WholeAnswer(body=b"{}", said={"usage": None}), []
+
+    async def hear():
+        response = Once(whole, end)
+        with pytest.raises(Answered) as raised:
+            await anext(called(response, noted.append))
+        return raised.value.body, response.num_parts, response.num_cancelled
+
+    assert asyncio.run(hear()) == (b"{}", 2, 0)
+    assert noted == [whole.said]
+
+
+def test_rays_handler_still_serialises_a_whole_answer_again():
+    """Once this fails, the answer may go through it."""
+    from ray.serve.llm.ingress import OpenAiIngress
+
+    rays = inspect.getmodule(OpenAiIngress.chat)  # it is inherited
+    assert "JSONResponse(content=result.model_dump())" in inspect.getsource(rays)

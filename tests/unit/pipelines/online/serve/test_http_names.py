@@ -1,0 +1,27 @@
+"""Private names of Starlette and FastAPI are still there, and mean what they are taken for."""
+
+import pytest
+
+from pipelines.online.serve.http_names import route_path, validated
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "found"),
+    [("/v1/models", "", "/v1/models"), ("/a/v1/models", "/a", "/v1/models"), ("/ab", "/a", "/ab"), ("/a", "/a", "")],
+)
+def test_a_path_is_what_the_router_sees(path, root_path, found):
+    assert route_path({"type": "http", "path": path, "root_path": root_path}) == found
+
+
+def test_a_body_is_validated_by_its_field():
+    from fastapi import Body, FastAPI
+
+    app = FastAPI()
+
+    @app.post("/")
+    def take(number: int = Body()) -> None: ...
+
+    field = app.routes[-1].body_field
+    assert validated(field, 7) == (7, [])
+    value, (fault,) = validated(field, "x")
+    assert (value, fault["type"], fault["loc"]) == (None, "int_parsing", ("body",))

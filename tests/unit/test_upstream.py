@@ -1,0 +1,212 @@
+"""Private names of other packages: where they may stand, and that docs/upstream.md lists each use.
+
+The table's own links are checked here too: the code and the tests that it names are there.
+"""
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+
+from source_tree import MODULES, ROOT, TREES
+
+TABLE = ROOT / "docs" / "upstream.md"
+HOMES = (
+    "peagle.engine.vllm_internals",  # what a process that has an engine needs of vLLM
+    "peagle.engine.vllm_plugin",  # what is changed inside vLLM's own processes
+    "pipelines.cluster",  # Ray
+    "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
+)
+OURS = {"peagle", "pipelines", "jobs"}
+# Below these, names change without a word. vLLM marks nothing as private, so all but its documented modules count.
+INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
+PUBLIC_OF_VLLM = {
+    "vllm",
+    "vllm.config",
+    "vllm.exceptions",
+    "vllm.platforms",
+    "vllm.reasoning",
+    "vllm.sampling_params",
+    "vllm.tool_parsers",
+}
+# With an underscore, and documented all the same: Python's, and jinja2's for those who derive from `Undefined`.
+DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
+PUBLIC_VARIABLES = {
+    "RAY_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_TMPDIR",
+    "RAY_USE_TLS",
+}
+
+
+def is_home(module: str) -> bool:
+    return any(module == home or module.startswith(f"{home}.") for home in HOMES)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def is_foreign(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top not in OURS and top not in sys.stdlib_module_names
+
+
+def is_internal(module: str) -> bool:
+    if not is_foreign(module):
+        return False
+    if module.split(".")[0] == "vllm":
+        return module not in PUBLIC_OF_VLLM
+    return any(map(is_private, module.split("."))) or any(
+        module == one or module.startswith(f"{one}.") for one in INTERNAL
+    )
+
+
+def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
+    """Of an import of a foreign name: what it is called here, what it is, and whether it is private."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if is_foreign(alias.name):
+                yield alias.asname or alias.name.partition(".")[0], alias.name, is_internal(alias.name)
+    elif isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            # A module below `vllm` itself, as in `from vllm import envs`; classes have capitals.
+            is_module = node.module == "vllm" and alias.name.islower()
+            private = is_private(alias.name) or is_internal(full if is_module else node.module)
+            yield alias.asname or alias.name, full, private
+
+
+def root_of(node: ast.expr) -> str | None:
+    """The name at which a chain of attributes begins."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def members(tree: ast.Module) -> set[str]:
+    """Private attributes and methods that the module itself defines."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_of(node) in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+    return own
+
+
+def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str]) -> Iterator[str]:
+    """What is private or changed of others in this very node.
+
+    Args:
+        foreign: names that stand for something of others in this module.
+        private: those of them that are private.
+        own: private members of this module's classes.
+    """
+    yield from (full for _, full, is_private_ in imports(node) if is_private_)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in private:
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        is_others = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
+        if is_others or node.attr == "__mro__":  # for a class that is told by its name
+            yield ast.unparse(node)
+        elif isinstance(node.ctx, ast.Store) and root_of(node) in foreign:
+            yield f"{ast.unparse(node)} ="
+    elif isinstance(node, ast.keyword) and node.arg and is_private(node.arg):
+        yield f"{node.arg}="
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+        member = node.args[1]
+        if isinstance(member, ast.Constant) and is_private(str(member.value)) and root_of(node.args[0]) != "self":
+            yield ast.unparse(node)
+    elif isinstance(node, ast.Constant) and re.fullmatch(r"RAY_\w+", name := str(node.value)):
+        yield from {name} - PUBLIC_VARIABLES
+
+
+def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The top-level function, class or name (none of an import), and what it uses."""
+    known = [one for node in ast.walk(tree) for one in imports(node)]
+    foreign, private = {name for name, *_ in known}, {name for name, _, is_private_ in known if is_private_}
+    own = members(tree)
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            yield from ((name_of(statement), what) for what in found_in(node, foreign, private, own))
+
+
+@functools.cache
+def all_uses() -> dict[str, list[tuple[str, str]]]:
+    return {module: list(uses(tree)) for module, tree in TREES.items()}
+
+
+def name_of(statement: ast.stmt) -> str:
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement
+    return str(getattr(target, "name", None) or getattr(target, "id", ""))
+
+
+def test_private_names_of_others_stand_in_their_homes_alone() -> None:
+    elsewhere = {
+        f"{module}: {what}" for module, found in all_uses().items() if not is_home(module) for _, what in found
+    }
+    assert elsewhere == set()
+
+
+def rows() -> list[dict[str, str]]:
+    """The table of docs/upstream.md, by column."""
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(head, cells, strict=True)) for cells in body]
+
+
+def named(column: str) -> list[tuple[str, str]]:
+    """Each `a:b` or `a::b` of a column."""
+    pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
+    found = [(row["what"], pattern.findall(row[column])) for row in rows()]
+    assert [what for what, names in found if not names] == []
+    return [name for _, names in found for name in names]
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Top-level names, and methods as Class.method."""
+    names = {name_of(statement) for statement in tree.body}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{name_of(statement)}" for statement in node.body}
+    return names
+
+
+def test_the_table_names_code_that_is_there() -> None:
+    assert [(m, name) for m, name in named("where") if m not in MODULES or name not in defined(TREES[m])] == []
+
+
+def test_the_table_names_tests_that_are_there() -> None:
+    missing = [
+        f"{path}::{name}"
+        for path, name in named("fails when upstream changes")
+        if not (ROOT / path).is_file() or not re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M)
+    ]
+    assert missing == []
+
+
+def test_the_table_says_where_upstream_knows_of_it_and_for_which_versions_it_holds() -> None:
+    assert [
+        row["what"] for row in rows() if not re.search(r"\(https://github\.com/|^none found", row["upstream"])
+    ] == []
+    assert [row["what"] for row in rows() if not re.search(r"\d\.\d+", row["holds for"])] == []
+
+
+def test_each_use_in_the_homes_is_in_the_table() -> None:
+    used = {(module, owner) for module, found in all_uses().items() if is_home(module) for owner, _ in found if owner}
+    listed = {(module, name.partition(".")[0]) for module, name in named("where")}
+    assert used - listed == set()
+    assert len(used) > 20
+    text = TABLE.read_text(encoding="utf-8")
+    variables = {what for found in all_uses().values() for _, what in found if what.startswith("RAY_")}
+    assert [name for name in variables if f"`{name}`" not in text] == []
+
+
+def test_each_module_of_the_endpoints_home_is_in_the_table() -> None:
+    """That folder is for work-arounds; `pipelines.cluster` has modules without one."""
+    there = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
+    assert there - {module for module, _ in named("where")} == set()
