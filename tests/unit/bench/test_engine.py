@@ -11,7 +11,7 @@ import pytest
 from peagle import hardware
 from peagle.bench import engine
 from peagle.bench.engine import PeakMemory, memory_reader, tree_rss_gib, with_engine
-from peagle.engine.fake import FakeEngine
+from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
@@ -65,7 +65,7 @@ def test_an_engine_whose_answers_are_not_its_targets_is_not_used(
 
     def start(*_: Any) -> Fake:
         os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
-        return Fake(is_wrong=is_wrong)
+        return Fake(FakeTraits(is_wrong=is_wrong))
 
     def outcome() -> Any:
         return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)

@@ -11,7 +11,7 @@ import pytest
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import Listener
 from peagle.bench.run import bench
-from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError
@@ -44,7 +44,7 @@ class Fake(FakeEngine):
     is_down = False
 
     def __init__(self, k: int, *, dies_of: type[BaseException] | None) -> None:
-        super().__init__(num_speculative_tokens=k, token_s=0.0005)
+        super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=k)
         self.widths: list[int] = []
         self._running, self._dies_of = 0, dies_of
 

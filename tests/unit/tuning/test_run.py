@@ -14,7 +14,7 @@ from config_only import write_head, write_target
 from peagle.bench.engine import Listener
 from peagle.bench.prompts import Prompt
 from peagle.catalog.folders import folder_fingerprint
-from peagle.engine.fake import ByteTokenizer, FakeEngine
+from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError, PriceError
@@ -50,7 +50,7 @@ class Starter:
                     raise KeyboardInterrupt
                 return await super().generate(*args)
 
-        return Counted(num_speculative_tokens=k, token_s=self._token_s[k])
+        return Counted(FakeTraits(token_s=self._token_s[k]), num_speculative_tokens=k)
 
     @property
     def ks(self) -> list[int]:
@@ -232,7 +232,8 @@ def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die: bool, run: A
 
     def start(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
-        return (Crowded if k or all_die else FakeEngine)(num_speculative_tokens=k, token_s=FAST if k else 10 * SLOW)
+        traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
+        return (Crowded if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
