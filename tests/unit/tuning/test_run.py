@@ -172,7 +172,7 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
 
         async def generate(self, *args: Any) -> Generation:
             self.running += 1
-            self._token_s = 0.001 if self.running == 1 else 0.012
+            self._traits = FakeTraits(token_s=0.001 if self.running == 1 else 0.012)
             try:
                 return await super().generate(*args)
             finally:
