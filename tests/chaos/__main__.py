@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(args: argparse.Namespace) -> str:
     size = f"--runs {args.runs} --rows {args.rows} --real-runs {args.real_runs} --real-rows {args.real_rows}"
-    size += f" --every {args.every} --crossed {args.crossed}"
+    size += f" --every {args.every} --crossed {args.crossed}" + (f" --only {' '.join(args.only)}" if args.only else "")
     return f"python -m tests.chaos --seed {args.seed} {size}"
 
 

@@ -64,14 +64,9 @@ def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
 
 def to_markdown(data: dict[str, Any]) -> str:
     """The report, for people."""
-    parts = [
-        f"# Chaos: {data['date']}, seed {data['seed']}",
-        origin_text(data),
-        _WHAT,
-        _totals(data["engines"]),
-        "## Runs",
-        _runs([result for result in data["results"] if result["engine"] in ("fake", "real")]),
-    ]
+    parts = [f"# Chaos: {data['date']}, seed {data['seed']}", origin_text(data)]
+    if runs := [result for result in data["results"] if result["engine"] in ("fake", "real")]:
+        parts += [_WHAT, _totals(data["engines"]), "## Runs", _runs(runs)]
     if faults := [result for result in data["results"] if result["engine"] == "fault"]:
         parts += ["## Faults that kill nobody", _faults(faults)]
     if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
