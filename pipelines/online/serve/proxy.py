@@ -16,7 +16,6 @@ ASGI, and of Ray that one text and those headers.
 
 import contextlib
 import functools
-import json
 import logging
 import ssl
 import stat
@@ -28,10 +27,19 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.errors import ConfigError
+from peagle.requests.fields import URLS
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.serve import slow_clients
 from pipelines.online.serve.flow import Notes, Reading
-from pipelines.online.wire import path_refusal
+from pipelines.online.wire import (
+    BATCHES_URL,
+    FILES_URL,
+    REQUEST_ID_HEADER,
+    encoded,
+    error_event,
+    error_response,
+    path_refusal,
+)
 
 IMPORT_PATH = f"{__name__}:middlewares"
 ENVIRONMENT = {
@@ -46,7 +54,7 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-_OURS = b"x-peagle-request-id"  # the gate sets it on each answer
+_OURS = REQUEST_ID_HEADER.encode()  # the gate sets it on each answer
 # What the proxy does as a client's header says, and what it only notes.
 _ORDERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"})
 _NOTES = frozenset({b"x-request-id", b"x-session-id"})
@@ -55,8 +63,8 @@ _NOT_FOUND = 404
 # The proxy's own words where no application has the path; the status alone may be another application's.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
-_FILES, _CONTENT = "/v1/files/", "/content"
-_POSTED = ("/v1/files", "/v1/chat/completions", "/v1/completions", "/v1/batches", "/cancel")
+_FILES, _CONTENT = FILES_URL + "/", "/content"
+_POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel")
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _DIED = "the endpoint is being restarted; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
@@ -133,16 +141,14 @@ class _Answer:
         if not self._is_started:
             await self.refuse(overloaded(_DIED))
         elif self._is_stream:
-            event = f"data: {json.dumps(overloaded(_DIED).body())}\n\n".encode()
+            event = error_event(overloaded(_DIED)).encode()
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
         """Answer with an error in place of the proxy."""
         self._is_ended = True
-        body = json.dumps(error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
+        headers, body = error_response(error)
+        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded(headers)})
         await self._send({"type": "http.response.body", "body": body})
 
     async def _read_head(self, head: Message) -> None:

@@ -14,13 +14,13 @@ loses the connection.
 """
 
 import asyncio
-import json
 import socket
 import struct
 from http import HTTPStatus
 from typing import Any
 
 from pipelines.online.errors import ApiError
+from pipelines.online.wire import error_response
 
 READER_LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
@@ -182,8 +182,7 @@ class LongHeaders(SlowHeaders):
 
 
 def _answer(error: ApiError) -> bytes:
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    headers, body = error_response(error)
     status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
     lines = [status, *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
