@@ -7,7 +7,7 @@ from jobs import flags
 from jobs.throttle import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_options import PRICE_KEYS
-from peagle.engine.spec import TARGET_SIZES
+from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 
 HELP = """\

@@ -6,7 +6,7 @@ from typing import Any
 from jobs import flags
 from jobs.throttle import listener, say
 from peagle.bench.config import EvaluateConfig
-from peagle.engine.spec import TARGET_SIZES
+from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 
 HELP = """\
@@ -22,7 +22,7 @@ command goes on where it was stopped, and other drafters and K can be added to i
 with exit code 1; Ctrl-C and SIGTERM leave the report of what is finished.
 """
 _GROUPS = {
-    "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision"],
+    "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],
     "data and results": ["dataset", "category_column", "limit", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],

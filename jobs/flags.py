@@ -55,8 +55,11 @@ def add_flags(
         text = argparse.SUPPRESS if name in hidden else _help(field)
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
-        kind = _plain(field.annotation)
-        if kind is bool:
+        kind, form = _plain(field.annotation), field.json_schema_extra
+        if isinstance(form, dict) and "flag" in form:  # a map, of which a flag gives one entry
+            names = [f"--{form['flag']}"]
+            options |= {"action": "append", "metavar": form["metavar"]}
+        elif kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
             options |= {"action": "append", "metavar": "TEXT", "help": f"{text}; may be repeated"}

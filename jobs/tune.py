@@ -9,7 +9,7 @@ from typing import Any
 from jobs import flags
 from jobs.throttle import listener, say
 from peagle.economics.price_options import PRICE_KEYS
-from peagle.engine.spec import TARGET_SIZES
+from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
 
@@ -32,7 +32,7 @@ _GROUPS = {
     "what is tried": [
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],
-    "target": ["model"],
+    "target": ["model", "kv_cache_precision"],
     "data and results": ["dataset", "limit", "waves", "output"],
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],

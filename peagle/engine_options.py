@@ -15,10 +15,12 @@ from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, resolve_model
-from peagle.engine.arguments import check_slots
-from peagle.engine.memory import check_capacity
+from peagle.engine.attention import check_backends
+from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, extra_arguments, spec_fields, widest_head
+from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision, resolve_precision
-from peagle.engine.spec import TARGET_SIZES, DrafterSpec, EngineSpec, TargetKeys
+from peagle.engine.slots import check_slots
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
@@ -27,7 +29,7 @@ from peagle.profiles.watch import TunedWatch
 from peagle.provenance import versions
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
-MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision")
+MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
 SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
 # Rows, usage and reports must never name a model that did not answer.
@@ -69,6 +71,8 @@ class EngineKeys(TargetKeys):
     def _k_needs_a_drafter(self) -> Self:
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
+        if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
+            raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
         return self
 
 
@@ -144,7 +148,7 @@ def resolve_engine(
     )
     engine = compose_engine(keys, hardware, model, drafter)
     spec = replace(engine.spec, num_nodes=num_nodes)
-    check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node)
+    check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node, known=footprint_of(model))
     return replace(engine, spec=replace(spec, model=_reference(keys.model, model)))
 
 
@@ -189,25 +193,43 @@ def compose_engine(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
         )
-    precision = resolve_precision(keys.precision, hardware, native_quantization=model.native_quantization)
+    context_tokens = max_model_len(model, keys.max_model_len)
+    precision = resolve_precision(
+        keys.precision,
+        hardware,
+        native_quantization=model.native_quantization,
+        kv_cache=keys.kv_cache_precision,
+        context_tokens=context_tokens,
+        head_dim=widest_head(model.config),
+    )
     spec = EngineSpec(
         model=model.path,
         revision=model.revision,
-        drafter=drafter.spec,
+        drafter=drafter_with(drafter.spec, keys) if drafter.spec else None,
         precision=precision.name,  # nodes of another kind would each decide `auto` for themselves
+        kv_cache_precision=precision.kv_cache_name,
         native_quantization=model.native_quantization,
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
-        max_model_len=max_model_len(model, keys.max_model_len),
+        max_model_len=context_tokens,
         tensor_parallel_size=keys.tensor_parallel_size,
         pipeline_parallel_size=keys.pipeline_parallel_size,
         enforce_eager=keys.enforce_eager,
         kv_cache_gib=keys.kv_cache_gib,
         gpu_memory_utilization=keys.gpu_memory_utilization,
         max_num_batched_tokens=keys.max_num_batched_tokens,
+        extra=extra_arguments(keys, precision, model.config, on_gpu=hardware.platform == "cuda"),
+        **spec_fields(keys),
     )
     check_slots(spec)
+    check_backends(spec, hardware, head_dim=widest_head(model.config))
     profile = read_profile(keys.profile) if keys.profile else None
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
+
+
+def footprint_of(model: ResolvedModel) -> Footprint | None:
+    """The footprint of a model that may not be on this disk yet, by its card."""
+    num_parameters = model.card.architecture.num_parameters if model.card else None
+    return footprint_from_config(dict(model.config), checkpoint_bytes(num_parameters, model.native_quantization))
 
 
 def _reference(name: str, model: ResolvedModel) -> str:

@@ -26,6 +26,7 @@ from peagle.bench.run import Bench
 from peagle.bench.setups import Setup, make_setup, require_capacity, target_spec
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
+from peagle.engine.keys import drafter_with
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError, DrafterError, EngineError
@@ -72,10 +73,10 @@ class Evaluation(Bench):
         """
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
         labelled = list(zip(_labels(drafters), drafters, strict=True))
-        spec = target_spec(config, model, max_num_seqs=config.concurrency)
+        spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
         setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config)]
         precision = spec_precision(spec, hardware)
-        require_capacity(setups, hardware)
+        require_capacity(setups, model, hardware)
         return Plan(
             config=as_benchmark(config, concurrency=[config.concurrency], repeats=1, rounds=1),
             hardware=hardware,
@@ -206,7 +207,7 @@ def _setups(label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: Eval
     return [
         make_setup(
             spec,
-            replace(drafter.spec, num_speculative_tokens=k),
+            replace(drafter_with(drafter.spec, config), num_speculative_tokens=k),
             label=f"{label} K={k}",
             head=label,
             fingerprint=drafter.fingerprint,

@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.bench.synthetic import parse_synthetic
 from peagle.economics.price_options import PriceKeys
-from peagle.engine.spec import DRAFT_METHODS, TargetKeys
+from peagle.engine.keys import TargetKeys
+from peagle.engine.spec import DRAFT_METHODS
 from peagle.humaneval import HUMANEVAL
 from peagle.profiles.measurements import METHODS, NONE
 from peagle.requests.prompts import PromptKeys
@@ -112,16 +113,14 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     output: Path | None = Field(
         None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
     )
-    kv_cache_precision: Literal["auto", "bf16", "fp8"] = Field(
-        "auto", description="of the KV cache alone; default: as --precision has it"
-    )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token slots of a step of every engine; default: from K and max_num_seqs"
     )
     max_cudagraph_capture_size: int | None = Field(
         None,
         ge=1,
-        description="tokens of a step that CUDA graphs are captured for; default: vLLM's, at most 512",
+        description="tokens of a step that CUDA graphs are captured for; default: those of "
+        "--max-num-seqs requests, at most 4096",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the target, for timing alone"

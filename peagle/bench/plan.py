@@ -22,6 +22,7 @@ from peagle.bench.setups import Setup, make_setups, require_capacity, target_spe
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import PRICE_KEYS, require_device, resolve_price
 from peagle.economics.prices import Price
+from peagle.engine.keys import stated
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import PriceError
@@ -117,6 +118,7 @@ class Plan:
             "dataset": dataset.identity(),
             "hardware": self.hardware.describe(),
             "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
+            **stated(self.config),
         }
         # Named only where it was chosen, so that folders from before it was named go on.
         return shared | ({MODEL_RUNNER: runner} if runner else {}) | dict(self.own)
@@ -141,8 +143,8 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     spec = target_spec(
         config,
         model,
+        hardware,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
-        kv_cache_precision=config.kv_cache_precision,
         load_format=config.load_format,
         max_num_batched_tokens=slots,
         extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
@@ -152,7 +154,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     setups, notes = make_setups(config, spec, model, hardware)
     price, no_price = _price(config, hardware)
     precision = spec_precision(spec, hardware)
-    require_capacity(setups, hardware)
+    require_capacity(setups, model, hardware)
     own = {
         "precision": precision.describe(),
         "requests_per_slot": config.requests_per_slot,

@@ -4,8 +4,9 @@ It knows the catalog's heads and what hardware can hold; it knows nothing of pro
 """
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from peagle.bench.config import BenchConfig, MeasurementKeys
@@ -13,8 +14,11 @@ from peagle.bench.folder import digest
 from peagle.bench.synthetic import parse_synthetic, rates_for
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel, max_model_len
-from peagle.engine.arguments import check_slots
+from peagle.engine.attention import check_backends
+from peagle.engine.keys import drafter_with, extra_arguments, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
+from peagle.engine.precision import resolve_precision
+from peagle.engine.slots import check_slots
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod
 from peagle.errors import ConfigError, DrafterError
 from peagle.hardware import Hardware
@@ -49,25 +53,52 @@ class Setup:
         return self.spec.drafter
 
 
-def target_spec(config: MeasurementKeys, model: ResolvedModel, *, max_num_seqs: int, **own: Any) -> EngineSpec:
+def target_spec(
+    config: MeasurementKeys,
+    model: ResolvedModel,
+    hardware: Hardware,
+    *,
+    max_num_seqs: int,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    **own: Any,
+) -> EngineSpec:
     """The engine without a drafter that a configuration asks for.
 
-    `own` are fields of it that a command sets itself.
+    Args:
+        extra: arguments of vLLM that a command's own keys stand for.
+        own: fields of it that a command sets itself.
 
     Raises:
-        ConfigError: the context is longer than the model's.
+        ConfigError: the context is longer than the model's, or vLLM has no such argument.
+        PrecisionError: the hardware cannot run it.
     """
+    if fixed := spec_fields(config):
+        raise ConfigError(
+            f"{next(iter(fixed))} is the measurement's own to set, not --engine-arg's",
+            hint="peagle bench has --load-format; prompts are asked again, so none is cached",
+        )
+    context_tokens = max_model_len(model, config.max_model_len)
+    precision = resolve_precision(
+        config.precision,
+        hardware,
+        native_quantization=model.native_quantization,
+        kv_cache=config.kv_cache_precision,
+        context_tokens=context_tokens,
+        head_dim=widest_head(model.config),
+    )
     return EngineSpec(
         model=model.path,
         revision=model.revision,
         precision=config.precision,
+        kv_cache_precision=precision.kv_cache_name,
         native_quantization=model.native_quantization,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len(model, config.max_model_len),
+        max_model_len=context_tokens,
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        extra={**extra, **extra_arguments(config, precision, model.config, on_gpu=hardware.platform == "cuda")},
         **own,
     )
 
@@ -121,7 +152,7 @@ def make_setups(
         if method in DRAFT_METHODS:
             head = _head(method, config, model, hardware)
             assert head.spec is not None, "_head() gives one"
-            drafter, name, fingerprint = head.spec, head.name, head.fingerprint or ""
+            drafter, name, fingerprint = drafter_with(head.spec, config), head.name, head.fingerprint or ""
             notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}")
         else:
             drafter, name, fingerprint = _lookup(method), None, ""
@@ -131,13 +162,14 @@ def make_setups(
     return setups, notes
 
 
-def require_capacity(setups: Iterable[Setup], hardware: Hardware) -> None:
+def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Hardware) -> None:
     """Require that the hardware can hold each engine.
 
-    The steps of an engine must leave room for prompts.
+    The steps of an engine must leave room for prompts, and its attention must be right on this hardware.
     """
     for setup in setups:
         check_slots(setup.spec)
+        check_backends(setup.spec, hardware, head_dim=widest_head(model.config))
         check_capacity(setup.spec, hardware)
 
 

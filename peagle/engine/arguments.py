@@ -12,55 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.engine.attention import draft_backend, target_backend
+from peagle.engine.extra import check_extra
+from peagle.engine.graphs import capture_sizes
 from peagle.engine.memory import default_kv_cache_gib
+from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
-from peagle.errors import ConfigError
 from peagle.hardware import Hardware
-
-# What vLLM itself budgets for prefill in a step: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS` on CPU, and
-# its default for data-centre GPUs (`EngineArgs.get_batch_defaults`).
-_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 MODALITIES = ("image", "audio", "video")
 # vLLM takes an empty list of domains for any domain; nothing has a name under .invalid (RFC 2606).
 _NO_DOMAIN = "none.invalid"
-_DYNAMIC_K = "num_speculative_tokens_per_batch_size"
-# Arguments that follow from the spec, and the field to set instead.
-_MANAGED = (
-    {
-        "model": "model",
-        "revision": "model",
-        "tokenizer_revision": "model",
-        "speculative_config": "drafter",
-        "spec_method": "drafter",
-        "spec_model": "drafter",
-        "spec_tokens": "drafter",
-        "dtype": "precision",
-        "quantization": "precision",
-        "kv_cache_dtype": "kv_cache_precision",
-        "kv_cache_memory_bytes": "kv_cache_gib",
-        "per_request_spec_decode_metrics": "drafter",
-    }
-    | {
-        name: name
-        for name in (
-            "max_num_seqs",
-            "max_model_len",
-            "max_num_batched_tokens",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "enforce_eager",
-            "gpu_memory_utilization",
-            "seed",
-            "load_format",
-            "enable_prefix_caching",
-            "limit_mm_per_prompt",
-            "allowed_media_domains",
-        )
-    }
-    | {"language_model_only": "limit_mm_per_prompt"}
-    | dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), "num_nodes")
-)
+DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 
 
 def engine_args(
@@ -82,7 +45,7 @@ def engine_args(
         ConfigError: `spec.extra` sets what the spec manages, or vLLM's dynamic K.
         PrecisionError: the hardware cannot run `spec.precision`.
     """
-    _check_extra(spec.extra)
+    check_extra(spec.extra)
     precision = spec_precision(spec, hardware)
     kv_cache_gib = spec.kv_cache_gib
     if kv_cache_gib is None and hardware.platform == "cpu":
@@ -107,7 +70,9 @@ def engine_args(
         "seed": spec.seed,
         "load_format": spec.load_format,
         "enable_prefix_caching": spec.enable_prefix_caching,
-        "speculative_config": _speculation(spec),
+        "cudagraph_capture_sizes": capture_sizes(spec, hardware),
+        "attention_backend": target_backend(spec, hardware),
+        "speculative_config": _speculation(spec, hardware),
         **_media(spec),
         # vLLM refuses it without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
@@ -126,8 +91,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
         else:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 
@@ -151,6 +118,10 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
         config["revision"] = drafter.revision
     if drafter.method == "peagle":
         config["parallel_drafting"] = True
+    if (cache := DRAFT_CACHE[drafter.kv_cache_precision]) is not None:
+        config["kv_cache_dtype"] = cache
+    if drafter.attention_backend is not None:
+        config["attention_backend"] = drafter.attention_backend
     if drafter.method == "suffix":
         # Only the request's own text: responses kept from earlier requests would be those to the very same prompts
         # wherever a measurement repeats them.
@@ -173,8 +144,8 @@ def _media(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
-def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
-    """The speculative config of an engine.
+def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
+    """The speculative config of an engine on its hardware.
 
     A dummy target has a real head, where there are weights of one.
 
@@ -182,74 +153,10 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     head would be given the target's lm_head, which does not fit one with a draft vocabulary.
     """
     config, drafter = speculative_config(spec.drafter), spec.drafter
+    if config is not None and (backend := draft_backend(spec, hardware)) is not None:
+        config["attention_backend"] = backend
     if config is None or drafter is None or not drafter.has_head or spec.load_format != "dummy":
         return config
     folder = Path(drafter.model)
     has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
     return config | ({"draft_load_config": {"load_format": "auto"}} if has_weights else {})
-
-
-def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
-    """Token slots of one step: all decoding requests, and room for prefill.
-
-    vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`)
-    spends from `max_num_batched_tokens`, for each request that it puts into a step:
-
-    - its scheduled tokens: while decoding 1 + K (the last token and the K drafts to verify), in prefill a
-      piece of the prompt;
-    - the drafter's extra input slots: K - 1 with parallel drafting (the first draft reuses an existing slot,
-      the others are mask tokens), 0 with EAGLE-3. A request in prefill pays them too.
-
-    With `max_num_seqs` = S decoding, P-EAGLE takes S x ((1 + K) + (K - 1)) = S x 2K, EAGLE-3 takes S x (1 +
-    K) and no speculation takes S. The step keeps the prefill budget P (2048 on CPU, 8192 on a GPU) beyond
-    that.
-
-    Example: S = 256, K = 7, P-EAGLE: 256 x 14 = 3584 slots for decoding. Under vLLM's default of 2048 only
-    146 of 256 requests could take part in a step, and prefill, served last, would never come; sized here on
-    CPU it is 3584 + 2048 = 5632.
-    """
-    return _PREFILL_TOKENS[hardware.platform] + spec.max_num_seqs * slots_per_request(spec.drafter)
-
-
-def check_slots(spec: EngineSpec) -> None:
-    """Refuse token slots that leave prompts none.
-
-    Decoding requests are served first, so no prompt would ever begin.
-
-    Raises:
-        ConfigError: with the number that is needed.
-    """
-    needed = spec.max_num_seqs * slots_per_request(spec.drafter)
-    if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
-        drafts = f", each with {spec.drafter.num_speculative_tokens} drafts" if spec.drafter else ""
-        raise ConfigError(
-            f"max_num_batched_tokens {spec.max_num_batched_tokens} leaves no room for prompts: {spec.max_num_seqs} "
-            f"requests at once{drafts}, take {needed} token slots of a step",
-            hint=f"give more than {needed}, or none, or fewer requests at once with --max-num-seqs",
-        )
-
-
-def slots_per_request(drafter: DrafterSpec | None) -> int:
-    """Token slots of a step for one decoding request (`max_num_batched_tokens`)."""
-    if drafter is None:
-        return 1
-    k = drafter.num_speculative_tokens
-    return 2 * k if drafter.method == "peagle" else 1 + k
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that the spec manages.
-
-    Set twice, one of the two would be silently lost.
-    """
-    if _DYNAMIC_K in json.dumps(extra, default=str):
-        raise ConfigError(
-            f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"
-            " for one K, and vLLM computes wrong drafts for any other without saying so",
-            hint="choose one K for your concurrency with --num-speculative-tokens",
-        )
-    for name in extra:
-        if name in _MANAGED:
-            raise ConfigError(
-                f"extra engine argument {name!r} is managed by peagle", hint=f"set {_MANAGED[name]!r} instead"
-            )

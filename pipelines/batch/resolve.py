@@ -64,6 +64,8 @@ class ResolvedRun:
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             },
             "precision": self.precision.describe(),
+            # Any of them may change an answer; named only where there are some.
+            **({"engine_args": further} if (further := {**self.spec.extra, **self.config.engine_args}) else {}),
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),

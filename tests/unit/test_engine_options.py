@@ -1,16 +1,23 @@
+import contextlib
 from dataclasses import replace
 
 import pytest
 
+from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
+from peagle.engine.memory import check_capacity
 from peagle.engine.spec import DrafterSpec, spec_precision
-from peagle.engine_options import EngineKeys, compose_engine
-from peagle.errors import ConfigError, PrecisionError
+from peagle.engine_options import EngineKeys, compose_engine, footprint_of
+from peagle.errors import CapacityError, ConfigError, PrecisionError
 from peagle.hardware import Hardware
 
 HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
+GPU = Hardware(
+    platform="cuda", accelerator="GPU", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
+    free_memory_gib=80, num_cpus=8,
+)  # fmt: skip
 MODEL = ResolvedModel(name="m", path="m", card=None, fingerprint="m", config={"max_position_embeddings": 64})
 HEAD = ResolvedDrafter(
     spec=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3), name="head", note="", fingerprint="h"
@@ -42,7 +49,8 @@ def test_every_node_computes_as_the_first_or_refuses():
 
     hopper = compose_engine(EngineKeys(), gpu(9, 0), MODEL, NO_HEAD)
     ampere = compose_engine(EngineKeys(), gpu(8, 0), MODEL, NO_HEAD)
-    assert (hopper.spec.precision, ampere.spec.precision) == ("fp8", "bf16")
+    assert (hopper.spec.precision, hopper.spec.kv_cache_precision) == ("fp8", "bf16")
+    assert (ampere.spec.precision, ampere.spec.kv_cache_precision) == ("bf16", "bf16")
     assert spec_precision(ampere.spec, gpu(9, 0)) == ampere.precision
     with pytest.raises(PrecisionError, match="fp8 needs CUDA compute capability"):
         spec_precision(hopper.spec, gpu(8, 0))
@@ -57,3 +65,38 @@ def test_pipeline_stages_on_a_cpu_are_refused_without_compiling():
     with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
         compose_engine(EngineKeys(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
     assert compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
+
+
+def test_finer_points_reach_the_engine():
+    keys = EngineKeys(
+        kv_cache_precision="bf16", draft_kv_cache_precision="bf16", draft_attention_backend="triton_attn",
+        engine_args=["block_size=32", "load_format=dummy"],
+    )  # fmt: skip
+    arguments = engine_args(compose_engine(keys, HERE, MODEL, HEAD).spec, HERE)
+    assert arguments["speculative_config"]["kv_cache_dtype"] == "bfloat16"
+    assert arguments["speculative_config"]["attention_backend"] == "TRITON_ATTN"
+    assert (arguments["block_size"], arguments["load_format"], arguments["kv_cache_dtype"]) == (32, "dummy", "auto")
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="vLLM has no engine argument 'blok_size'"):
+        compose_engine(EngineKeys(engine_args={"blok_size": 32}), HERE, MODEL, NO_HEAD)
+
+
+@pytest.mark.parametrize("key", ["draft_kv_cache_precision", "draft_attention_backend"])
+def test_a_drafter_s_keys_need_one(key):
+    with pytest.raises(ValueError, match="mean nothing with drafter: none"):
+        EngineKeys(drafter="none", **{key: "fp8"})
+
+
+@pytest.mark.parametrize(("params", "fits"), [(30_000_000_000, True), (200_000_000_000, False)])
+def test_a_model_that_is_not_here_yet_is_weighed_by_its_card(params, fits):
+    card = load_catalog().get("qwen3-coder-30b-a3b-instruct")
+    architecture = card.architecture.model_copy(update={"num_parameters": params})
+    config = {"num_attention_heads": 32, "num_hidden_layers": 48, "hidden_size": 2048, "max_position_embeddings": 4096}
+    model = replace(MODEL, card=card.model_copy(update={"architecture": architecture}), config=config)
+    footprint = footprint_of(model)
+    assert footprint.weights_bytes == 2 * params
+    spec = compose_engine(EngineKeys(), GPU, model, NO_HEAD).spec
+    with contextlib.nullcontext() if fits else pytest.raises(CapacityError, match="tensor-parallel-size"):
+        check_capacity(spec, GPU, known=footprint)

@@ -276,3 +276,13 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
 def test_the_same_head_twice_is_refused(run: Any, head: Any) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         run(Starter(), drafter=[str(head()), str(head())])
+
+
+def test_finer_points_reach_its_engines(run: Any, head: Any) -> None:
+    start = Starter()
+    finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
+    report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)
+    assert start.specs[0].extra["block_size"] == 32
+    assert start.specs[0].drafter is not None
+    assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
+    assert report["fingerprint"]["engine_args"] == {"block_size": 32}

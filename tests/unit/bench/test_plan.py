@@ -8,6 +8,7 @@ import pytest
 from peagle.bench.config import BenchConfig
 from peagle.bench.folder import digest
 from peagle.bench.plan import Plan, all_passes, make_plan, num_starts
+from peagle.bench.prompts import Dataset
 from peagle.bench.run import time_left_s
 from peagle.bench.setups import make_setup, make_setups
 from peagle.catalog.targets import resolve_model
@@ -15,6 +16,7 @@ from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.hardware import Hardware
+from peagle.requests.prompts import PromptSpec
 
 from .conftest import record, setup
 
@@ -171,3 +173,23 @@ def test_none_alone_needs_no_head(target: Path) -> None:
     spec = EngineSpec(model=str(target))
     setups, notes = make_setups(BenchConfig(methods="none"), spec, resolve_model(str(target)), CPU)
     assert ([setup.drafter for setup in setups], notes) == ([None], [])
+
+
+def test_finer_points_reach_every_engine_and_the_fingerprint(target: Path, head: Any) -> None:
+    dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
+    keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
+    finer: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
+    finer |= {"engine_args": {"block_size": 32}}
+    found = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
+    arguments = [engine_args(setup.spec, GPU) for setup in found.setups]
+    assert [(one["block_size"], one["kv_cache_dtype"]) for one in arguments] == [(32, "fp8"), (32, "fp8")]
+    assert found.setups[1].drafter is not None
+    assert found.setups[1].drafter.attention_backend == "FLASH_ATTN"
+    assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
+    assert finer.items() <= found.fingerprint(dataset).items()
+    assert not finer.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
+
+
+def test_what_a_measurement_sets_itself_is_no_engine_arg(target: Path) -> None:
+    with pytest.raises(ConfigError, match=r"load_format is the measurement's own to set(.|\n)*--load-format"):
+        plan(target, engine_args="load_format=dummy")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.arguments import command_line, engine_args, max_num_batched_tokens, speculative_config
+from peagle.engine.arguments import command_line, engine_args, speculative_config
+from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
 from peagle.errors import ConfigError, PrecisionError
 from peagle.hardware import Hardware

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,44 @@ def test_an_engine_on_several_nodes_is_held_by_each_in_its_part(tmp_path: Path) 
     with pytest.raises(CapacityError, match=r"weights 20\.0"):
         check_capacity(large, cpu(16))
     check_capacity(replace(large, num_nodes=2), cpu(16))
+
+
+def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
+    footprint = footprint_from_config(SMALL_LLAMA, 0)
+    assert footprint is not None
+    assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=3) == 23_040
+    assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=6) == 2 * 23_040
+
+
+def test_steps_in_flight_keep_what_has_left_a_window() -> None:
+    config = SMALL_LLAMA | {"layer_types": ["sliding_attention"] * 30, "sliding_window": 128}
+    footprint = footprint_from_config(config, 0)
+    assert footprint is not None
+    assert footprint.kv_cache_bytes(9000, dtype_bytes=1, in_flight_tokens=872) == 30 * 1000 * 384
+
+
+def test_global_layers_with_heads_of_their_own_count_with_them() -> None:
+    config = SMALL_LLAMA | {
+        "layer_types": ["full_attention"] * 30,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 128,
+    }
+    footprint = footprint_from_config(config, 0)
+    assert footprint is not None
+    assert footprint.kv_cache_bytes(1, dtype_bytes=1) == 30 * 2 * 128
+
+
+def test_a_gpu_that_is_too_small_is_told_what_fits(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 48, "max_position_embeddings": 262_144}
+    spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30, **config), precision="bf16", max_num_seqs=8)
+    with pytest.raises(CapacityError, match=r"KV cache 9\.0, a step 2\.0, CUDA graphs 0\.1") as caught:
+        check_capacity(spec, gpu(40, num=8))
+    assert re.fullmatch(r"use --max-model-len \d+, or --tensor-parallel-size 2, or --precision fp8", caught.value.hint)
+    context = int(caught.value.hint.split()[2].rstrip(","))
+    check_capacity(replace(spec, max_model_len=context), gpu(40, num=8))
+    with pytest.raises(CapacityError):
+        check_capacity(replace(spec, max_model_len=context + 1024), gpu(40, num=8))
+    check_capacity(replace(spec, tensor_parallel_size=2), gpu(40, num=8))
+    check_capacity(replace(spec, precision="fp8"), gpu(40, num=8))
+    with pytest.raises(CapacityError, match="weights 30"):
+        check_capacity(spec, gpu(16, num=1))

@@ -26,14 +26,15 @@ AVX512, AVX2 = cpu("avx512f", "avx2"), cpu("avx2")
 BF16 = Precision(dtype="bfloat16")
 FP8 = Precision(dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
 FP8_CACHE = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
+FP8_WEIGHTS = Precision(dtype="bfloat16", quantization="fp8")
 FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("requested", "hardware", "expected"),
     [
-        ("auto", HOPPER, FP8),
-        ("auto", gpu((8, 9)), FP8),
+        ("auto", HOPPER, FP8_WEIGHTS),
+        ("auto", gpu((8, 9)), FP8_WEIGHTS),
         ("auto", AMPERE, BF16),
         ("auto", TURING, FLOAT16),
         ("auto", AVX512, BF16),
@@ -54,8 +55,28 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
 def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
     found = resolve_precision(requested, hardware)
     assert found == expected
-    assert found.name in (requested, *(PRECISIONS if requested == "auto" else ()))
-    assert resolve_precision(found.name, hardware) == expected
+    assert resolve_precision(found.name, hardware, kv_cache=found.kv_cache_name) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "context_tokens", "kv_cache"),
+    [
+        ((9, 0), 6_999, "bf16"),
+        ((9, 0), 7_000, "fp8"),
+        ((10, 0), 3_999, "bf16"),
+        ((10, 3), 4_000, "fp8"),
+        ((8, 9), 1_000_000, "bf16"),
+        ((12, 0), 1_000_000, "bf16"),
+        ((9, 0), None, "bf16"),
+    ],
+)
+def test_auto_has_an_fp8_cache_where_it_is_published_to_pay(
+    capability: tuple[int, int], context_tokens: int | None, kv_cache: str
+) -> None:
+    found = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
+    assert (found.weights, found.kv_cache) == ("fp8", kv_cache)
+    assert resolve_precision("fp8", gpu(capability), context_tokens=context_tokens).kv_cache == "fp8"
+    assert resolve_precision("bf16", gpu(capability), context_tokens=context_tokens).kv_cache == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +123,11 @@ def test_what_the_hardware_cannot_do_is_refused_with_a_way_out(
     assert reason in caught.value.message
     assert hardware.describe() in caught.value.message
     assert way_out in caught.value.hint
+
+
+def test_auto_has_no_fp8_cache_for_wide_heads() -> None:
+    assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=256).kv_cache == "bf16"
+    assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=128).kv_cache == "fp8"
 
 
 def test_an_unknown_precision_suggests_the_nearest() -> None:

@@ -38,7 +38,8 @@ def test_every_key_has_a_flag_with_help():
     flags.add_flags(parser, GenerateConfig, {})
     text = parser.format_help()
     for name, field in GenerateConfig.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in text
+        form = field.json_schema_extra or {}
+        assert f"--{form.get('flag', name.replace('_', '-'))} " in text
         assert field.description
 
 
@@ -180,3 +181,15 @@ def test_bad_usage_names_the_variables_that_were_in_it(monkeypatch, capsys, tmp_
     said = capsys.readouterr().err
     assert "nothing.jsonl': no such file" in said
     assert "set in the environment: PEAGLE_INPUT" in said
+
+
+def test_a_map_is_given_entry_by_entry_and_replaces_that_of_the_yaml(parse, tmp_path, monkeypatch):
+    config = tmp_path / "c.yaml"
+    config.write_text("engine_args:\n  block_size: 32\n  async_scheduling: false\n")
+    assert parse("--config", str(config)).engine_args == {"block_size": 32, "async_scheduling": False}
+    found = parse("--config", str(config), "--engine-arg", "block-size=16", "--engine-arg", "stream_interval=4")
+    assert found.engine_args == {"block_size": 16, "stream_interval": 4}
+    monkeypatch.setenv("PEAGLE_ENGINE_ARGS", "block_size=64")
+    assert parse("--config", str(config)).engine_args == {"block_size": 64}
+    with pytest.raises(ConfigError, match="'dtype' is managed by peagle; set 'precision' instead"):
+        parse("--engine-arg", "dtype=bfloat16")

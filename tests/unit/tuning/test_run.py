@@ -17,6 +17,7 @@ from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
+from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError, EngineError, PriceError
 from peagle.hardware import Hardware
 from peagle.profiles.profile import Profile, read_profile
@@ -108,6 +109,28 @@ def test_no_speculation_is_said_when_that_is_the_answer(run: Any) -> None:
     assert "num_speculative_tokens" not in profile.engine
     assert profile.decision.startswith("No speculation: ")
     assert profile.tuned.acceptance_low is None
+
+
+def test_finer_points_reach_its_engines_and_its_profile(run: Any) -> None:
+    finer = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
+    start = Starter({0: SLOW, 2: FAST})
+    engine = run(start, num_speculative_tokens="2", precision="bf16", **finer).engine
+    assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in start.specs} == {("bf16", 32)}
+    assert {spec.drafter.kv_cache_precision for spec in start.specs if spec.drafter} == {"bf16"}
+    assert {name: engine[name] for name in finer} == {**finer, "engine_args": {"block_size": 32}}
+
+
+def test_a_choice_without_a_drafter_has_no_key_of_one(run: Any) -> None:
+    engine = run(Starter({0: FAST, 2: SLOW}), num_speculative_tokens="2", draft_kv_cache_precision="bf16").engine
+    assert engine["drafter"] == "none"
+    assert EngineKeys(**engine).draft_kv_cache_precision == "auto"
+
+
+def test_another_kv_cache_is_another_folder_s(run: Any) -> None:
+    keys = {"num_speculative_tokens": "2", "precision": "bf16"}
+    run(Starter({0: FAST, 2: SLOW}), **keys)
+    with pytest.raises(ConfigError, match="kv_cache_precision"):
+        run(Starter({0: FAST, 2: SLOW}), **keys, kv_cache_precision="bf16")
 
 
 def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Attention back ends, and those that must not meet a KV cache in FP8.
+
+Pure. vLLM chooses a back end by what each declares to support. What its issues report of one beyond that stands in the
+table here: where vLLM would choose it by itself another is named, and a user who names it is refused.
+"""
+
+from dataclasses import dataclass
+
+from peagle.engine.precision import WIDEST_FP8_HEAD
+from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+
+_FLASHINFER, _TRITON = "FLASHINFER", "TRITON_ATTN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Avoided:
+    """FlashInfer with a KV cache in FP8 on some cards.
+
+    Attributes:
+        capabilities: the first and the last compute capability.
+        least_k: draft tokens a step from which on it holds; 0 also without a drafter.
+        symptom: what was reported.
+        source: by whom.
+        instead: the back end to name; None where vLLM chooses another by itself.
+    """
+
+    capabilities: tuple[tuple[int, int], tuple[int, int]]
+    least_k: int
+    symptom: str
+    source: str
+    instead: str | None
+
+    def holds_for(self, spec: EngineSpec, hardware: Hardware) -> bool:
+        """Whether it is about this engine, if its KV cache is in FP8."""
+        k = spec.drafter.num_speculative_tokens if spec.drafter else 0
+        first, last = self.capabilities
+        return k >= self.least_k and first <= (hardware.compute_capability or (0, 0)) <= last
+
+
+AVOIDED = (
+    Avoided(
+        capabilities=((12, 0), (12, 9)),
+        least_k=0,
+        symptom="random output with CUDA graphs",
+        source="vllm-project/vllm issue 41651",
+        instead=_TRITON,
+    ),
+    # FlashAttention 3 has FP8 there for heads that are not wide, and vLLM prefers it.
+    Avoided(
+        capabilities=((9, 0), (9, 0)),
+        least_k=3,
+        symptom="kernels that do not compile",
+        source="vllm-project/vllm issues 33364 and 31843",
+        instead=None,
+    ),
+    Avoided(
+        capabilities=((8, 9), (8, 9)),
+        least_k=1,
+        symptom="an illegal memory access",
+        source="vllm-project/vllm issue 44879",
+        instead=_TRITON,
+    ),
+)
+
+
+def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
+    """The target's back end; None leaves it to vLLM.
+
+    Raises:
+        ConfigError: the user has named one that is to be avoided.
+    """
+    if "attention_config" in spec.extra:
+        return None
+    return _backend(spec.extra.get("attention_backend"), spec, hardware, spec_precision(spec, hardware).kv_cache)
+
+
+def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
+    """The drafter's back end; None leaves it to vLLM.
+
+    It does not take the target's.
+
+    Raises:
+        ConfigError: as `target_backend`.
+    """
+    drafter = spec.drafter
+    if drafter is None or not drafter.has_head:
+        return None
+    return _backend(drafter.attention_backend, spec, hardware, _draft_cache(spec, hardware))
+
+
+def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
+    """The format of the drafter's KV cache; None without one."""
+    drafter = spec.drafter
+    if drafter is None or not drafter.has_head:
+        return None
+    is_own = drafter.kv_cache_precision != "auto"
+    return drafter.kv_cache_precision if is_own else spec_precision(spec, hardware).kv_cache
+
+
+def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> None:
+    """Refuse what would meet an avoided back end, before anything starts.
+
+    Args:
+        head_dim: of the target's widest attention heads; a drafter's are taken to be as wide.
+
+    Raises:
+        ConfigError: as `target_backend`; or vLLM would choose one for the drafter, and no other can be named for it.
+    """
+    target_backend(spec, hardware)
+    backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
+    row = next((row for row in AVOIDED if row.instead is None and row.holds_for(spec, hardware)), None)
+    if is_fp8 and backend is None and row is not None and head_dim > WIDEST_FP8_HEAD:
+        raise ConfigError(
+            f"with heads as wide as {head_dim} vLLM would take {_FLASHINFER} for the drafter's KV cache in fp8, which"
+            f" is avoided on {hardware.accelerator}: {row.symptom} ({row.source})",
+            hint=f"use --kv-cache-precision bf16, or --draft-attention-backend {_TRITON}",
+        )
+
+
+def _backend(stated: str | None, spec: EngineSpec, hardware: Hardware, kv_cache: str | None) -> str | None:
+    avoided = next((row for row in AVOIDED if kv_cache == "fp8" and row.holds_for(spec, hardware)), None)
+    if avoided is None:
+        return stated
+    if stated is not None and stated.upper() == _FLASHINFER:
+        raise ConfigError(
+            f"{stated} with a KV cache in fp8 is avoided on {hardware.accelerator}:"
+            f" {avoided.symptom} ({avoided.source})",
+            hint=f"leave the attention back end out, name {_TRITON}, or use --kv-cache-precision bf16",
+        )
+    return stated or avoided.instead

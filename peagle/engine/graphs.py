@@ -1,0 +1,92 @@
+"""The steps that vLLM captures as CUDA graphs, and the memory they take.
+
+Pure. It knows an engine's sizes and its accelerator's memory, and nothing of what attention back ends can capture.
+
+A step runs as a graph where a captured size is at least its number of tokens. A larger one runs eagerly: Python
+launches each kernel. vLLM 0.29 captures up to 512 tokens by default (`VllmConfig._set_cudagraph_sizes`), which falls
+short of speculation in two ways:
+
+- Verifying takes 1 + K tokens a request, and the pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7 more
+  than 64 requests at once are verified eagerly, and for more than 36 the drafter runs eagerly.
+- Model runner V1, the one that P-EAGLE has, rounds each size up to a multiple of 1 + K and drops what then exceeds the
+  largest. With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (likewise
+  vllm-project/vllm issue 54933).
+
+So the sizes are stated, up to the widest step that `max_num_seqs` requests can make.
+"""
+
+from peagle.engine.slots import slots_per_request
+from peagle.engine.spec import EngineSpec
+from peagle.hardware import Hardware
+
+# vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
+_FINE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+# By default it goes no further on most cards, and to this on Blackwell and with gpt-oss.
+_VLLM_TOKENS = 1024
+# Beyond its own sizes each size is an eighth larger than the last, so padding wastes a ninth of a step at most.
+_GROWTH = 1.125
+# The largest that is worth it: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
+# own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
+_MOST_TOKENS = 4096
+# Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
+# vllm-project/vllm pull 22897. So these bounds hold the start to some 10 s more, and the graphs to 4 % of the memory.
+_SIZE_GIB = 28 / 1024
+_MOST_SIZES = 96
+_MEMORY_SHARE = 0.04
+# Arguments by which a user decides it.
+_STATED = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"})
+
+
+def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
+    """vLLM's `cudagraph_capture_sizes`, ascending.
+
+    None where nothing is captured (CPU, eager), or where the user states sizes by vLLM's own arguments.
+
+    Example: 128 requests at once, P-EAGLE with K = 7: verifying has 128 x 8 = 1,024 tokens, drafting 128 x 14 = 1,792.
+    So the sizes end at 1,792 = 224 x 8, with 1,024 among them.
+    """
+    if hardware.platform != "cuda" or spec.enforce_eager or _STATED & spec.extra.keys():
+        return None
+    if spec.drafter is None and spec.max_num_seqs in _FINE:
+        return None  # vLLM's own list ends there or later
+    width = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
+    widest = _rounded_up(spec.max_num_seqs * max(width, slots_per_request(spec.drafter)), width)
+    # Steps with a piece of a prompt are graphs, too: twice the decoding tokens, as far as vLLM goes by default.
+    ceiling = min(max(widest, min(2 * spec.max_num_seqs * width, _VLLM_TOKENS)), _MOST_TOKENS) // width * width
+    sizes = list(_FINE)
+    while sizes[-1] < ceiling:
+        sizes.append(round(sizes[-1] * _GROWTH))
+    if spec.drafter is not None and spec.drafter.method == "peagle":  # model runner V1 would make it so
+        sizes = [_rounded_up(size, width) for size in sizes]
+    wanted = {spec.max_num_seqs * width, widest, ceiling}
+    most = min(_MOST_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
+    return _thinned(sorted(size for size in {*sizes, *wanted} if size <= ceiling), wanted, most)
+
+
+def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
+    """Memory of the graphs on one accelerator, in GiB.
+
+    An estimate; vLLM measures it when it starts.
+    """
+    if hardware.platform != "cuda" or spec.enforce_eager:
+        return 0.0
+    sizes = capture_sizes(spec, hardware) or [size for size in _FINE if size <= 2 * spec.max_num_seqs]  # vLLM's own
+    return _SIZE_GIB * len(sizes)
+
+
+def _thinned(sizes: list[int], kept: set[int], most: int) -> list[int]:
+    """At most so many sizes.
+
+    Those go whose neighbours are the closest, but none that is to be kept.
+    """
+    while len(sizes) > most:
+        gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
+        closest = min((size for size in gaps if size not in kept), key=lambda size: gaps[size], default=None)
+        if closest is None:
+            break
+        sizes.remove(closest)
+    return sizes
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

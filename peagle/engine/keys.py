@@ -1,0 +1,173 @@
+"""The keys by which a user describes an engine, whatever the command.
+
+`engine_args` holds any argument of vLLM beside. An argument's name is checked against the vLLM that is installed here,
+before an engine or a node is asked for. Whether its value makes sense, vLLM says when it starts.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from peagle.engine.extra import check_extra
+from peagle.engine.precision import Precision, PrecisionName
+from peagle.engine.spec import DrafterSpec
+from peagle.errors import ConfigError, did_you_mean
+
+CachePrecision = Literal["auto", "bf16", "fp8"]
+
+
+class TargetKeys(BaseModel):
+    """The keys of an engine that each command has, whatever it runs the engine for.
+
+    A description is the help text of its flag.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
+    kv_cache_precision: CachePrecision = Field(
+        "auto", description="of the KV cache alone; auto: as --precision has it, fp8 from contexts for which it pays"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
+    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
+    draft_kv_cache_precision: CachePrecision = Field(
+        "auto", description="of the drafter's own KV cache; auto: the target's"
+    )
+    draft_attention_backend: str | None = Field(
+        None, min_length=1, description="vLLM's name of what computes the drafter's attention; default: vLLM's choice"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="a further argument of vLLM's engine, as JSON or text; may be repeated; a map in YAML",
+        json_schema_extra={"flag": "engine-arg", "metavar": "KEY=VALUE"},
+    )
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        return parse_pairs(value) if isinstance(value, list) else value
+
+    @field_validator("engine_args")
+    @classmethod
+    def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            check_extra({name: one for name, one in value.items() if name not in _SPEC_FIELDS})
+        except ConfigError as error:
+            raise ValueError(f"{error.message}; {error.hint}" if error.hint else error.message) from error
+        return value
+
+
+TARGET_SIZES = tuple(
+    name for name in TargetKeys.model_fields if name not in ("model", "precision", "kv_cache_precision")
+)
+DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend")
+# Fields of an EngineSpec that no key of a run or an endpoint names; measurements set them themselves.
+_SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
+
+
+def parse_pairs(pairs: list[Any]) -> dict[str, Any]:
+    """Arguments from KEY=VALUE.
+
+    The value is JSON where it can be, else text; a key may have the hyphens of vLLM's command line.
+
+    Raises:
+        ValueError: one is of another form, or names a key twice.
+
+    >>> parse_pairs(["block-size=32", "moe_backend=triton", "async_scheduling=false"])
+    {'block_size': 32, 'moe_backend': 'triton', 'async_scheduling': False}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = str(pair).partition("=")
+        name = key.strip().replace("-", "_")
+        if not sign or not name:
+            raise ValueError(f"{pair!r} is not KEY=VALUE")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+def extra_arguments(
+    keys: TargetKeys, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
+) -> dict[str, Any]:
+    """An engine's `EngineSpec.extra`.
+
+    It holds what the user has stated, and what a KV cache in FP8 needs beside it.
+
+    Args:
+        config: the target's `config.json`.
+        on_gpu: whether the engine runs on one.
+
+    Raises:
+        ConfigError: vLLM has no such argument.
+    """
+    if keys.engine_args:
+        require_known(keys.engine_args)
+    text = config.get("text_config") or config
+    slides = "sliding_attention" in (text.get("layer_types") or ())
+    # Small windows stay small: FP8 saves little there and costs as much as elsewhere (vLLM blog, 2026-04-22).
+    skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]} if on_gpu and slides else {}
+    free = {name: value for name, value in keys.engine_args.items() if name not in _SPEC_FIELDS}
+    return {**(skipped if precision.kv_cache == "fp8" else {}), **free}
+
+
+def widest_head(config: Mapping[str, Any]) -> int:
+    """The dimension of a target's widest attention heads; 0 where it does not say."""
+    text = config.get("text_config") or config
+    return max(text.get("head_dim") or 0, text.get("global_head_dim") or 0)
+
+
+def spec_fields(keys: TargetKeys) -> dict[str, Any]:
+    """The arguments that an EngineSpec has fields of its own for."""
+    return {name: value for name, value in keys.engine_args.items() if name in _SPEC_FIELDS}
+
+
+def require_known(arguments: Mapping[str, Any]) -> None:
+    """Refuse names that the installed vLLM does not know.
+
+    Raises:
+        ConfigError: names the nearest one.
+    """
+    from vllm import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
+
+
+def drafter_with(drafter: DrafterSpec, keys: TargetKeys) -> DrafterSpec:
+    """The drafter with the KV cache and the attention of the keys, if it has a head."""
+    if not drafter.has_head:
+        return drafter
+    return replace(
+        drafter,
+        kv_cache_precision=keys.draft_kv_cache_precision,
+        attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
+    )
+
+
+def stated(keys: TargetKeys) -> dict[str, Any]:
+    """The finer points that are not as by default, and that no precision names.
+
+    A measurement's fingerprint has them.
+    """
+    names = (*DRAFTER_KEYS, "engine_args")
+    defaults = {name: TargetKeys.model_fields[name].get_default(call_default_factory=True) for name in names}
+    return {name: value for name in names if (value := getattr(keys, name)) != defaults[name]}

@@ -1,0 +1,83 @@
+from typing import Any
+
+import pytest
+
+from peagle.engine.arguments import engine_args
+from peagle.engine.attention import AVOIDED, check_backends
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware
+
+
+def gpu(*capability: int) -> Hardware:
+    return Hardware(
+        platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=(capability[0], capability[1]),
+        memory_gib=80, free_memory_gib=80, num_cpus=16,
+    )  # fmt: skip
+
+
+def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = None, **draft: Any) -> EngineSpec:
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k, **draft) if k else None
+    return EngineSpec(model="org/m", precision="bf16", kv_cache_precision=kv_cache, drafter=drafter, extra=extra or {})
+
+
+@pytest.mark.parametrize(
+    ("hardware", "spec", "target", "draft"),
+    [
+        (gpu(12, 0), engine(), "TRITON_ATTN", None),
+        (gpu(12, 0), engine(k=7), "TRITON_ATTN", "TRITON_ATTN"),
+        (gpu(12, 0), engine("bf16", k=7), None, None),
+        (gpu(8, 9), engine(), None, None),  # reported of speculation alone
+        (gpu(8, 9), engine(k=1), "TRITON_ATTN", "TRITON_ATTN"),
+        (gpu(9, 0), engine(k=7), None, None),  # vLLM takes FlashAttention 3
+        (gpu(10, 0), engine(k=7), None, None),
+        (gpu(12, 0), engine(k=7, kv_cache_precision="bf16"), "TRITON_ATTN", None),
+        (gpu(12, 0), engine("bf16", k=7, kv_cache_precision="fp8"), None, "TRITON_ATTN"),
+        (gpu(12, 0), engine(k=7, attention_backend="FLEX_ATTENTION"), "TRITON_ATTN", "FLEX_ATTENTION"),
+        (gpu(12, 0), engine(extra={"attention_backend": "FLEX_ATTENTION"}), "FLEX_ATTENTION", None),
+        (gpu(12, 0), engine(extra={"attention_config": {"backend": "FLEX_ATTENTION"}}), None, None),
+    ],
+)
+def test_another_back_end_is_named_where_vllm_would_choose_a_broken_one(
+    hardware: Hardware, spec: EngineSpec, target: str | None, draft: str | None
+) -> None:
+    arguments = engine_args(spec, hardware)
+    assert arguments.get("attention_backend") == target
+    assert arguments.get("speculative_config", {}).get("attention_backend") == draft
+
+
+@pytest.mark.parametrize(
+    ("hardware", "spec", "issue"),
+    [
+        (gpu(12, 0), engine(extra={"attention_backend": "FLASHINFER"}), "41651"),
+        (gpu(9, 0), engine(k=3, extra={"attention_backend": "flashinfer"}), "33364"),
+        (gpu(9, 0), engine(k=3, attention_backend="FLASHINFER"), "33364"),
+        (gpu(8, 9), engine(k=1, attention_backend="FLASHINFER"), "44879"),
+    ],
+)
+def test_a_broken_combination_that_is_asked_for_is_refused_with_its_issue(
+    hardware: Hardware, spec: EngineSpec, issue: str
+) -> None:
+    with pytest.raises(ConfigError, match=issue) as caught:
+        engine_args(spec, hardware)
+    assert "--kv-cache-precision bf16" in caught.value.hint
+
+
+def test_it_is_taken_where_nothing_is_reported() -> None:
+    for hardware, spec in [(gpu(9, 0), engine(k=2)), (gpu(12, 0), engine("bf16")), (gpu(10, 0), engine(k=7))]:
+        stated = EngineSpec.from_dict(spec.to_dict() | {"extra": {"attention_backend": "FLASHINFER"}})
+        assert engine_args(stated, hardware)["attention_backend"] == "FLASHINFER"
+
+
+def test_every_row_says_who_reported_it() -> None:
+    assert all(row.source.startswith("vllm-project/vllm issue") and row.symptom for row in AVOIDED)
+
+
+def test_wide_heads_would_draft_with_a_broken_one_and_are_refused() -> None:
+    with pytest.raises(ConfigError, match="33364") as caught:
+        check_backends(engine(k=3), gpu(9, 0), head_dim=256)
+    assert "--draft-attention-backend TRITON_ATTN" in caught.value.hint
+    check_backends(engine(k=3), gpu(9, 0), head_dim=128)
+    check_backends(engine(k=3, attention_backend="TRITON_ATTN"), gpu(9, 0), head_dim=256)
+    check_backends(engine("bf16", k=3), gpu(9, 0), head_dim=256)
+    check_backends(engine(), gpu(9, 0), head_dim=256)

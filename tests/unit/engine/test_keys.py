@@ -1,0 +1,99 @@
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from peagle.engine.keys import (
+    TargetKeys,
+    drafter_with,
+    extra_arguments,
+    parse_pairs,
+    require_known,
+    spec_fields,
+    stated,
+)
+from peagle.engine.precision import Precision
+from peagle.engine.spec import DrafterSpec
+from peagle.errors import ConfigError
+
+BF16 = Precision(dtype="bfloat16")
+FP8 = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
+SLIDING = {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}
+HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["block_size=32"], {"block_size": 32}),
+        ("block-size=32", {"block_size": 32}),  # as an environment variable has it
+        (["moe_backend=triton", "async_scheduling=false"], {"moe_backend": "triton", "async_scheduling": False}),
+        (['attention_config={"backend": "TRITON_ATTN"}'], {"attention_config": {"backend": "TRITON_ATTN"}}),
+        (["hf_overrides="], {"hf_overrides": ""}),
+        ({"block_size": 32}, {"block_size": 32}),  # as YAML has it
+        ([], {}),
+    ],
+)
+def test_engine_arguments_are_pairs_or_a_map(given: Any, expected: dict[str, Any]) -> None:
+    assert TargetKeys(engine_args=given).engine_args == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["block_size"], "'block_size' is not KEY=VALUE"),
+        (["=32"], "'=32' is not KEY=VALUE"),
+        (["block_size=32", "block-size=16"], "block_size is given twice"),
+        (["max_num_seqs=4"], "'max_num_seqs' is managed by peagle; set 'max_num_seqs' instead"),
+        (["kv_cache_dtype=fp8"], "set 'kv_cache_precision' instead"),
+        (["trust_remote_code=true"], "code in a model's folder never runs"),
+        (["data_parallel_size=2"], "Ray divides requests among engines"),
+        (["distributed_executor_backend=ray"], "set 'num_nodes' instead"),
+        (['speculative_config={"num_speculative_tokens_per_batch_size": []}'], "computes wrong drafts"),
+    ],
+)
+def test_arguments_that_are_peagle_s_own_are_refused_by_name(given: Any, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        TargetKeys(engine_args=given)
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest() -> None:
+    require_known({"block_size": 32, "enable_log_requests": False})
+    with pytest.raises(ConfigError, match="no engine argument 'blok_size'") as caught:
+        require_known({"blok_size": 32})
+    assert "block_size" in caught.value.hint
+
+
+def test_an_fp8_cache_skips_sliding_windows_unless_told_otherwise() -> None:
+    skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
+    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=True) == skipped
+    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=False) == {}
+    assert extra_arguments(TargetKeys(), BF16, SLIDING, on_gpu=True) == {}
+    assert extra_arguments(TargetKeys(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
+    keys = TargetKeys(engine_args=["kv_cache_dtype_skip_layers=[]"])
+    assert extra_arguments(keys, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
+
+
+def test_arguments_that_a_spec_has_fields_for_become_these() -> None:
+    keys = TargetKeys(engine_args={"load_format": "dummy", "block_size": 32})
+    assert spec_fields(keys) == {"load_format": "dummy"}
+    assert extra_arguments(keys, BF16, {}, on_gpu=True) == {"block_size": 32}
+
+
+def test_a_head_has_a_cache_and_an_attention_of_its_own() -> None:
+    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
+    found = drafter_with(HEAD, keys)
+    assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
+    assert drafter_with(HEAD, TargetKeys()) == HEAD
+    ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
+    assert drafter_with(ngram, keys) == ngram
+
+
+def test_a_fingerprint_names_what_was_asked_for_alone() -> None:
+    assert stated(TargetKeys(kv_cache_precision="fp8")) == {}  # the precision names it
+    keys = TargetKeys(draft_kv_cache_precision="bf16", engine_args={"block_size": 32})
+    assert stated(keys) == {"draft_kv_cache_precision": "bf16", "engine_args": {"block_size": 32}}
+
+
+def test_pairs_keep_what_is_no_json_as_text() -> None:
+    assert parse_pairs(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
