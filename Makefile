@@ -4,6 +4,7 @@
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make faults kill each part of the endpoint under load, overload it, and write the table
 # make hostile  attack the endpoint with one key while another works, and write the table
+# make rehearsal  decide for every model, drafter and GPU without one, and write docs/rehearsal.md
 # make setup  only the environment, in .venv
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults hostile setup check audit-deps docs-bad-inputs docs-requests docs-images lock clean
+.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs-bad-inputs docs-requests docs-images lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -42,6 +43,9 @@ faults: setup
 
 hostile: setup
 	$(BIN)/python -m tests.hostile
+
+rehearsal: setup
+	$(BIN)/python -m tests.rehearsal
 
 setup: $(VENV)/.installed-$(LOCK)
 

@@ -1,0 +1,85 @@
+"""`make rehearsal`: the grid, a process for each card, and the page that it makes."""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jobs.throttle import say
+from tests.rehearsal.cards import CARDS
+from tests.rehearsal.table import page
+
+_ROOT = Path(__file__).parents[2]
+PAGE = _ROOT / "docs" / "rehearsal.md"
+DRAFTERS = ("none", "eagle3", "peagle")
+AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some cells on a card, in a process of its own, which thinks it has eight of it.
+
+    Args:
+        cells: `model`, `drafter` and `at_once` of each, or `queue` for the commands of the GPU queue.
+
+    Returns:
+        The cells with their `outcome`: accepted, refused, or failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
+        asked.write_text(json.dumps(cells))
+        path = os.pathsep.join((str(_ROOT), str(_ROOT / "tests")))
+        environment = os.environ | {
+            "HF_HUB_CACHE": str(Path(folder, "hub")),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": path,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(asked), str(told)]
+        done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode or not told.exists():
+            raise RuntimeError(f"the rehearsal on {name} failed:\n{done.stderr[-4000:]}")
+        return list(json.loads(told.read_text()))
+
+
+def main() -> None:
+    """Rehearse, print what failed, and write the page where the whole grid was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
+    parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
+    parser.add_argument("--at-once", nargs="+", type=int, default=list(AT_ONCE))
+    args = parser.parse_args()
+    from peagle.catalog.cards import load_catalog
+
+    models = [card.name for card in load_catalog()]
+    cells = [
+        {"model": model, "drafter": drafter, "at_once": at_once}
+        for model in models
+        for drafter in DRAFTERS
+        for at_once in args.at_once
+    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in args.cards:
+        found[name] = rehearse_card(name, cells)
+        counts = {outcome: sum(cell["outcome"] == outcome for cell in found[name]) for outcome in _OUTCOMES}
+        say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    failed = [(name, cell) for name, some in found.items() for cell in some if cell["outcome"] == "failed"]
+    for name, cell in failed:
+        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['at_once']}: {cell['message']}")
+    text = page(found, datetime.date.today())
+    if args.cards == list(CARDS) and args.at_once == list(AT_ONCE):
+        PAGE.write_text(text)
+        say(f"written: {PAGE.relative_to(_ROOT)}")
+    else:
+        say(text)
+    sys.exit(1 if failed else 0)
+
+
+_OUTCOMES = ("accepted", "refused", "failed")
+
+if __name__ == "__main__":
+    main()

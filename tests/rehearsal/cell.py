@@ -1,0 +1,350 @@
+"""One cell of the rehearsal: our decision, and what vLLM makes of it.
+
+A cell is a model, a drafter and a number of requests at once on the card of this process. `pretend` comes before.
+
+What vLLM decides in its workers, once the model is loaded, is asked of the same functions with
+layers that are described instead of loaded: attention back ends, the KV cache's groups, CUDA graphs.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from peagle.catalog.targets import ResolvedModel, localize
+from peagle.engine.arguments import engine_args
+from peagle.engine.graphs import graphs_gib
+from peagle.engine.memory import gpu_need, read_footprint
+from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine_options import footprint_of
+from peagle.errors import PeagleError
+from peagle.hardware import Hardware
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.resolve import resolve
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A kind of attention layers: how many, and of what shape."""
+
+    name: str
+    count: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    has_sinks: bool = False
+    mm_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What vLLM makes of a cell.
+
+    Attributes:
+        flags: what had to be asked for beside model, drafter and requests, for it to fit.
+        back_ends, draft_back_ends: names, each once.
+        verify, draft: how the widest steps run: FULL, PIECEWISE, NONE (eagerly) or - where there is no such step.
+        graphs_to: requests at once up to which both run as graphs.
+        kv_cache_gib: of one request of full length, as vLLM reckons it; `estimated_gib` as we do.
+        cache_requests: requests of full length that the KV cache holds, by vLLM's arithmetic on what our estimate of
+            the rest leaves.
+    """
+
+    flags: list[str]
+    runner: str
+    precision: str
+    back_ends: list[str]
+    draft_back_ends: list[str]
+    kv_cache_dtype: str
+    draft_kv_cache_dtype: str
+    num_sizes: int
+    largest_size: int
+    verify: str
+    draft: str
+    graphs_to: int
+    num_batched_tokens: int
+    context_tokens: int
+    k: int
+    weights_gib: float
+    graphs_gib: float
+    kv_cache_gib: float
+    estimated_gib: float
+    cache_requests: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """What we say of a cell that cannot be, and how it can."""
+
+    message: str
+    hint: str
+
+
+def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
+    """One cell; where it is refused for want of memory, what our hint says would fit.
+
+    Raises:
+        Exception: vLLM refuses what we decided, or our hint does not help.
+    """
+    flags: list[str] = []
+    while True:
+        config = GenerateConfig(
+            input="prompts.jsonl", output="/run", model=model, drafter=drafter, max_num_seqs=at_once, usd_per_hour=1,
+            **more, **_keys(flags),
+        )  # fmt: skip
+        try:
+            run = resolve(config, hardware, ["prompt"], announce=lambda _: None)
+        except PeagleError as error:
+            way_out = _first_flag(error.hint or "")
+            if way_out is None or way_out[0] in {flag.partition(" ")[0] for flag in flags}:
+                return Refused(message=error.message, hint=error.hint or "")
+            flags.append(" ".join(way_out))
+            continue
+        return accept(run.spec, run.model, hardware, flags)
+
+
+def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
+    """vLLM's configuration of an engine, and what follows from it.
+
+    Raises:
+        Exception: vLLM refuses it.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.config import set_current_vllm_config
+
+    spec = replace(spec, model=localize(spec.model, spec.revision))
+    config = AsyncEngineArgs(**engine_args(spec, hardware)).create_engine_config()
+    footprint = read_footprint(spec.model) or footprint_of(model)
+    assert footprint is not None
+    need = gpu_need(spec, hardware, footprint)
+    target, draft = list(_target_layers(config)), list(_draft_layers(config))
+    draft_config = _draft_config(config) if draft else config
+    with set_current_vllm_config(config):
+        backends = {layer.name: _backend(layer, config) for layer in target}
+    with set_current_vllm_config(draft_config):
+        draft_backends = {layer.name: _backend(layer, draft_config) for layer in draft}
+    with set_current_vllm_config(config):
+        needed, concurrency = _cache(config, draft_config, target, draft, backends, draft_backends, need)
+        verify, drafts, covered = _graphs(config, target + draft, {**backends, **draft_backends})
+    compilation = config.compilation_config
+    return Accepted(
+        flags=flags,
+        runner="V2" if config.use_v2_model_runner else "V1",
+        precision=spec_precision(spec, hardware).describe(),
+        back_ends=sorted({one.get_name() for one in backends.values()}),
+        draft_back_ends=sorted({one.get_name() for one in draft_backends.values()}),
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        draft_kv_cache_dtype=draft_config.cache_config.cache_dtype if draft else "-",
+        num_sizes=len(compilation.cudagraph_capture_sizes),
+        largest_size=compilation.max_cudagraph_capture_size,
+        verify=verify,
+        draft=drafts,
+        graphs_to=covered,
+        num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        context_tokens=config.model_config.max_model_len,
+        k=config.num_speculative_tokens,
+        weights_gib=need.weights_gib,
+        graphs_gib=graphs_gib(spec, hardware),
+        kv_cache_gib=needed / _GIB,
+        estimated_gib=need.kv_cache_gib,
+        cache_requests=concurrency,
+    )
+
+
+def as_dict(cell: Accepted | Refused) -> dict[str, Any]:
+    """A cell as JSON-ready data."""
+    return asdict(cell)
+
+
+def _first_flag(hint: str) -> tuple[str, str] | None:
+    found = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
+    return (f"--{found[1]}", found[2]) if found else None
+
+
+def _keys(flags: list[str]) -> dict[str, Any]:
+    pairs = (flag.removeprefix("--").split() for flag in flags)
+    return {name.replace("-", "_"): int(value) for name, value in pairs}
+
+
+def _target_layers(config: Any) -> Iterator[Layer]:
+    """The attention layers of a target, each kind once."""
+    text = config.model_config.hf_text_config
+    kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+    is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
+    for kind in dict.fromkeys(kinds):
+        is_full = kind == "full_attention"
+        # Gemma's global layers have heads of their own, and its configuration is asked layer by layer.
+        layer = text.per_layer_config[kinds.index(kind)] if is_gemma else text
+        yield Layer(
+            name=f"model.layers.{kinds.index(kind)}",
+            count=kinds.count(kind),
+            heads=layer.num_attention_heads,
+            kv_heads=layer.num_key_value_heads,
+            head_dim=layer.head_dim,
+            window=None if is_full else layer.sliding_window,
+            has_sinks=is_gpt_oss,
+            mm_prefix=config.model_config.is_mm_prefix_lm,
+        )
+
+
+def _draft_layers(config: Any) -> Iterator[Layer]:
+    spec = config.speculative_config
+    if spec is None:
+        return
+    head = spec.draft_model_config.hf_text_config
+    start = config.model_config.hf_text_config.num_hidden_layers
+    yield Layer(
+        name=f"model.layers.{start}",
+        count=head.num_hidden_layers,
+        heads=head.num_attention_heads,
+        kv_heads=head.num_key_value_heads,
+        head_dim=head.head_dim,
+    )
+
+
+def _draft_config(config: Any) -> Any:
+    """The configuration that a drafter is loaded with, by the method that loads it."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    proposer = SimpleNamespace(vllm_config=config, speculative_config=config.speculative_config)
+    return SpecDecodeBaseProposer._create_draft_vllm_config(proposer)
+
+
+def _dtype(layer: Layer, config: Any) -> str:
+    """The type of a layer's KV cache (`Attention.__init__`)."""
+    cache = config.cache_config
+    skips = layer.window is not None and "sliding_window" in cache.kv_cache_dtype_skip_layers
+    return "auto" if skips else cache.cache_dtype
+
+
+def _backend(layer: Layer, config: Any) -> Any:
+    from vllm.v1.attention.selector import get_attn_backend
+
+    tp = config.parallel_config.tensor_parallel_size
+    return get_attn_backend(
+        layer.head_dim,
+        config.model_config.dtype,
+        _dtype(layer, config),
+        has_sink=layer.has_sinks,
+        use_mm_prefix=layer.mm_prefix,
+        num_heads=layer.heads // tp,
+        has_sliding_window=layer.window is not None,
+    )
+
+
+def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's KV cache specs, a layer each (`Attention.get_kv_cache_spec`)."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
+
+    tp, block_size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
+    found: dict[str, Any] = {}
+    for layer in layers:
+        first = int(layer.name.rpartition(".")[2])
+        dtype = _dtype(layer, config)
+        shape = {
+            "block_size": block_size,
+            "num_kv_heads": max(1, layer.kv_heads // tp),
+            "head_size": layer.head_dim,
+            "dtype": kv_cache_dtype_str_to_dtype(dtype, config.model_config),
+            "kv_quant_mode": get_kv_quant_mode(dtype),
+        }
+        spec = SlidingWindowSpec(sliding_window=layer.window, **shape) if layer.window else FullAttentionSpec(**shape)
+        spec = backends[layer.name].customize_spec(spec)
+        found |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
+    return found
+
+
+def _cache(
+    config: Any,
+    draft_config: Any,
+    target: list[Layer],
+    draft: list[Layer],
+    backends: dict[str, Any],
+    draft_backends: dict[str, Any],
+    need: Any,
+) -> tuple[int, float]:
+    """Bytes of one request of full length on all cards, and how many requests the cache holds.
+
+    Raises:
+        ValueError: not one, by vLLM's own arithmetic on what our estimate leaves it.
+    """
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+
+    tp = config.parallel_config.tensor_parallel_size
+    specs = _layer_specs(target, config, backends) | _layer_specs(draft, draft_config, draft_backends)
+    layouts = get_supported_kv_cache_layouts([*backends.values(), *draft_backends.values()])
+    resolve_kv_cache_layout(config, [[layout.name for layout in layouts]], list(specs.values()))
+    left_gib = (need.available_gib - need.weights_gib - need.step_gib - need.graphs_gib) / tp
+    (cache,) = get_kv_cache_configs(config, [specs], [int(left_gib * _GIB)])
+    concurrency = get_max_concurrency_for_kv_cache_config(config, cache)
+    return int(left_gib * _GIB * tp / concurrency), concurrency
+
+
+def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
+    """How the widest verifying and drafting steps run, and up to how many requests as graphs: by vLLM's dispatchers."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    least, name = AttentionCGSupport.ALWAYS, None
+    for layer in layers:
+        spec = FullAttentionSpec(
+            block_size=config.cache_config.block_size or 16,
+            num_kv_heads=layer.kv_heads,
+            head_size=layer.head_dim,
+            dtype=config.model_config.dtype,
+        )
+        support = backends[layer.name].get_builder_cls().get_cudagraph_support(config, spec)
+        if support.value < least.value:
+            least, name = support, backends[layer.name].__name__
+    mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+        least, name, 1 + config.num_speculative_tokens, use_v2_model_runner=config.use_v2_model_runner,
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+    )  # fmt: skip
+    dispatch = _dispatch_v2 if config.use_v2_model_runner else _dispatch_v1
+    at_once = config.scheduler_config.max_num_seqs
+    verify, draft = dispatch(config, mode, at_once)
+    covered = next((num for num in range(at_once, 0, -1) if "NONE" not in dispatch(config, mode, num)), 0)
+    return verify, draft, covered
+
+
+def _dispatch_v1(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
+    """How a step of so many decoding requests runs in model runner V1: the target's part, and the drafter's."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    target, drafter = CudagraphDispatcher(config), CudagraphDispatcher(config)
+    width, spec = 1 + config.num_speculative_tokens, config.speculative_config
+    target.initialize_cudagraph_keys(mode, width)
+    verify, _ = target.dispatch(at_once * width, uniform_decode=True)
+    if spec is None:
+        return verify.name, "-"
+    has_pieces = mode.mixed_mode() in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    drafter.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE if has_pieces else CUDAGraphMode.NONE)
+    draft, _ = drafter.dispatch(at_once * (width + spec.max_num_new_slots_for_drafting))
+    return verify.name, draft.name
+
+
+def _dispatch_v2(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
+    """Likewise in model runner V2, whose drafter takes a request's last token after its first pass."""
+    width = 1 + config.num_speculative_tokens
+    verify = _v2_mode(config, mode, width, at_once)
+    return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, at_once)
+
+
+def _v2_mode(config: Any, mode: Any, width: int, at_once: int) -> str:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    manager = object.__new__(CudaGraphManager)  # its __init__ asks for the process groups of a worker
+    manager.vllm_config, manager.compilation_config = config, config.compilation_config
+    manager.max_num_reqs, manager.cudagraph_mode = config.scheduler_config.max_num_seqs, mode
+    manager.decode_query_len, manager.varlen_decode, manager.lora_capture_cases = width, False, [0]
+    manager._lora_dispatch_map, manager._max_lora_case = {}, 0
+    manager._candidates, manager._capture_descs, manager._graphs_captured = {}, {}, True
+    manager._init_candidates()
+    return manager.dispatch(at_once, at_once * width, width, 0, max_query_len=width).cg_mode.name

@@ -1,0 +1,45 @@
+"""The process that believes in a card: `python -m tests.rehearsal.child CARD ASKED TOLD`."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.rehearsal.cards import CARDS
+from tests.rehearsal.pretend import pretend
+
+
+def main(name: str, asked: Path, told: Path) -> None:
+    """Rehearse the cells that are asked for, and tell what became of them."""
+    warnings.simplefilter("ignore")
+    pretend(CARDS[name])
+    from tests.rehearsal import queued, shapes
+    from tests.rehearsal.cell import Accepted, as_dict, rehearse
+
+    hub = Path(os.environ["HF_HUB_CACHE"])
+    folders = hub.parent / "heads"
+    shapes.write_all(hub, folders)
+    cells: list[dict[str, Any]] = []
+    for cell in json.loads(asked.read_text()):
+        if "queue" in cell:
+            cells += queued.rehearse_queue(CARDS[name].hardware, hub.parent)
+            continue
+        drafter = cell["drafter"]
+        own = shapes.head_folder(folders, cell["model"], drafter)
+        try:
+            more = cell.get("more", {})
+            found = rehearse(
+                cell["model"], str(own) if own.exists() else drafter, cell["at_once"], CARDS[name].hardware, **more
+            )
+        except Exception as error:  # vLLM raises whatever its parts raise, and a cell that fails is a finding
+            cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})
+            continue
+        outcome = "accepted" if isinstance(found, Accepted) else "refused"
+        cells.append(cell | as_dict(found) | {"outcome": outcome})
+    told.write_text(json.dumps(cells))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

