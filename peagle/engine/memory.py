@@ -28,8 +28,8 @@ _CPU_KV_CACHE_SLACK_GIB = 0.1
 _GPU_STEP_GIB = 2.0
 _KIBI = 1024
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
-# to 9 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
-_PADDING = 1.1
+# to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
+_PADDING = 1.13
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
 # Bytes of a parameter, where all that is known of a checkpoint is their number: MXFP4 has 4 bits and an exponent for
 # each 32 of them, and what is not in experts is larger.
@@ -313,8 +313,9 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
     drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
     drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
-    in_flight = 0
+    in_flight, ranks = 0, 1
     if hardware.platform == "cuda":  # with asynchronous scheduling two steps are in flight
+        ranks = spec.tensor_parallel_size
         in_flight = 2 * (spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware))
     skips = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
     target_bytes = footprint.kv_cache_bytes(
@@ -322,8 +323,9 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
         dtype_bytes,
         sliding_dtype_bytes=2 if skips else None,
         in_flight_tokens=in_flight,
-        ranks=spec.tensor_parallel_size if hardware.platform == "cuda" else 1,
+        ranks=ranks,
     )
+    drafter_bytes = int(drafter_bytes * max(1, ranks / footprint.kv_heads))
     is_padded = footprint.num_sliding_layers and drafter_bytes and hardware.platform == "cuda"
     return (target_bytes + drafter_bytes) * (_PADDING if is_padded else 1) / _GIB
 

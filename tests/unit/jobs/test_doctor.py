@@ -85,7 +85,7 @@ def test_a_gpu_node_needs_no_cpu_libraries() -> None:
 @pytest.mark.parametrize(
     ("hardware", "fp8", "auto"),
     [
-        (GPU, "weights and KV cache", "fp8 weights, fp8 KV cache"),
+        (GPU, "weights and KV cache", "fp8 weights, bf16 KV cache"),
         (cpu(20, "avx512f"), "KV cache only", "bf16 weights, bf16 KV cache"),
         (cpu(20, "avx2"), "none", "float32 weights, float32 KV cache"),
         (cpu(20), "none", "bf16 weights, bf16 KV cache"),
