@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 
+import fsspec
 import pytest
 
 from peagle.catalog.folders import peagle_home
@@ -77,6 +78,7 @@ def s3(s3_server, monkeypatch):
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     s3_client.forget_store()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # one of a test without credentials would be found there
     s3_server.reset()
     client = s3_client.store().api
     client.create_bucket(Bucket="bucket")
