@@ -8,7 +8,14 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(
-    ("scene", "every"), [("start", 24), ("continue", 32), ("retry", 28), ("retry-alone", 38), ("finish", 16)]
+    ("scene", "every"),
+    [
+        ("start", 32),
+        ("continue", 40),
+        ("retry", 40),
+        pytest.param("retry-alone", 38, marks=pytest.mark.soak),
+        ("finish", 16),
+    ],
 )
 def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
     found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
