@@ -1,5 +1,6 @@
 """A run and an endpoint leave nothing to others, on the disk and on the network, under a umask that hides nothing."""
 
+import contextlib
 import json
 import os
 import socket
@@ -121,7 +122,10 @@ def own_address():
 
 def reachable(pid):
     """Ports of a process and its children on which other machines reach them."""
-    sockets = [one for child in [pid, *descendants(pid)] for one in psutil.Process(child).net_connections("tcp")]
+    sockets = []
+    for child in [pid, *descendants(pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            sockets += psutil.Process(child).net_connections("tcp")
     listening = [one.laddr for one in sockets if one.status == "LISTEN"]
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
 
