@@ -14,11 +14,11 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, resolve_model
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, precision_for, resolve_model
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, extra_arguments, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
-from peagle.engine.precision import Precision, resolve_precision
+from peagle.engine.precision import Precision
 from peagle.engine.slots import check_slots
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
@@ -193,15 +193,7 @@ def compose_engine(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
         )
-    context_tokens = max_model_len(model, keys.max_model_len)
-    precision = resolve_precision(
-        keys.precision,
-        hardware,
-        native_quantization=model.native_quantization,
-        kv_cache=keys.kv_cache_precision,
-        context_tokens=context_tokens,
-        head_dim=widest_head(model.config),
-    )
+    precision = precision_for(keys, model, hardware)
     spec = EngineSpec(
         model=model.path,
         revision=model.revision,
@@ -210,7 +202,7 @@ def compose_engine(
         kv_cache_precision=precision.kv_cache_name,
         native_quantization=model.native_quantization,
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
-        max_model_len=context_tokens,
+        max_model_len=max_model_len(model, keys.max_model_len),
         tensor_parallel_size=keys.tensor_parallel_size,
         pipeline_parallel_size=keys.pipeline_parallel_size,
         enforce_eager=keys.enforce_eager,

@@ -13,11 +13,10 @@ from peagle.bench.config import BenchConfig, MeasurementKeys
 from peagle.bench.folder import digest
 from peagle.bench.synthetic import parse_synthetic, rates_for
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.targets import ResolvedModel, max_model_len
+from peagle.catalog.targets import ResolvedModel, max_model_len, precision_for
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import drafter_with, extra_arguments, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
-from peagle.engine.precision import resolve_precision
 from peagle.engine.slots import check_slots
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod
 from peagle.errors import ConfigError, DrafterError
@@ -77,15 +76,7 @@ def target_spec(
             f"{next(iter(fixed))} is the measurement's own to set, not --engine-arg's",
             hint="peagle bench has --load-format; prompts are asked again, so none is cached",
         )
-    context_tokens = max_model_len(model, config.max_model_len)
-    precision = resolve_precision(
-        config.precision,
-        hardware,
-        native_quantization=model.native_quantization,
-        kv_cache=config.kv_cache_precision,
-        context_tokens=context_tokens,
-        head_dim=widest_head(model.config),
-    )
+    precision = precision_for(config, model, hardware)
     return EngineSpec(
         model=model.path,
         revision=model.revision,
@@ -93,7 +84,7 @@ def target_spec(
         kv_cache_precision=precision.kv_cache_name,
         native_quantization=model.native_quantization,
         max_num_seqs=max_num_seqs,
-        max_model_len=context_tokens,
+        max_model_len=max_model_len(model, config.max_model_len),
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,

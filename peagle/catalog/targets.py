@@ -24,7 +24,10 @@ from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
+from peagle.engine.keys import TargetKeys, widest_head
+from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
+from peagle.hardware import Hardware
 from peagle.private import user_path
 from peagle.requests.prompts import Tokenizer
 from peagle.requests.tokenizer import load_tokenizer
@@ -302,3 +305,20 @@ def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     tokenizer: Tokenizer = load_tokenizer(localize(model, revision), revision)
     return tokenizer
+
+
+def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) -> Precision:
+    """The precision of a target's weights and KV cache on this hardware.
+
+    Raises:
+        ConfigError: the context is longer than the model's.
+        PrecisionError: the hardware cannot run it.
+    """
+    return resolve_precision(
+        keys.precision,
+        hardware,
+        native_quantization=model.native_quantization,
+        kv_cache=keys.kv_cache_precision,
+        context_tokens=max_model_len(model, keys.max_model_len),
+        head_dim=widest_head(model.config),
+    )
