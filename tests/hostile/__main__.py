@@ -4,7 +4,6 @@ Its exit code is 1 when the attacker got what it must not get, or the neighbour 
 """
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -32,7 +31,7 @@ def main() -> int:
         model=_MODELS[args.engine],
         tokens=args.tokens,
         start_s=args.start_s,
-        engine_cores=args.engine_cores if args.engine == "vllm" else "",
+        has_own_cores=args.engine == "vllm" and not args.shared_cores,
     ) as (endpoint, keys):
         _say(f"up at {endpoint.url}")
         rows = play(endpoint, keys, names, args.seconds, say=_say)
@@ -46,12 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=sorted(_MODELS), default="vllm", help="default vllm")
     parser.add_argument("--seconds", type=float, default=30, help="of each scene; default 30")
     parser.add_argument("--tokens", type=int, default=8, help="output tokens of the neighbour's requests; default 8")
-    last_core = (os.cpu_count() or 1) - 1
     parser.add_argument(
-        "--engine-cores",
-        default=str(last_core or ""),
-        help="a vLLM engine computes on these alone, as on a GPU, where no client takes its processor; "
-        "default the last one, '' for all",
+        "--shared-cores",
+        action="store_true",
+        help="other processes may run on the cores of the vLLM engine, too; else it has them alone, as it has a GPU",
     )
     parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
     parser.add_argument(
@@ -64,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(args: argparse.Namespace) -> str:
     words = ["python -m tests.hostile", f"--engine {args.engine}", f"--seconds {args.seconds:g}"]
-    if args.engine == "vllm":
-        words.append(f"--engine-cores {shlex.quote(args.engine_cores)}")
+    if args.shared_cores:
+        words.append("--shared-cores")
     if list(args.only) != list(ATTACKS):
         words.append(f"--only {shlex.join(args.only)}")
     return " ".join(words)

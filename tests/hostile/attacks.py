@@ -20,7 +20,7 @@ from pipelines.online.wire import Context
 from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
-WORK = "a second key works"
+WORK, TELL = "a second key works", "the neighbour tells a secret"
 _DELIBERATE = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
@@ -278,15 +278,18 @@ async def answers(tenants: Tenants, seconds: float) -> Found:
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=2)
 
 
+_SECRET = "The password of the safe in the cellar is 4711. " * 12
+
+
+async def tell_secret(tenants: Tenants, seconds: float) -> Found:
+    """What `cache` guesses is asked by the neighbour, before anything is timed: it is no attack."""
+    async with tenants.client(NEIGHBOUR) as http:
+        (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
+    return Found()
+
+
 async def cache(tenants: Tenants, seconds: float) -> Found:
     """The neighbour's secret, guessed: an answer must not tell that somebody else has asked the same."""
-    secret = "The password of the safe in the cellar is 4711. " * 12
-    body = _chat(tenants, secret, max_tokens=1)
-    async with tenants.client(NEIGHBOUR) as http:
-        for _ in range(2):
-            asked = await http.post(CHAT, json=body)
-    if asked.status_code != 200:
-        return Found(problems=[f"the neighbour's secret was not answered: {asked.status_code}"])
 
     def judge(response: httpx.Response) -> str | None:
         if response.status_code != 200:
@@ -295,12 +298,12 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
         cached = details.get("cached_tokens") or 0
         return f"{cached} tokens of another key's prompt are cached" if cached else None
 
-    salted = {**body, "cache_salt": "guess"}
+    salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
     found = Found()
     async with tenants.client(ATTACKER) as http:
         # A guess is asked once: afterwards it is in the cache of the attacker's own.
         _count(found, await http.post(CHAT, json=salted), judge)
-        _count(found, await http.post(CHAT, json=_chat(tenants, secret + "x", max_tokens=1)), _anything)
+        _count(found, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
     return found
 
 
@@ -416,13 +419,15 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
-    """Carry out these attacks, or `WORK`, at the same time, in a process that yields to those it attacks.
+    """Carry out these attacks, `WORK` or `TELL` at the same time, in a process that yields to those it attacks.
 
     An attacker has a machine of its own; here its clients would take the processor from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
     async def gather() -> list[Found]:
-        return await asyncio.gather(*({**ATTACKS, WORK: work}[name](tenants, seconds) for name in names))
+        return await asyncio.gather(
+            *({**ATTACKS, WORK: work, TELL: tell_secret}[name](tenants, seconds) for name in names)
+        )
 
     return asyncio.run(gather())

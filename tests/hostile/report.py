@@ -10,7 +10,7 @@ _INTRODUCTION = """\
 One key works: two clients, one request after another. Another key attacks. A scene is one attack, or all of them;
 in "a second key works" it works as the first one does, which shows the price of sharing an engine.
 Both load generators run on the endpoint's machine. The attacker's has a process of its own, which yields to all others
-(nice 10). With --engine-cores a vLLM engine computes on these and all else on the others, as beside a GPU.
+(nice 10). A vLLM engine has its cores alone, as it has a GPU; with --shared-cores others run there, too.
 "Statuses" are those that the attacker got. Memory is the highest resident size of the ingress and of Serve's proxy."""
 
 

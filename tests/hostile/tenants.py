@@ -67,16 +67,15 @@ def tenants(
     model: str,
     tokens: int,
     start_s: float,
-    engine_cores: str = "",
+    has_own_cores: bool = False,
 ) -> Iterator[tuple[Endpoint, Tenants]]:
     """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything.
 
     Args:
-        engine_cores: a vLLM engine computes on these, and all else on the others; on all together when empty.
+        has_own_cores: all else leaves the cores that a vLLM engine computes on. With batches the endpoint's engine
+            is bound to its share of the cores, and the rest is kept for the engine of the batches.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if engine_cores:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = engine_cores
     key_file, keys = folder / "keys.json", {}
     limits = {"requests_per_min": REQUESTS_PER_MIN, "max_parallel_requests": PARALLEL_REQUESTS}
     with changing_keys(key_file, create=True) as records:
@@ -94,11 +93,18 @@ def tenants(
         "--keys", str(key_file), "--batches", str(folder / "batches"),
     ]  # fmt: skip
     # Short steps: one key's prompt keeps others for a step, and one of 2,048 tokens takes seconds on CPUs.
-    real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
+    real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
     flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
-        leave_cores(os.getpid(), engine_cores)
+        if has_own_cores:
+            leave_cores(os.getpid(), ",".join(map(str, _cores_of_engine())))
         yield endpoint, Tenants(url=endpoint.url, model=model, tokens=tokens, keys=keys)
+
+
+def _cores_of_engine() -> list[int]:
+    """The cores that vLLM's worker is bound to."""
+    below = psutil.Process().children(recursive=True)
+    return next(process.cpu_affinity() for process in below if "VLLM::Worker" in " ".join(process.cmdline()))
 
 
 class Neighbour:
