@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.same_engine import take_cores
 from tests.chaos.ray_nodes import ROOT
 from tests.hostile import report
 from tests.hostile.attacks import ATTACKS, WORK
@@ -35,6 +36,7 @@ def main() -> int:
     ) as (endpoint, keys):
         _say(f"up at {endpoint.url}")
         rows = play(endpoint, keys, names, args.seconds, say=_say)
+    take_cores()  # so that the report tells of the whole machine
     path = report.write(args.report, rows, engine=args.engine, command=_command(args))
     _say(f"report: {path}")
     return int(any(row["problems"] for row in rows))
