@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, precision_for, resolve_model
+from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, extra_arguments, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
@@ -137,6 +138,7 @@ def resolve_engine(
         ConfigError: of the kind that fits (model, drafter, precision).
         CapacityError: the hardware cannot hold that many engines.
     """
+    require_usable(hardware)
     model = resolve_model(keys.model, commits=commits, announce=announce)
     drafter = resolve_drafter(
         keys.drafter,

@@ -8,9 +8,9 @@ import os
 import platform as python_platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 _GIB = 1024**3
 # The instruction sets that decide what an engine on CPU can do; the rest of /proc/cpuinfo is noise.
@@ -18,7 +18,17 @@ _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni"
 _FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
 _BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
 
-_Gpu = tuple[str, float, float, tuple[int, int]]  # name, memory GiB, free GiB, compute capability
+
+class _Gpu(NamedTuple):
+    """A row of `nvidia-smi`. Memory in GiB, None where the GPU shares the machine's."""
+
+    index: str
+    name: str
+    memory_gib: float | None
+    free_gib: float | None
+    capability: tuple[int, int]
+    is_sliced: bool
+    driver: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,9 @@ class Hardware:
     Attributes:
         accelerator: the GPU's marketing name, None on a CPU node.
         num_accelerators: visible GPUs; 0 on a CPU node.
+        accelerator_kinds: CUDA_VISIBLE_DEVICES of each kind of GPU, by name.
+        has_mig: some visible GPU is cut into MIG slices.
+        driver: NVIDIA's version of it, such as 580.65.06; empty where it is not known.
         compute_capability: CUDA compute capability, such as (9, 0).
         memory_gib: memory of one accelerator; of the machine on a CPU node.
         free_memory_gib: what is free of it now.
@@ -45,6 +58,9 @@ class Hardware:
     num_cpus: int
     accelerator: str | None = None
     num_accelerators: int = 0
+    accelerator_kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
+    has_mig: bool = False
+    driver: str = ""
     compute_capability: tuple[int, int] | None = None
     cpu_name: str = ""
     cpu_flags: frozenset[str] = frozenset()
@@ -139,19 +155,21 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
     """The node with its GPUs. Where they differ, all count as the least of them."""
     if not rows:
         return host
-    name, _, _, capability = min(rows, key=lambda row: (row[3], row[1]))
-    return Hardware(
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(row.name, []).append(row.index)
+    least = min(rows, key=lambda row: (row.capability, row.memory_gib or host.memory_gib))
+    return replace(
+        host,
         platform="cuda",
-        accelerator=name,
+        accelerator=least.name,
         num_accelerators=len(rows),
-        compute_capability=capability,
-        memory_gib=min(row[1] for row in rows),
-        free_memory_gib=min(row[2] for row in rows),
-        num_cpus=host.num_cpus,
-        cpu_name=host.cpu_name,
-        cpu_flags=host.cpu_flags,
-        core_ids=host.core_ids,
-        is_cpu_quota=host.is_cpu_quota,
+        accelerator_kinds={name: ",".join(indices) for name, indices in kinds.items()},
+        has_mig=any(row.is_sliced for row in rows),
+        driver=least.driver,
+        compute_capability=least.capability,
+        memory_gib=min(row.memory_gib or host.memory_gib for row in rows),
+        free_memory_gib=min(row.free_gib or host.free_memory_gib for row in rows),
     )
 
 
@@ -159,7 +177,7 @@ def _nvidia_smi() -> list[_Gpu]:
     """The visible GPUs, or nothing where there is no driver."""
     command = [
         "nvidia-smi",
-        "--query-gpu=name,memory.total,memory.free,compute_cap,uuid",
+        "--query-gpu=name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version",
         "--format=csv,noheader,nounits",
     ]
     try:
@@ -170,24 +188,48 @@ def _nvidia_smi() -> list[_Gpu]:
 
 
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES.
+    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES as CUDA does it; None when it is not set.
 
-    Indices or UUIDs; None when it is not set.
+    An entry is an index, a UUID, the beginning of one, or the UUID of a MIG slice. The first that names nothing ends
+    the list.
     """
-    rows = {}
+    gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(answer.strip().splitlines()):
-        name, total_mib, free_mib, capability, uuid = (field.strip() for field in line.split(","))
+        name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
         major, minor = capability.split(".")
-        gpu = (
-            name.removeprefix("NVIDIA "),
-            float(total_mib) / 1024,
-            float(free_mib) / 1024,
-            (int(major), int(minor)),
+        gpus[uuid] = _Gpu(
+            index=str(index),
+            name=name.removeprefix("NVIDIA "),
+            memory_gib=_gib(total),
+            free_gib=_gib(free),
+            capability=(int(major), int(minor)),
+            is_sliced=mig == "Enabled",
+            driver=driver,
         )
-        rows[str(index)] = rows[uuid] = gpu
     if visible is None:
-        return [gpu for key, gpu in rows.items() if key.isdecimal()]
-    return [rows[key.strip()] for key in visible.split(",") if key.strip() in rows]
+        return list(gpus.values())
+    found: list[_Gpu] = []
+    for entry in map(str.strip, visible.split(",")):
+        # Which card a slice is of, `nvidia-smi` tells elsewhere; there is no need to know.
+        named = [
+            gpu
+            for uuid, gpu in gpus.items()
+            if entry == gpu.index
+            or (entry.startswith("GPU-") and uuid.startswith(entry))
+            or (entry.startswith("MIG-") and gpu.is_sliced)
+        ]
+        if not named:
+            break
+        found.append(named[0])
+    return found
+
+
+def _gib(mib: str) -> float | None:
+    """None for "[N/A]", as a GPU says that has no memory of its own."""
+    try:
+        return float(mib) / 1024
+    except ValueError:
+        return None
 
 
 def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from peagle.bench.folder import digest
 from peagle.bench.synthetic import parse_synthetic, rates_for
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel, max_model_len, precision_for
+from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import drafter_with, extra_arguments, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
@@ -158,6 +159,7 @@ def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Ha
 
     The steps of an engine must leave room for prompts, and its attention must be right on this hardware.
     """
+    require_usable(hardware)
     for setup in setups:
         check_slots(setup.spec)
         check_backends(setup.spec, hardware, head_dim=widest_head(model.config))

@@ -101,7 +101,10 @@ def test_an_unlimited_cgroup_leaves_the_machine_memory(root: Path) -> None:
     assert detect(root=root).memory_gib == 8.0
 
 
-TWO_GPUS = "NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, GPU-aa\nNVIDIA L4, 23034, 22000, 8.9, GPU-bb\n"
+TWO_GPUS = """\
+NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, GPU-aa11, Disabled, 580.65.06
+NVIDIA L4, 23034, 22000, 8.9, GPU-bb22, [N/A], 580.65.06
+"""
 
 
 def test_gpus_are_counted_and_the_least_of_them_describes_the_node(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +115,16 @@ def test_gpus_are_counted_and_the_least_of_them_describes_the_node(root: Path, m
     assert found.memory_gib == pytest.approx(22.49, abs=0.01)
     assert found.num_cpus == 4
     assert "2 x L4" in found.describe()
+    assert found.accelerator_kinds == {"H100 80GB HBM3": "0", "L4": "1"}
+    assert (found.driver, found.has_mig) == ("580.65.06", False)
+    assert hardware.Hardware.from_dict(found.to_dict()) == found
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_machine_s(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "NVIDIA GB10, [N/A], [N/A], 12.1, GPU-aa, [N/A], 580.95.05\n"
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(line, None))
+    found, host = detect(root=root), hardware._host_memory_gib(root)
+    assert (found.accelerator, found.memory_gib, found.free_memory_gib) == ("GB10", *host)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +132,22 @@ def test_gpus_are_counted_and_the_least_of_them_describes_the_node(root: Path, m
     [
         (None, ["H100 80GB HBM3", "L4"]),
         ("1", ["L4"]),
-        ("GPU-aa", ["H100 80GB HBM3"]),
+        ("GPU-aa11", ["H100 80GB HBM3"]),
+        ("GPU-bb", ["L4"]),
+        ("MIG-cc", []),
+        ("1,7,0", ["L4"]),
+        ("-1", []),
         ("", []),
         ("1,0", ["L4", "H100 80GB HBM3"]),
     ],
 )
 def test_cuda_visible_devices_selects(visible: str | None, names: list[str]) -> None:
-    assert [gpu[0] for gpu in hardware._parse_nvidia_smi(TWO_GPUS, visible)] == names
+    assert [gpu.name for gpu in hardware._parse_nvidia_smi(TWO_GPUS, visible)] == names
+
+
+def test_a_mig_slice_is_a_gpu_that_is_cut() -> None:
+    (found,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
+    assert (found.name, found.is_sliced) == ("H100 80GB HBM3", True)
 
 
 def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+# The oldest driver, by the major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility, "Minor Version
+# Compatibility").
+_OLDEST_DRIVER = {12: 525, 13: 580}
+_LIBRARIES = "LD_LIBRARY_PATH"
+
+
+def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
+    """Refuse GPUs on which an engine would fail to start, or be sized and priced wrongly.
+
+    Args:
+        cuda: release that torch was built for, such as "13.0"; default: of the torch that is installed here.
+
+    Raises:
+        CapacityError: with what would do instead.
+    """
+    if hardware.platform != "cuda":
+        return
+    if hardware.has_mig:
+        raise CapacityError(
+            f"a GPU of this node ({hardware.accelerator}) is cut into MIG slices, which vLLM takes for whole GPUs "
+            "(vllm-project/vllm issue 41848 and pull request 41776)",
+            hint="name whole GPUs with CUDA_VISIBLE_DEVICES, or end MIG on it: sudo nvidia-smi -i INDEX -mig 0",
+        )
+    if len(hardware.accelerator_kinds) > 1:
+        kinds = [
+            f"{visible.count(',') + 1} x {name}: CUDA_VISIBLE_DEVICES={visible}"
+            for name, visible in hardware.accelerator_kinds.items()
+        ]
+        raise CapacityError(
+            "the GPUs of this node are not of one kind, and every engine is sized and priced for one",
+            hint=f"show it one kind ({'; '.join(kinds)}), on a cluster before `ray start`",
+        )
+    _require_driver(hardware, cuda or _built_for())
+
+
+def _require_driver(hardware: Hardware, cuda: str | None) -> None:
+    if cuda is None or "VLLM_ENABLE_CUDA_COMPATIBILITY" in os.environ or "compat" in os.environ.get(_LIBRARIES, ""):
+        return  # NVIDIA's forward compatibility: its package brings the newer part of the driver
+    oldest, driver = _OLDEST_DRIVER.get(int(cuda.split(".")[0])), hardware.driver.split(".")[0]
+    if oldest and driver.isdecimal() and int(driver) < oldest:
+        raise CapacityError(
+            f"NVIDIA's driver {hardware.driver} is too old for CUDA {cuda}, which this torch was built for",
+            hint=f"install driver {oldest} or newer on the node, or on a data centre GPU NVIDIA's package cuda-compat "
+            "and set VLLM_ENABLE_CUDA_COMPATIBILITY=1",
+        )
+
+
+def _built_for() -> str | None:
+    """The CUDA release of the torch that is installed; None without one. Importing torch would take seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=]*= '(\d+\.\d+)'", text, re.MULTILINE)
+    return match[1] if match else None

@@ -1,0 +1,65 @@
+"""GPUs that vLLM cannot use as they are get one line each, with what would do."""
+
+from dataclasses import replace
+
+import pytest
+
+from peagle.engine.accelerators import require_usable
+from peagle.errors import CapacityError
+from peagle.hardware import Hardware
+
+H100 = Hardware(
+    platform="cuda",
+    accelerator="H100 80GB HBM3",
+    num_accelerators=8,
+    accelerator_kinds={"H100 80GB HBM3": "0,1,2,3,4,5,6,7"},
+    compute_capability=(9, 0),
+    driver="580.65.06",
+    memory_gib=79.6,
+    free_memory_gib=79.0,
+    num_cpus=192,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in ("VLLM_ENABLE_CUDA_COMPATIBILITY", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("cuda", ["13.0", "12.8", "11.8", None])
+def test_whole_gpus_of_one_kind_with_a_new_driver_are_used(cuda):
+    require_usable(H100, cuda=cuda)
+    require_usable(replace(H100, driver="", accelerator_kinds={}), cuda=cuda)
+
+
+def test_mixed_cards_are_told_apart_by_what_shows_one_kind():
+    kinds = {"H100 80GB HBM3": "0,1", "L4": "2"}
+    with pytest.raises(CapacityError, match="not of one kind") as refused:
+        require_usable(replace(H100, num_accelerators=3, accelerator_kinds=kinds))
+    assert "2 x H100 80GB HBM3: CUDA_VISIBLE_DEVICES=0,1; 1 x L4: CUDA_VISIBLE_DEVICES=2" in refused.value.hint
+
+
+def test_mig_slices_are_refused():
+    with pytest.raises(CapacityError, match="cut into MIG slices") as refused:
+        require_usable(replace(H100, has_mig=True))
+    assert "-mig 0" in refused.value.hint
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [("570.172.08", "13.0"), ("470.256.02", "12.8")])
+def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_will_do(driver, cuda, monkeypatch):
+    old = replace(H100, driver=driver)
+    with pytest.raises(CapacityError, match=f"driver {driver} is too old for CUDA {cuda}") as refused:
+        require_usable(old, cuda=cuda)
+    assert f"install driver {580 if cuda == '13.0' else 525} or newer" in refused.value.hint
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat:/lib")
+    require_usable(old, cuda=cuda)
+
+
+def test_a_run_on_such_gpus_is_refused_before_its_model_is_looked_for():
+    from peagle.engine_options import EngineKeys, resolve_engine
+
+    with pytest.raises(CapacityError, match="MIG"):
+        resolve_engine(
+            EngineKeys(model="nobody/has-this"), replace(H100, has_mig=True), num_engines_on_node=1, announce=print
+        )
