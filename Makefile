@@ -27,10 +27,10 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# Starting Ray is mostly waiting: two modules of integration tests run at once, of which one may have a real engine.
+# Unit tests share the cores; each integration test has them for itself.
 test: setup check
 	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8
-	$(BIN)/python -m pytest --ignore tests/unit -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --ignore tests/unit
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -22,7 +22,7 @@ _BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
 class _Gpu(NamedTuple):
     """A row of `nvidia-smi`. Memory in GiB, None where the GPU shares the machine's."""
 
-    index: str
+    number: str
     name: str
     memory_gib: float | None
     free_gib: float | None
@@ -157,14 +157,14 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
         return host
     kinds: dict[str, list[str]] = {}
     for row in rows:
-        kinds.setdefault(row.name, []).append(row.index)
+        kinds.setdefault(row.name, []).append(row.number)
     least = min(rows, key=lambda row: (row.capability, row.memory_gib or host.memory_gib))
     return replace(
         host,
         platform="cuda",
         accelerator=least.name,
         num_accelerators=len(rows),
-        accelerator_kinds={name: ",".join(indices) for name, indices in kinds.items()},
+        accelerator_kinds={name: ",".join(numbers) for name, numbers in kinds.items()},
         has_mig=any(row.is_sliced for row in rows),
         driver=least.driver,
         compute_capability=least.capability,
@@ -188,9 +188,9 @@ def _nvidia_smi() -> list[_Gpu]:
 
 
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES as CUDA does it; None when it is not set.
+    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES as CUDA does it.
 
-    An entry is an index, a UUID, the beginning of one, or the UUID of a MIG slice. The first that names nothing ends
+    `visible` is None when it is not set. An entry is an index, a UUID, the beginning of one, or the UUID of a MIG slice. The first that names nothing ends
     the list.
     """
     gpus: dict[str, _Gpu] = {}
@@ -198,7 +198,7 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
         name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
         major, minor = capability.split(".")
         gpus[uuid] = _Gpu(
-            index=str(index),
+            number=str(index),
             name=name.removeprefix("NVIDIA "),
             memory_gib=_gib(total),
             free_gib=_gib(free),
@@ -214,7 +214,7 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
         named = [
             gpu
             for uuid, gpu in gpus.items()
-            if entry == gpu.index
+            if entry == gpu.number
             or (entry.startswith("GPU-") and uuid.startswith(entry))
             or (entry.startswith("MIG-") and gpu.is_sliced)
         ]

@@ -15,7 +15,7 @@ _LIBRARIES = "LD_LIBRARY_PATH"
 
 
 def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
-    """Refuse GPUs on which an engine would fail to start, or be sized and priced wrongly.
+    """Refuse GPUs on which an engine would fail, or be sized and priced wrongly.
 
     Args:
         cuda: release that torch was built for, such as "13.0"; default: of the torch that is installed here.
@@ -56,7 +56,7 @@ def _require_driver(hardware: Hardware, cuda: str | None) -> None:
 
 
 def _built_for() -> str | None:
-    """The CUDA release of the torch that is installed; None without one. Importing torch would take seconds."""
+    """The CUDA release of the installed torch, without importing it; else None."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None

@@ -7,16 +7,6 @@ from pathlib import Path
 
 import pytest
 
-# They compute on every core, so that two of them at once would only wait for each other.
-_WITH_VLLM = {"test_draft_parity.py", "test_fp8_head.py", "test_generate_vllm.py", "test_serve.py"}
-
-
-def pytest_collection_modifyitems(items):
-    """Two workers share the modules (`--dist loadgroup`): those with a real engine, one after another, come first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("engine" if item.path.name in _WITH_VLLM else item.path.name))
-    items.sort(key=lambda item: item.path.name not in _WITH_VLLM)
-
 
 @pytest.fixture
 def peagle():
