@@ -7,9 +7,11 @@ from jobs.streams import console
 
 if TYPE_CHECKING:
     from peagle.catalog.cards import HeadCard, ModelCard
+    from peagle.catalog.published import PublishedTable
 
 HELP = """\
-List the catalog, or show one model's card: licence, context, heads, K by concurrency, each with its source.
+List the catalog, or show one model's card: licence, context, heads, K by concurrency and published speeds, each with
+its source.
 
   peagle models                    the list
   peagle models gpt-oss-20b        its card
@@ -68,6 +70,8 @@ def _print_card(card: "ModelCard") -> None:
         grid.add_row(label, Text.assemble(fact, (f"  [{source}]", "dim")) if source else Text(fact))
     print(f"{card.title} ({card.name})\n{card.summary}\n")
     console().print(grid)
+    for table in card.published:
+        print("\n" + "\n".join(published_lines(table)))
 
 
 def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
@@ -103,7 +107,14 @@ def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
         fact = f"{head.kind}: {head.id}{long_context}; licence {head.licence or 'not confirmed'}"
     else:
         fact = "not published"
-    return [(f"{method} head", fact, head.source)] + ([("", head.note, "")] if head.note else [])
+    return [
+        (f"{method} head", fact, head.source),
+        *([("", head.note, "")] if head.note else []),
+        *[
+            ("", f"{one.where}, {one.instance_type}: K={one.num_speculative_tokens}", one.source)
+            for one in head.deployments
+        ],
+    ]
 
 
 def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
@@ -116,6 +127,22 @@ def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
         choice = "no drafter" if row.method == "none" else f"{row.method} at K={row.num_speculative_tokens}"
         rows.append((f"on {row.platform}", f"{limit} requests at once: {choice}", row.source))
     return rows
+
+
+def published_lines(table: "PublishedTable") -> list[str]:
+    """A published table for the terminal: a row for each method and K, then P-EAGLE's gains, then the source."""
+    from peagle.profiles.measurements import METHOD_NAMES, method_label
+    from peagle.tables import aligned
+
+    rows = [["requests at once", *map(str, table.concurrency)]]
+    for row in table.speeds:
+        label = method_label(row.method, row.num_speculative_tokens)
+        rows.append([label, *(f"{speed:,.0f}" for speed in row.output_tokens_per_s)])
+    for other in ("eagle3", "none"):
+        if gains := table.gains("peagle", over=other):
+            rows.append([f"best P-EAGLE / {METHOD_NAMES[other]}", *(f"{gain:.2f}" for gain in gains)])
+    head = f"{table.dataset}: {table.label}, {table.precision.upper()}, output tokens/s"
+    return [head, *(f"  {line}" for line in aligned(rows)), f"  [{table.source}, {table.url}]"]
 
 
 def _presence(head: "HeadCard | None") -> str:

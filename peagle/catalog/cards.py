@@ -15,22 +15,18 @@ from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peagle.catalog.folders import peagle_home
+from peagle.catalog.published import Deployment, Method, PublishedTable, Strict
 from peagle.errors import CatalogError, did_you_mean
 from peagle.private import user_path
 
-Method = Literal["peagle", "eagle3", "none"]
 Platform = Literal["cpu", "cuda"]
 RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Source(_Strict):
+class Source(Strict):
     """Where the target's weights come from.
 
     Attributes:
@@ -44,14 +40,14 @@ class Source(_Strict):
     revision: str | None = None
 
 
-class Licence(_Strict):
+class Licence(Strict):
     """The licence and where it is stated."""
 
     name: str
     source: str
 
 
-class Architecture(_Strict):
+class Architecture(Strict):
     """The numbers of a model's `config.json`; None where not confirmed."""
 
     family: str
@@ -63,7 +59,7 @@ class Architecture(_Strict):
     source: str
 
 
-class PrecisionFacts(_Strict):
+class PrecisionFacts(Strict):
     """Precisions that run this model.
 
     Attributes:
@@ -79,14 +75,14 @@ class PrecisionFacts(_Strict):
     source: str
 
 
-class SmallestHardware(_Strict):
+class SmallestHardware(Strict):
     """The least that holds the model, in words, and who says so."""
 
     description: str
     source: str
 
 
-class HeadCard(_Strict):
+class HeadCard(Strict):
     """A drafter head for the model.
 
     Attributes:
@@ -96,6 +92,7 @@ class HeadCard(_Strict):
         long_context_id: the variant for long prompts.
         licence: None where not confirmed.
         max_speculative_tokens: the depth that it was trained to; None where not confirmed.
+        deployments: settings with which others deploy it.
         note: what a user should know before choosing it.
         source: who says so.
     """
@@ -106,6 +103,7 @@ class HeadCard(_Strict):
     long_context_id: str | None = None
     licence: str | None = None
     max_speculative_tokens: int | None = None
+    deployments: list[Deployment] = []
     note: str = ""
     source: str
 
@@ -116,7 +114,7 @@ class HeadCard(_Strict):
         return self
 
 
-class SpeculationRow(_Strict):
+class SpeculationRow(Strict):
     """Advice on drafting up to a concurrency, measured on one kind of hardware.
 
     Attributes:
@@ -140,8 +138,13 @@ class SpeculationRow(_Strict):
         return self
 
 
-class ModelCard(_Strict):
-    """One model of the catalog."""
+class ModelCard(Strict):
+    """One model of the catalog.
+
+    Attributes:
+        speculation: what `--drafter auto` goes by: method and K by concurrency.
+        published: speeds that others measured with heads of their own; `peagle plan` can go by them.
+    """
 
     name: str
     title: str
@@ -153,6 +156,7 @@ class ModelCard(_Strict):
     smallest_hardware: SmallestHardware
     heads: dict[Literal["peagle", "eagle3"], HeadCard] = {}
     speculation: list[SpeculationRow] = []
+    published: list[PublishedTable] = []
 
     @property
     def context_tokens(self) -> int | None:

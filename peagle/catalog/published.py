@@ -1,0 +1,105 @@
+"""Speeds and settings that others have published for a model: parts of its card.
+
+A table has output tokens/s by method, K and concurrency on one kind of hardware. It knows nothing of the model, of
+prices or of plans.
+"""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Method = Literal["peagle", "eagle3", "none"]
+
+
+class Strict(BaseModel):
+    """A part of a card: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Deployment(Strict):
+    """A setting with which somebody else deploys a head.
+
+    Attributes:
+        where: the service, or the document.
+        instance_type: by that service's name.
+        num_speculative_tokens: K there.
+        source: title, date and address of what says so.
+    """
+
+    where: str
+    instance_type: str
+    num_speculative_tokens: int = Field(gt=0)
+    source: str
+
+
+class PublishedSpeeds(Strict):
+    """Output tokens/s of one method and K.
+
+    Attributes:
+        num_speculative_tokens: K; 0 with "none".
+        output_tokens_per_s: one for each concurrency of the table.
+    """
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0)
+    output_tokens_per_s: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if (self.method == "none") != (self.num_speculative_tokens == 0):
+            raise ValueError("num_speculative_tokens is 0 exactly with method none")
+        if min(self.output_tokens_per_s) <= 0:
+            raise ValueError("output_tokens_per_s must be positive")
+        return self
+
+
+class PublishedTable(Strict):
+    """Speeds of one engine on one kind of hardware, as somebody published them.
+
+    Attributes:
+        dataset: the prompts.
+        accelerator: by the price table's name.
+        num_accelerators: those that the engine holds.
+        precision: of the target, a value of `--precision`.
+        concurrency: requests at once, ascending: the columns.
+        speeds: the rows.
+        source: title and date of the publication.
+        url: its address.
+    """
+
+    dataset: str
+    accelerator: str
+    num_accelerators: int = Field(gt=0)
+    precision: Literal["bf16", "fp8"]
+    concurrency: list[int] = Field(min_length=1)
+    speeds: list[PublishedSpeeds] = Field(min_length=1)
+    source: str
+    url: str
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
+            raise ValueError("concurrency must ascend from 1 or more")
+        if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
+            raise ValueError("output_tokens_per_s must have a speed for each concurrency")
+        if len({(row.method, row.num_speculative_tokens) for row in self.speeds}) < len(self.speeds):
+            raise ValueError("speeds must have each method and K once")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The words that every figure of it needs: "published, one B200"."""
+        count = "one" if self.num_accelerators == 1 else str(self.num_accelerators)
+        return f"published, {count} {self.accelerator}"
+
+    def best(self, method: Method) -> list[PublishedSpeeds]:
+        """The row with the most output tokens/s at each concurrency; empty for a method that is not here."""
+        rows = [row for row in self.speeds if row.method == method]
+        columns = range(len(self.concurrency) if rows else 0)
+        return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
+
+    def gains(self, method: Method, *, over: Method) -> list[float]:
+        """The best speed of a method over the best of another, by concurrency; empty without one of them."""
+        pairs = zip(self.best(method), self.best(over), strict=False)  # one is empty where its method is not here
+        return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]
