@@ -7,7 +7,7 @@ from jobs.streams import console
 
 if TYPE_CHECKING:
     from peagle.catalog.cards import HeadCard, ModelCard
-    from peagle.catalog.published import PublishedTable
+    from peagle.catalog.published import Method, PublishedTable
 
 HELP = """\
 List the catalog, or show one model's card: licence, context, heads, K by concurrency and published speeds, each with
@@ -138,7 +138,8 @@ def published_lines(table: "PublishedTable") -> list[str]:
     for row in table.speeds:
         label = method_label(row.method, row.num_speculative_tokens)
         rows.append([label, *(f"{speed:,.0f}" for speed in row.output_tokens_per_s)])
-    for other in ("eagle3", "none"):
+    others: tuple[Method, ...] = ("eagle3", "none")
+    for other in others:
         if gains := table.gains("peagle", over=other):
             rows.append([f"best P-EAGLE / {METHOD_NAMES[other]}", *(f"{gain:.2f}" for gain in gains)])
     head = f"{table.dataset}: {table.label}, {table.precision.upper()}, output tokens/s"

@@ -16,6 +16,7 @@ measured speeds and a price table; how that changes with the acceptance length, 
   peagle plan --measured runs/bench/first/report.json --tokens 2B --within 24h
   peagle plan --measured report.json --tokens 500M --within 8h --market spot --spot-interruptions-per-h 0.1
   peagle plan --measured report.json --tokens-per-s 20000 --max-tpot-ms 40
+  peagle plan --measured qwen3-coder-30b-a3b-instruct --start-s 300 --tokens 2B      speeds that others published
 
 Nothing is started. docs/planning.md has the arithmetic and the form for measurements of others; how to compare plans
 with runs that were made stands in benchmarks/plan/README.md.

@@ -17,7 +17,9 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     measured: list[Path] = Field(
-        default_factory=list, description="report.json of `peagle bench`, or a sweep of others (docs/planning.md)"
+        default_factory=list,
+        description="report.json of `peagle bench`, a sweep of others, or a model with published speeds "
+        "(docs/planning.md)",
     )
     tokens: float | None = Field(None, gt=0, description="output tokens wanted: 2e9, 500M, 1.5B")
     within: float | None = Field(None, gt=0, description="time for them: 24h, 2d12h; default: one machine's")

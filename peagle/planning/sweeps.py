@@ -1,8 +1,8 @@
-"""Measurements for plans: a benchmark's report.json or anybody's file.
+"""Measurements for plans: a benchmark's report.json, anybody's file, or a model's published speeds.
 
-docs/planning.md describes such a file.
+docs/planning.md describes such a file; published speeds stand on the catalog's cards.
 
-It knows files; it knows neither prices nor plans.
+It knows files and cards; it knows neither prices nor plans.
 """
 
 import json
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.catalog.cards import ModelCard, load_catalog
+from peagle.catalog.published import PublishedTable
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
 from peagle.private import user_path
-from peagle.profiles.measurements import Cell, read_cells
+from peagle.profiles.measurements import NONE, Cell, read_cells
 
 SWEEP_KEYS = ("peagle_sweep", "model", "instance_type", "devices_per_engine", "source", "start_s", "cells")
 _HINT = "give the report.json of `peagle bench`, or a file as docs/planning.md shows"
@@ -34,6 +36,8 @@ class Sweep:
         stated: the price that was stated outright; None where the table has it.
         labels: what must be said with every figure of it.
         caveats: what makes its figures worth less than they look.
+        is_published: it holds for an accelerator: any machine of the price table that carries it will do.
+        remeasure: the command that measures the like on another machine.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Sweep:
     accelerator: str | None = None
     labels: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
+    is_published: bool = False
+    remeasure: str = "peagle bench"
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
@@ -61,15 +67,18 @@ def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
 
 
 def read_sweep(path: Path, name: str | None = None) -> Sweep:
-    """The sweep of a file.
+    """The sweep of a file or, where no file has that name, of a model with published speeds.
 
     Args:
+        path: a file; or a model's catalog name or hub id.
         name: what it is called; default: the file's own name.
 
     Raises:
-        ConfigError: it cannot be read, is neither kind, or something in it is wrong.
+        ConfigError: it cannot be read, is neither kind, or something in it is wrong; or nothing is published.
     """
     name = name or path.name
+    if not user_path(path).exists():
+        return _of_model(path)
     try:
         data = json.loads(user_path(path).read_bytes())
     except OSError as error:
@@ -128,6 +137,46 @@ def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         cells=read_cells(cells, f"measured {path}"),
         labels=(f"{name}: measured by others ({data['source']})",),
     )
+
+
+def _of_model(path: Path) -> Sweep:
+    """The published table of a model that goes up to the most requests at once."""
+    catalog = load_catalog()
+    card = catalog.find(str(path))
+    if card is None or not card.published:
+        why = "no such file or model" if card is None else f"no speeds of {card.name} are published"
+        known = ", ".join(card.name for card in catalog if card.published)
+        raise ConfigError(f"measured {path}: {why}", hint=f"{_HINT}, or a model with published speeds: {known}")
+    table = max(card.published, key=lambda table: table.concurrency[-1])
+    name = f"{card.name} ({table.label})"
+    return Sweep(
+        name=name,
+        model=card.name,
+        instance_type=None,
+        devices_per_engine=table.num_accelerators,
+        cells=[
+            Cell(method=row.method, k=row.num_speculative_tokens, concurrency=concurrency, output_tokens_per_s=speed)
+            for row in table.speeds
+            for concurrency, speed in zip(table.concurrency, row.output_tokens_per_s, strict=True)
+        ],
+        precision=table.precision.upper(),
+        accelerator=table.accelerator,
+        labels=(f"{name}: {table.dataset}, {table.precision.upper()}; {table.source}, {table.url}",),
+        caveats=("no acceptance lengths are published, so the plan does not say how it changes with them.",),
+        is_published=True,
+        remeasure=_bench_command(card, table),
+    )
+
+
+def _bench_command(card: ModelCard, table: PublishedTable) -> str:
+    """The benchmark that fills the table on another machine, for those of its methods that the card has heads for."""
+    heads = [method for method, head in card.heads.items() if head.published]
+    rows = [row for row in table.speeds if row.method == NONE or row.method in heads]
+    methods = ",".join(dict.fromkeys(row.method for row in rows))
+    ks = ",".join(map(str, sorted({row.num_speculative_tokens for row in rows} - {0})))
+    at_once = ",".join(map(str, table.concurrency))
+    drafting = f"--methods {methods} -k {ks}" if ks else f"--methods {methods}"
+    return f"peagle bench --model {card.name} --precision {table.precision} {drafting} --concurrency {at_once}"
 
 
 def _devices(value: Any, path: Path) -> int:
