@@ -1,4 +1,5 @@
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,26 @@ def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not published" in printed
     assert "licence not confirmed" in printed
     assert "not measured" in printed
+
+
+def test_published_speeds_are_a_table_with_its_hardware_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    _, result = run("qwen3-coder-30b-a3b-instruct")
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("SPEED-Bench, Code: published, one B200, FP8, output tokens/s")
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[start + 1 : start + 11]]
+    assert rows[0] == ["requests at once", "1", "4", "8", "32", "128"]
+    assert rows[1] == ["no speculation", "294", "889", "1,587", "4,452", "10,943"]
+    assert rows[3] == ["P-EAGLE K=7", "828", "2,656", "4,638", "10,643", "23,329"]
+    assert rows[8] == ["best P-EAGLE / EAGLE-3", "1.41", "1.33", "1.24", "1.07", "1.02"]
+    assert rows[9] == ["best P-EAGLE / no speculation", "2.97", "3.12", "2.95", "2.59", "2.13"]
+    assert lines[start + 11].strip().startswith("[AWS machine learning blog")
+    assert [table["dataset"] for table in result["published"]] == ["HumanEval", "SPEED-Bench, Code"]
+
+
+def test_how_others_deploy_a_head_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run("qwen3-coder-30b-a3b-instruct")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
