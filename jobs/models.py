@@ -65,7 +65,7 @@ def _print_card(card: "ModelCard") -> None:
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
-    grid.add_column()
+    grid.add_column(overflow="fold")  # an address that is cut leads nowhere
     for label, fact, source in card_rows(card):
         grid.add_row(label, Text.assemble(fact, (f"  [{source}]", "dim")) if source else Text(fact))
     print(f"{card.title} ({card.name})\n{card.summary}\n")
@@ -130,7 +130,10 @@ def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
 
 
 def published_lines(table: "PublishedTable") -> list[str]:
-    """A published table for the terminal: a row for each method and K, then P-EAGLE's gains, then the source."""
+    """A published table for the terminal.
+
+    A row for each method and K, then P-EAGLE's gains, then the source.
+    """
     from peagle.profiles.measurements import METHOD_NAMES, method_label
     from peagle.tables import aligned
 

@@ -103,7 +103,7 @@ class HeadCard(Strict):
     long_context_id: str | None = None
     licence: str | None = None
     max_speculative_tokens: int | None = None
-    deployments: list[Deployment] = []
+    deployments: list[Deployment] = Field(default_factory=list)
     note: str = ""
     source: str
 
@@ -154,9 +154,9 @@ class ModelCard(Strict):
     architecture: Architecture
     precision: PrecisionFacts
     smallest_hardware: SmallestHardware
-    heads: dict[Literal["peagle", "eagle3"], HeadCard] = {}
-    speculation: list[SpeculationRow] = []
-    published: list[PublishedTable] = []
+    heads: dict[Literal["peagle", "eagle3"], HeadCard] = Field(default_factory=dict)
+    speculation: list[SpeculationRow] = Field(default_factory=list)
+    published: list[PublishedTable] = Field(default_factory=list)
 
     @property
     def context_tokens(self) -> int | None:

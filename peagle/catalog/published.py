@@ -94,12 +94,18 @@ class PublishedTable(Strict):
         return f"published, {count} {self.accelerator}"
 
     def best(self, method: Method) -> list[PublishedSpeeds]:
-        """The row with the most output tokens/s at each concurrency; empty for a method that is not here."""
+        """The row of a method with the most output tokens/s at each concurrency.
+
+        Empty for a method that the table does not have.
+        """
         rows = [row for row in self.speeds if row.method == method]
         columns = range(len(self.concurrency) if rows else 0)
         return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
 
     def gains(self, method: Method, *, over: Method) -> list[float]:
-        """The best speed of a method over the best of another, by concurrency; empty without one of them."""
-        pairs = zip(self.best(method), self.best(over), strict=False)  # one is empty where its method is not here
+        """The best speed of a method over the best of another, by concurrency.
+
+        Empty where the table lacks one of them.
+        """
+        pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
         return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]

@@ -124,8 +124,8 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
     fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         has_latencies = any(cell.tpot_s or cell.ttft_s for cell in sweep.cells)
-        why = "no measurement is within the latency limits" if has_latencies else "its latencies are not known"
-        reasons.append(f"{sweep.name}: {why}")
+        fault = "no measurement is within the latency limits" if has_latencies else "its latencies are not known"
+        reasons.append(f"{sweep.name}: {fault}")
     for cell in fitting:
         option = _option(config, sweep, cell, price)
         if option is None:

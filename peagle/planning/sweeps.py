@@ -1,6 +1,6 @@
-"""Measurements for plans: a benchmark's report.json, anybody's file, or a model's published speeds.
+"""Measurements for plans: of a benchmark, of others, or published ones.
 
-docs/planning.md describes such a file; published speeds stand on the catalog's cards.
+A benchmark has a report.json, others a file that docs/planning.md describes; published speeds are on catalog cards.
 
 It knows files and cards; it knows neither prices nor plans.
 """
@@ -67,7 +67,7 @@ def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
 
 
 def read_sweep(path: Path, name: str | None = None) -> Sweep:
-    """The sweep of a file or, where no file has that name, of a model with published speeds.
+    """The sweep of a file or, where there is none, of a model's published speeds.
 
     Args:
         path: a file; or a model's catalog name or hub id.
@@ -146,19 +146,25 @@ def _of_model(path: Path) -> Sweep:
     if card is None or not card.published:
         why = "no such file or model" if card is None else f"no speeds of {card.name} are published"
         known = ", ".join(card.name for card in catalog if card.published)
-        raise ConfigError(f"measured {path}: {why}", hint=f"{_HINT}, or a model with published speeds: {known}")
+        raise ConfigError(f"measured {path}: {why}", hint=f"{_HINT}; or a model with published speeds: {known}")
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"
+    cells = [
+        {
+            "method": row.method,
+            "k": row.num_speculative_tokens,
+            "concurrency": concurrency,
+            "output_tokens_per_s": speed,
+        }
+        for row in table.speeds
+        for concurrency, speed in zip(table.concurrency, row.output_tokens_per_s, strict=True)
+    ]
     return Sweep(
         name=name,
         model=card.name,
         instance_type=None,
         devices_per_engine=table.num_accelerators,
-        cells=[
-            Cell(method=row.method, k=row.num_speculative_tokens, concurrency=concurrency, output_tokens_per_s=speed)
-            for row in table.speeds
-            for concurrency, speed in zip(table.concurrency, row.output_tokens_per_s, strict=True)
-        ],
+        cells=read_cells(cells, f"measured {path}"),
         precision=table.precision.upper(),
         accelerator=table.accelerator,
         labels=(f"{name}: {table.dataset}, {table.precision.upper()}; {table.source}, {table.url}",),
@@ -169,7 +175,10 @@ def _of_model(path: Path) -> Sweep:
 
 
 def _bench_command(card: ModelCard, table: PublishedTable) -> str:
-    """The benchmark that fills the table on another machine, for those of its methods that the card has heads for."""
+    """The benchmark that measures the same table on another machine.
+
+    It leaves out methods for which the card has no head.
+    """
     heads = [method for method, head in card.heads.items() if head.published]
     rows = [row for row in table.speeds if row.method == NONE or row.method in heads]
     methods = ",".join(dict.fromkeys(row.method for row in rows))

@@ -1,4 +1,4 @@
-"""Published tables: what makes one, its labels and gains, and that the shipped ones agree with their cards and sources."""
+"""Published tables: what makes one, and that the shipped ones agree with their cards and sources."""
 
 from typing import Any
 

@@ -65,6 +65,7 @@ def test_how_others_deploy_a_head_is_shown(capsys: pytest.CaptureFixture[str]) -
     run("qwen3-coder-30b-a3b-instruct")
     printed = " ".join(capsys.readouterr().out.split())
     assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
+    assert "…" not in printed, "the address is whole"
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
