@@ -89,7 +89,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
 def _machines_of(config: PlanConfig, sweep: Sweep, table: PriceTable) -> list[str]:
     """The machine that was measured on, if it has a name.
 
-    Of published speeds, all machines with that accelerator where the user allows.
+    Published speeds have all machines with their accelerator, where the user allows.
     """
     if not sweep.is_published:
         return [sweep.instance_type] if sweep.instance_type else []

@@ -9,7 +9,7 @@ from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.published import Deployment, PublishedTable
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
-# Of the post: best P-EAGLE over best EAGLE-3, and over no speculation.
+# As the post states them: best P-EAGLE over best EAGLE-3, and over no speculation.
 PUBLISHED_GAINS = {
     "HumanEval": ([1.22, 1.15, 1.12], [3.97, 4.17, 3.94]),
     "SPEED-Bench, Code": ([1.41, 1.33, 1.24, 1.07, 1.02], [2.97, 3.12, 2.95, 2.59, 2.13]),
