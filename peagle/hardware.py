@@ -190,8 +190,8 @@ def _nvidia_smi() -> list[_Gpu]:
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
     """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES as CUDA does it.
 
-    `visible` is None when it is not set. An entry is an index, a UUID, the beginning of one, or the UUID of a MIG slice. The first that names nothing ends
-    the list.
+    `visible` is None when it is not set. An entry is an index, a UUID, the beginning of one, or the UUID of a MIG
+    slice. The first that names nothing ends the list.
     """
     gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(answer.strip().splitlines()):
