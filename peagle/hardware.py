@@ -50,6 +50,8 @@ class Hardware:
         core_ids: one logical CPU for each physical core in the affinity mask, NUMA node by NUMA node.
         is_cpu_quota: a cgroup quota allows less CPU time than the affinity mask has CPUs.
         platform: which build of vLLM this node runs.
+        machine_names: what the machine or its cluster says it is: an instance type, a group of nodes, a region. Not
+            looked at by `detect`.
     """
 
     platform: Literal["cuda", "cpu"]
@@ -66,6 +68,7 @@ class Hardware:
     cpu_flags: frozenset[str] = frozenset()
     core_ids: tuple[int, ...] = ()
     is_cpu_quota: bool = False
+    machine_names: tuple[str, ...] = ()
 
     @property
     def supports_bf16(self) -> bool:
@@ -110,6 +113,7 @@ class Hardware:
         return asdict(self) | {
             "cpu_flags": sorted(self.cpu_flags),
             "core_ids": list(self.core_ids),
+            "machine_names": list(self.machine_names),
             "compute_capability": list(self.compute_capability) if self.compute_capability else None,
         }
 
@@ -123,6 +127,7 @@ class Hardware:
                 **values,
                 "cpu_flags": frozenset(values["cpu_flags"]),
                 "core_ids": tuple(values["core_ids"]),
+                "machine_names": tuple(values.get("machine_names", ())),
                 "compute_capability": tuple(capability) if capability else None,
             }
         )

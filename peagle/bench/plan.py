@@ -188,6 +188,7 @@ def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[
     except PriceError as error:
         if any(name in config.model_fields_set for name in PRICE_KEYS):
             raise
-        return None, [f"tokens per dollar are left out: {error.message} ({error.hint})"]
+        way_out = error.hint.partition("\n")[0]  # without the list of choices
+        return None, [f"tokens per dollar are left out: {error.message} ({way_out})"]
     require_device(price, "accelerator" if hardware.platform == "cuda" else "vcpu", "engines here")
     return price, []

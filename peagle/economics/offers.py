@@ -3,7 +3,8 @@
 It knows the columns and what makes a row believable; which row answers a question is `prices`' business.
 
 The packaged table, prices.csv, is taken from a public catalogue of cloud prices. Each row names the catalogue
-file and its commit in `source`; the dates of those commits are not known, so `as_of` says "2026" and no more.
+file and its commit in `source`. The dates of those commits are not known: `as_of` is the day on which they were read,
+and the price is that day's or somewhat older.
 Spot prices are the median over a region's zones.
 """
 

@@ -4,13 +4,14 @@ It knows prices and what a node is; it does not know what runs there.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from peagle.economics.prices import Device, Price, PriceTable, default_instance
+from peagle.economics.prices import WAYS_OUT, Basis, Device, Price, PriceTable, default_instance
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 
@@ -31,7 +32,7 @@ class PriceKeys(BaseModel):
 
 
 def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
-    """The price of the hardware.
+    """The price of the hardware, and how it is known: stated, detected or assumed.
 
     Raises:
         PriceError: there is none; it is never taken to be zero.
@@ -43,9 +44,44 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
             device="accelerator" if on_gpu else "vcpu",
             num_devices=hardware.num_accelerators if on_gpu else hardware.num_cpus,
         )
+    return _of_table(keys, hardware.accelerator, hardware.machine_names)
+
+
+def require_price(keys: PriceKeys, accelerator: str | None) -> None:
+    """Require a price for machines that are not there yet, before any is bought.
+
+    Args:
+        accelerator: by Ray's name; None where any will do.
+
+    Raises:
+        PriceError: nothing is stated, and there is not one instance type only with that accelerator.
+    """
+    if keys.usd_per_hour is not None:
+        return
+    if keys.instance_type is None and accelerator is None:
+        raise PriceError(
+            "no price without an instance type for machines that are not there yet",
+            hint=f"name the one that the cluster adds with --instance-type, {WAYS_OUT}",
+        )
+    require_device(_of_table(keys, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}")
+
+
+def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[str]) -> Price:
+    """The table's price of a machine.
+
+    Args:
+        machine_names: as `Hardware.machine_names`; a type or region among them counts where the table has it.
+    """
     table = PriceTable.load(keys.prices)
-    instance = keys.instance_type or default_instance(hardware.accelerator, table)
-    return table.price(instance, market=keys.market, provider=keys.provider, region=keys.region)
+    detected = next((name for name in machine_names if table.sells(name, accelerator)), None)
+    basis: Basis = "assumed"
+    if instance := keys.instance_type or detected:
+        basis = "stated" if keys.instance_type else "detected"
+    else:
+        instance = default_instance(accelerator, table, market=keys.market)
+    regions = {offer.region for offer in table.offers if offer.instance_type == instance}
+    region = keys.region or next((name for name in machine_names if name in regions), None)
+    return replace(table.price(instance, market=keys.market, provider=keys.provider, region=region), basis=basis)
 
 
 def require_same_price(

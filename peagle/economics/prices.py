@@ -1,22 +1,25 @@
 """One price for one kind of hardware: packaged, from a user's table, or stated.
 
-It knows offers and how to choose among them. It never guesses: where the table does not give exactly one
-answer, the error names the choices and the ways to state a price.
+It knows offers and how to choose among them. Of several instance types it never takes one: the error lists them with
+their dollars, and the ways to state a price. Spot has one rule: where no region is named, the cheapest one counts.
 
 A price is shared by devices. With accelerators on the instance the device is one of them; without, one vCPU.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self, get_args
 
+from peagle.economics.accelerators import is_accelerator
 from peagle.economics.offers import Offer, packaged_offers, read_offers
 from peagle.errors import PriceError, did_you_mean
+from peagle.tables import aligned
 
 Market = Literal["on_demand", "spot", "fixed"]
 Device = Literal["accelerator", "vcpu"]
+Basis = Literal["stated", "detected", "assumed"]
 
 DEFAULT_CPU_INSTANCE = "c7a.large"
 WAYS_OUT = "state a price with --usd-per-hour, or give a table with --prices FILE.csv"
@@ -34,6 +37,8 @@ class Price:
         source: where the number comes from.
         as_of: when it was true, as exactly as is known.
         doubt: why the number may be wrong; empty when nothing speaks against it.
+        basis: how it is known to be this machine's: the user stated it or its instance type, the machine or its cluster
+            says which it is, or it is an assumption. None where it is nobody's: a row of the table.
 
     Raises:
         PriceError: the price is not positive, or there is no device to share it.
@@ -50,9 +55,10 @@ class Price:
     source: str
     as_of: str
     doubt: str = ""
+    basis: Basis | None = None
 
     def __post_init__(self) -> None:
-        for value, kind in ((self.market, Market), (self.device, Device)):
+        for value, kind in ((self.market, Market), (self.device, Device), (self.basis or "stated", Basis)):
             if value not in get_args(kind):
                 raise PriceError(f"{value!r} is none of {', '.join(get_args(kind))}")
         if not 0 < self.usd_per_hour < float("inf"):
@@ -77,6 +83,7 @@ class Price:
             accelerator=None,
             source="stated by the user",
             as_of="undated",
+            basis="stated",
         )
 
     @property
@@ -96,6 +103,7 @@ class Price:
             PriceError: keys are missing or unknown, or the price is not one.
         """
         names = {field.name for field in fields(cls)}
+        data = {"basis": None, **data}  # records of benchmarks from before it was kept
         if set(data) != names:
             raise PriceError(f"a recorded price must have exactly the keys {sorted(names)}, got {sorted(data)}")
         try:
@@ -135,7 +143,8 @@ class PriceTable:
     ) -> Price:
         """The price of an instance type.
 
-        Where several regions sell it and none was named, the answer is theirs if they agree, else an error.
+        Where several regions sell it and none was named, the answer is theirs if they agree. Where they do not, spot
+        is the cheapest one's, with the others named as `doubt`; on demand it is an error.
 
         Raises:
             PriceError: unknown, not sold there or in that market, or not one price; it names what there is.
@@ -150,13 +159,36 @@ class PriceTable:
                 hint=f"choose another market, or {WAYS_OUT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
-        if highest - lowest > _SAME_PRICE * lowest:
-            choices = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
+        if highest - lowest <= _SAME_PRICE * lowest:
+            return _price(*priced[0], market)
+        if market == "on_demand":
+            by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
-                f"the {_words(market)} price of {instance_type} depends on the place: {choices} per hour",
+                f"the {_words(market)} price of {instance_type} depends on the place: {by_place} per hour",
                 hint=f"name the region (and the provider), or {WAYS_OUT}",
             )
-        return _price(*priced[0], "spot" if market == "spot" else "on_demand")
+        return replace(
+            _price(*min(priced, key=lambda one: one[1]), market),
+            doubt=f"no region was named, spot is ${lowest:g} to ${highest:g} per hour, and this is the cheapest",
+        )
+
+    def sells(self, instance_type: str, accelerator: str | None) -> bool:
+        """Whether it has an instance type with that accelerator.
+
+        Args:
+            accelerator: by any of its names; None is one without.
+        """
+        return any(offer.instance_type == instance_type for offer in self.carrying(accelerator))
+
+    def carrying(self, accelerator: str | None) -> list[Offer]:
+        """The offers with that accelerator.
+
+        Args:
+            accelerator: by any of its names; None is those without.
+        """
+        if accelerator is None:
+            return [offer for offer in self.offers if not offer.num_accelerators]
+        return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]
 
     def _sold(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
         everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
@@ -176,50 +208,64 @@ class PriceTable:
         return here
 
 
-def default_instance(accelerator: str | None, table: PriceTable | None = None) -> str:
-    """The instance type whose price is used when the user names none.
+def default_instance(accelerator: str | None, table: PriceTable, *, market: str = "on_demand") -> str:
+    """The instance type whose price is used when nothing says which it is.
 
     Without an accelerator it is c7a.large, closest to the machine that the embedded default is measured on.
     With one it is the only instance type that carries it, if there is only one.
 
     Args:
         accelerator: the device's own name ("NVIDIA H100 80GB HBM3"), or None on a CPU.
-        table: where to look; the packaged table when None.
+        market: whose prices are listed with the choices.
 
     Raises:
-        PriceError: several instance types carry that accelerator, or none does.
+        PriceError: several instance types carry that accelerator, or none does; its hint lists them with dollars.
     """
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
-    offers = (table or PriceTable.load()).offers
-    carrying = sorted({offer.instance_type for offer in offers if is_accelerator(offer.accelerator, accelerator)})
-    if len(carrying) == 1:
-        return carrying[0]
-    found = f"these have it: {', '.join(carrying)}" if carrying else "no instance type in the table has it"
+    offers = table.carrying(accelerator)
+    names = {offer.instance_type for offer in offers}
+    if len(names) == 1:
+        return names.pop()
+    found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {found}",
-        hint=f"name yours with --instance-type, {WAYS_OUT}",
+        hint="\n    ".join([f"name yours with --instance-type, {WAYS_OUT}", *choices(offers, market)]),
     )
 
 
-def is_accelerator(name: str | None, device_name: str) -> bool:
-    """Whether the table's `name` is the driver's name for the same accelerator.
+def choices(offers: Iterable[Offer], market: str) -> list[str]:
+    """A line for each instance type: its devices, its dollars an hour, who sells it.
 
-    "RTXPRO6000" is "NVIDIA RTX PRO 6000 Blackwell".
-
-    A run of the driver's words has to spell the name, so "L4" is no "NVIDIA L40S".
+    "p5.48xlarge  8 x H100  $55.04/h on demand  aws"; where it is not sold in the market, the other one's price.
     """
-    words = re.findall(r"[A-Z0-9]+", device_name.upper())
-    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    return name is not None and re.sub(r"[^A-Z0-9]", "", name.upper()) in runs
+    by_type: defaultdict[str, list[Offer]] = defaultdict(list)
+    for offer in offers:
+        by_type[offer.instance_type].append(offer)
+    return aligned(
+        [
+            (name, f"{one[0].num_accelerators} x {one[0].accelerator}", _dollars(one, market), one[0].provider)
+            for name, one in sorted(by_type.items())
+        ]
+    )
 
 
-def _price(offer: Offer, usd_per_hour: float, market: Market) -> Price:
+def _dollars(offers: list[Offer], market: str) -> str:
+    """The price of an instance type in all regions: "$14.08 to $18.71/h spot"."""
+    for one in (market, "on_demand", "spot"):
+        found = [usd for offer in offers if (usd := offer.usd_per_hour(one)) is not None]
+        if found:
+            low, high = f"${min(found):,.2f}", f"${max(found):,.2f}"
+            return f"{low if low == high else f'{low} to {high}'}/h {one.replace('_', ' ')}"
+    raise AssertionError("an offer has a price")
+
+
+def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
     return Price(
         instance_type=offer.instance_type,
         provider=offer.provider,
         region=offer.region,
-        market=market,
+        market="spot" if market == "spot" else "on_demand",
         usd_per_hour=usd_per_hour,
         device="accelerator" if offer.num_accelerators else "vcpu",
         num_devices=offer.num_accelerators or offer.num_vcpus,

@@ -14,6 +14,7 @@ from typing import Any, Self, get_args
 
 from peagle import speculation
 from peagle.economics.account import Account
+from peagle.economics.prices import Price
 from peagle.economics.report.figures import FIGURES, SHARES, in_words_share
 from peagle.errors import PeagleError, did_you_mean
 
@@ -168,8 +169,18 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
         speculation.note(account.speculation, break_even=info.break_even_acceptance_length),
         *_share_notes(shares, account),
         f"The price may be wrong: {account.price.doubt}." if account.price.doubt else None,
+        _assumption_note(account.price),
     )
     return [note for note in candidates if note]
+
+
+def _assumption_note(price: Price) -> str | None:
+    if price.basis != "assumed":
+        return None
+    return (
+        f"The machine is assumed to be {price.instance_type}: it does not say what it is, or no price is known for it. "
+        "--instance-type or --usd-per-hour states its price."
+    )
 
 
 def _completeness_note(account: Account, info: RunInfo) -> str | None:

@@ -149,7 +149,7 @@ FIGURES = {
 def price_in_words(price: Mapping[str, Any]) -> str:
     """A price in one line.
 
-    For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1)".
+    For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1; assumed)".
     """
     num = price["num_devices"]
     device = f"{price['accelerator'] or 'accelerator'}" if price["device"] == "accelerator" else "vCPU"
@@ -157,4 +157,5 @@ def price_in_words(price: Mapping[str, Any]) -> str:
     place = f"{price['provider']} {price['region']}".strip()
     market = price["market"].replace("_", "-")
     origin = ", ".join(part for part in (price["instance_type"], market, place) if part)
-    return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin})"
+    basis = f"; {price['basis']}" if price.get("basis") else ""  # a report from before it was kept has none
+    return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin}{basis})"

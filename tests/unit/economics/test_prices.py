@@ -1,11 +1,12 @@
 import csv
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from peagle.economics.offers import COLUMNS, Offer, packaged_offers, read_offers
-from peagle.economics.prices import DEFAULT_CPU_INSTANCE, Price, PriceTable, default_instance
+from peagle.economics.prices import DEFAULT_CPU_INSTANCE, Price, PriceTable, choices, default_instance
 from peagle.errors import PriceError
 
 
@@ -28,7 +29,7 @@ def test_every_packaged_row_names_its_source_and_date():
     offers = packaged_offers()
     assert len(offers) == 86
     assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
-    assert all("@" in offer.source and offer.as_of == "2026" for offer in offers)
+    assert all("@" in offer.source and date.fromisoformat(offer.as_of).year == 2026 for offer in offers)
 
 
 def test_a_cpu_instance_is_priced_by_vcpu(table):
@@ -49,13 +50,13 @@ def test_regions_that_agree_give_one_price(table):
     assert table.price("p4d.24xlarge").usd_per_hour == pytest.approx(21.9576, abs=1e-4)
 
 
-def test_regions_that_differ_are_the_users_choice(table):
-    with pytest.raises(PriceError) as error:
-        table.price("p5.48xlarge", market="spot")
-    assert "aws us-east-1 $18.7089" in error.value.message
-    assert "aws us-west-2" in error.value.message
-    assert "region" in error.value.hint
-    assert table.price("p5.48xlarge", market="spot", region="us-east-2").usd_per_hour == 14.0818
+def test_spot_without_a_region_is_the_cheapest_ones_and_says_so(table):
+    price = table.price("p5.48xlarge", market="spot")
+    assert (price.region, price.usd_per_hour) == ("us-east-2", 14.0818)
+    assert price.doubt == "no region was named, spot is $14.0818 to $18.7089 per hour, and this is the cheapest"
+    named = table.price("p5.48xlarge", market="spot", region="us-east-1")
+    assert (named.usd_per_hour, named.doubt) == (18.7089, "")
+    assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # the same everywhere
 
 
 def test_an_unknown_type_suggests_the_nearest_and_the_override(table):
@@ -96,8 +97,11 @@ def test_an_override_row_replaces_its_region_only(write):
     )
     assert own.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
     assert own.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
-    with pytest.raises(PriceError, match="depends on the place"):
+    with pytest.raises(
+        PriceError, match=r"depends on the place: aws us-east-1 \$0\.10264, aws us-east-2 \$0\.05"
+    ) as error:
         own.price("c7a.large")
+    assert "region" in error.value.hint
 
 
 def test_an_override_row_without_a_place_replaces_the_type_everywhere(write):
@@ -192,11 +196,15 @@ def test_a_price_needs_devices_and_known_words():
         Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=0)
     with pytest.raises(PriceError, match="accelerator, vcpu"):
         Price.fixed(usd_per_hour=1.0, device="gpu", num_devices=1)
+    with pytest.raises(PriceError, match="stated, detected, assumed"):
+        Price.from_dict({**Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=1).to_dict(), "basis": "guessed"})
 
 
 def test_a_recorded_price_comes_back(table):
     price = table.price("a4-highgpu-8g")
     assert Price.from_dict(json.loads(json.dumps(price.to_dict()))) == price
+    older = {key: value for key, value in price.to_dict().items() if key != "basis"}
+    assert Price.from_dict(older) == price
     with pytest.raises(PriceError, match="exactly the keys"):
         Price.from_dict({**price.to_dict(), "discount": 0.5})
     with pytest.raises(PriceError, match="not a price"):
@@ -204,7 +212,7 @@ def test_a_recorded_price_comes_back(table):
 
 
 def test_the_default_on_cpu_is_the_measured_machine():
-    assert default_instance(None) == "c7a.large"
+    assert default_instance(None, PriceTable.load()) == "c7a.large"
 
 
 def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
@@ -215,6 +223,9 @@ def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
     ("device_name", "listed", "not_listed"),
     [
         ("NVIDIA H100 80GB HBM3", "p5.48xlarge", "p5en.48xlarge"),
+        ("NVIDIA A100-SXM4-80GB", "p4de.24xlarge", "p4d.24xlarge"),
+        ("NVIDIA A100-SXM4-80GB", "a2-ultragpu-1g", "a2-highgpu-1g"),
+        ("NVIDIA A100-SXM4-40GB", "p4d.24xlarge", "p4de.24xlarge"),
         ("NVIDIA L4", "g6.xlarge", "g6e.xlarge"),
         ("NVIDIA L40S", "g6e.xlarge", "g6.xlarge"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "g7e.2xlarge", "g6"),
@@ -223,10 +234,30 @@ def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
 def test_an_accelerator_with_several_lists_them(table, device_name, listed, not_listed):
     with pytest.raises(PriceError) as error:
         default_instance(device_name, table)
-    listing = error.value.message.split("these have it: ")[1].split(", ")
-    assert listed in listing
-    assert not_listed not in listing
+    _, *listing = error.value.hint.splitlines()
+    names = [line.split()[0] for line in listing]
+    assert f"{len(names)} instance types have it" in error.value.message
+    assert listed in names
+    assert not_listed not in names
     assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
+
+
+def test_the_choices_are_listed_with_devices_dollars_and_seller(table):
+    lines = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "on_demand")]
+    assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
+    assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # it is sold as spot only
+    spot = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "spot")]
+    assert "p5en.48xlarge 8 x H200 $11.76 to $18.57/h spot aws" in spot
+    assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
+
+
+def test_a_table_sells_a_type_only_with_the_accelerator_that_is_there(table):
+    assert table.sells("p5.48xlarge", "NVIDIA H100 80GB HBM3")
+    assert table.sells("m7i.large", None)
+    assert not table.sells("p5.48xlarge", "NVIDIA H200")
+    assert not table.sells("p5.48xlarge", None)  # engines on its CPUs
+    assert not table.sells("m7i.large", "NVIDIA L4")
+    assert not table.sells("m7i.huge", None)
 
 
 def test_an_accelerator_nobody_sells_is_an_error(table):

@@ -55,6 +55,13 @@ def test_a_doubtful_price_is_said(make_report):
     assert note.startswith("The price may be wrong: the catalogue's")
 
 
+def test_an_assumed_price_is_said_and_a_detected_one_is_not(make_report):
+    price = PriceTable.load().price("c7a.large")
+    (note,) = make_report(price=dataclasses.replace(price, basis="assumed"))["notes"]
+    assert note.startswith("The machine is assumed to be c7a.large")
+    assert make_report(price=dataclasses.replace(price, basis="detected"))["notes"] == []
+
+
 @pytest.mark.parametrize("report", [None, {}, {"schema": 2}, {"schema": 1, "run": {}, "account": {}}])
 def test_what_is_no_report_is_refused(report):
     with pytest.raises(PeagleError, match=r"peagle report RUN|lacks notes, shares"):

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from peagle.economics.prices import Price, PriceTable
@@ -30,7 +32,9 @@ def test_prices_name_their_devices():
     )
     assert "for 8 H100 (p5.48xlarge" in price_in_words(table.price("p5.48xlarge").to_dict())
     stated = Price.fixed(usd_per_hour=2, device="accelerator", num_devices=1)
-    assert price_in_words(stated.to_dict()) == "$2 per hour for 1 accelerator (custom, fixed)"
+    assert price_in_words(stated.to_dict()) == "$2 per hour for 1 accelerator (custom, fixed; stated)"
+    assumed = dataclasses.replace(table.price("c7a.large"), basis="assumed")
+    assert price_in_words(assumed.to_dict()).endswith("(c7a.large, on-demand, aws us-east-1; assumed)")
 
 
 def test_every_figure_is_found_in_a_report(with_drafter, without_drafter):

@@ -51,7 +51,7 @@ def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
         "2 min 10 s",
         "temperature 0, max_tokens 128",
         "vllm 0.29.0",
-        "$0.2 per hour for 2 vCPUs (custom, fixed)",
+        "$0.2 per hour for 2 vCPUs (custom, fixed; stated)",
         "stated by the user, undated",
     ):
         assert shown in text, shown

@@ -13,7 +13,7 @@ def test_the_summary_of_a_run_with_a_drafter(with_drafter):
         "  acceptance    1.60 tokens a step, over 1,000 steps",
         "  by position   48% 10% 2% of the drafts",
         "  engines up    2 min 10 s, 1 engine start",
-        "  price         $0.2 per hour for 2 vCPUs (custom, fixed)",
+        "  price         $0.2 per hour for 2 vCPUs (custom, fixed; stated)",
         "  price source  stated by the user, undated",
         "  cost          $0.00722",
         "  spent on      load 15% · compile 8% · busy 77% · idle 0% · lost 0%",
