@@ -105,10 +105,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(ServeConfig, args)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
     from peagle import hardware
+    from peagle.machine import identified
     from peagle.ports import require_free
     from peagle.quiet import QuietStderr
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
+    from pipelines.cluster.inspection import inspect
     from pipelines.online.app import endpoint_price, gate_settings, resolve
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
@@ -116,7 +118,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if config.tls_cert and config.tls_key:
         require_certificate(config.tls_cert, config.tls_key)
     with QuietStderr() as quiet:
-        here = hardware.detect()
+        here = identified(hardware.detect())
         is_remote = cluster.is_remote()
         if not is_remote:
             cluster.require_startable()
@@ -138,7 +140,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray that is started here
         with cluster.ray_cluster(metrics_port=config.metrics_port):
             if is_remote:
-                here = cluster.inspect()
+                here = inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()

@@ -30,6 +30,7 @@ from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
+from peagle.machine import identified
 from peagle.requests.prompts import Tokenizer
 
 TokenizerOf = Callable[[str, str | None], Tokenizer]
@@ -132,7 +133,7 @@ class Measurement(ABC):
         """
         rows = read_dataset(config)
         model = resolve_model(config.model, announce=listener.say)
-        plan = cls.make_plan(config, hardware.detect(), model)
+        plan = cls.make_plan(config, identified(hardware.detect()), model)
         assert plan.spec.max_model_len is not None, "target_spec() sets it"
         tokenizer = tokenizer_of(model.path, model.revision)
         column = plan.category_column

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peagle import hardware
+from peagle.economics.price_options import require_price
+from peagle.economics.report.figures import price_in_words
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from peagle.machine import identified
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun, resolve
-from pipelines.cluster import ray
+from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
 
@@ -45,13 +48,14 @@ class Decided:
         return min(self.resolved.spec.max_num_seqs, rows_per_engine)
 
     def describe(self) -> str:
-        """Rows, model, hardware and drafter, for people."""
+        """Rows, model, hardware, drafter and price, for people."""
         resolved, drafter = self.resolved, self.resolved.spec.drafter
         name = f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         return (
             f"{self.plan.num_rows} rows; {resolved.model.name} on {resolved.hardware.describe()}, "
             f"{resolved.precision.describe()}\n"
-            f"drafter: {name} ({resolved.drafter.note})"
+            f"drafter: {name} ({resolved.drafter.note})\n"
+            f"price: {price_in_words(resolved.price.to_dict())}"
         )
 
 
@@ -193,24 +197,29 @@ def _look(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     """The hardware of this node, or of one of the cluster's, for the engines.
 
     Where engines need accelerators, an autoscaled cluster is asked for them first: before they are there nothing can be
-    said of them, and a run would be one on the CPUs of its head.
+    said of them, and a run would be one on the CPUs of its head. They are paid for as soon as they are there, so their
+    price has to be known before.
 
     Raises:
         CapacityError: they do not come.
+        PriceError: they would have to be added, and have no price.
     """
     if not ray.is_remote():
-        return hardware.detect()
+        return identified(hardware.detect())
     config = request.config
     per_engine, num_nodes, kind = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
     if kind is not None:
+        engine = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
+        if ray.room_for(engine) < config.engine_range.smallest:
+            require_price(config, engine.accelerator_type)
         ray.require_capacity(
-            on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=kind),
+            engine,
             config.engine_range.smallest,
             wait_s=config.cluster_wait_s,
             check=request.require_time,
             announce=announce,
         )
-    return ray.inspect(accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
+    return inspection.inspect(accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
 
 
 def _num_nodes(request: RunRequest, here: Hardware) -> int:

@@ -1,6 +1,7 @@
-"""Start or join a run's Ray cluster, look at it, refuse the impossible.
+"""Start or join a run's Ray cluster, wait for its nodes, refuse the impossible.
 
-It knows Ray's public API; what is decided from its answers is in `placement.py`. It does not know units or models.
+It knows Ray's public API; what is decided from its answers is in `placement.py`, and what a node is in `inspection.py`.
+It does not know units or models.
 """
 
 import atexit
@@ -13,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from peagle import hardware
@@ -23,11 +23,11 @@ from peagle.ports import require_free
 from peagle.private import require_short_sockets
 from pipelines.cluster import token
 from pipelines.cluster.failures import explain
-from pipelines.cluster.placement import Placement, lacking, node_to_ask, num_engine_nodes, on_accelerators, room
+from pipelines.cluster.placement import Placement, lacking, num_engine_nodes, room
 from pipelines.cluster.terminal import keep_off_standard_output, own_groups
 
 _POLL_S = 5.0
-_NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
+NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
 _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "docs/security.md says how it gets there"
@@ -85,7 +85,7 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
             )
     except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
-        raise explain(error, what, hint=_NO_JOIN if remote else _NO_RAY, otherwise=CapacityError) from error
+        raise explain(error, what, hint=_NO_JOIN if remote else NO_RAY, otherwise=CapacityError) from error
     except SystemExit:  # Ray's answer to a SIGTERM while it starts
         raise KeyboardInterrupt from None
     try:
@@ -174,41 +174,6 @@ def _exit_hard() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_code)
-
-
-def inspect(
-    *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
-) -> Hardware:
-    """The hardware of a node for engines; one with accelerators, if there is any.
-
-    It takes none of them, so it does not wait for those that are busy.
-
-    Raises:
-        CapacityError: the node cannot be asked.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    engine = on_accelerators(
-        accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
-    )
-    node = node_to_ask(nodes, engine)
-    where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-    probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect_all)
-    try:
-        found: Hardware = ray.get(probe.remote())
-    except Exception as error:  # Ray's own, when the node goes away
-        raise explain(error, "cannot look at a node of the cluster", hint=_NO_RAY, otherwise=CapacityError) from error
-    if node is None or found.platform != "cuda":
-        return found
-    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been given fewer than there are
-
-
-def _detect_all() -> Hardware:
-    """This node's hardware with all accelerators, not only those that a task has."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    return hardware.detect()
 
 
 def scale_with_the_queue() -> None:

@@ -22,8 +22,9 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
+from pipelines.cluster.inspection import inspect
 from pipelines.cluster.placement import Placement
-from pipelines.cluster.ray import inspect, num_nodes
+from pipelines.cluster.ray import num_nodes
 from pipelines.cluster.token import require_token
 from pipelines.online.batches.settings import batch_settings
 from pipelines.online.batches.store import BatchStore

@@ -54,6 +54,14 @@ def test_its_command_waits_for_accelerators_that_one_of_its_node_types_has(clust
     assert room_on(types["p5"], on_accelerators(1, accelerator_type="H100")) == 8
 
 
+def test_its_command_states_the_price_of_the_nodes_that_it_asks_for(cluster):
+    text = (ROOT / "cluster.yaml").read_text()
+    name, market, region = re.search(r"--instance-type (\S+) --market (\S+) --region (\S+)", text).groups()
+    node = cluster["available_node_types"]["g7e"]["node_config"]
+    assert (name, market) == (node["InstanceType"], node["InstanceMarketOptions"]["MarketType"])
+    assert region == cluster["provider"]["region"]
+
+
 @pytest.fixture(scope="module")
 def node_configs(cluster):
     return [node["node_config"] for node in cluster["available_node_types"].values()]

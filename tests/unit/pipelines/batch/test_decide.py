@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, PriceError
 from peagle.runs.directory import RunDirectory
 from pipelines.batch import decide as module
 from pipelines.batch.config import GenerateConfig
@@ -30,15 +30,18 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
 ):
     done = []
     keys = {"engines": "3:9"} | keys
-    config = GenerateConfig(input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, **keys)
+    config = GenerateConfig(
+        input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, usd_per_hour=1, **keys
+    )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(module.ray, "room_for", lambda placement: 0)
     monkeypatch.setattr(
         module.ray,
         "require_capacity",
         lambda p, n, *, wait_s, check, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
     )
     monkeypatch.setattr(
-        module.ray,
+        module.inspection,
         "inspect",
         lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: done.append(
             ("inspect", accelerators_per_engine // nodes_per_engine, accelerator_type)
@@ -46,6 +49,27 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
     )
     hardware_for(request_of(config), RunDirectory(tmp_path), print)
     assert done == expected
+
+
+@pytest.mark.parametrize("kind", ["H100", "any"])
+def test_nodes_without_a_price_are_not_asked_for_and_those_that_are_there_say_theirs(monkeypatch, tmp_path, kind):
+    config = GenerateConfig(input="i", output=tmp_path, engines="2", accelerator_type=kind)
+    done = []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(module.ray, "require_capacity", lambda *_, **__: done.append("require"))
+    monkeypatch.setattr(module.inspection, "inspect", lambda **_: done.append("inspect"))
+    monkeypatch.setattr(module.ray, "room_for", lambda placement: 1)
+    with pytest.raises(PriceError, match="without an instance type"):
+        hardware_for(request_of(config), RunDirectory(tmp_path), print)
+    assert done == []
+    monkeypatch.setattr(module.ray, "room_for", lambda placement: 2)
+    hardware_for(request_of(config), RunDirectory(tmp_path), print)
+    assert done == ["require", "inspect"]
+
+
+def test_a_run_says_its_price_and_how_it_is_known(decided):
+    run = decided(usd_per_hour=None, instance_type="c7a.large")
+    assert run.describe().splitlines()[-1].endswith("(c7a.large, on-demand, aws us-east-1; stated)")
 
 
 def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(decided):

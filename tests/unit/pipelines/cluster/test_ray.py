@@ -9,7 +9,6 @@ import pytest
 
 from jobs.cli import run
 from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
-from peagle.hardware import Hardware
 from peagle.signals import interrupted_by_signal
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.placement import on_accelerators
@@ -222,37 +221,3 @@ def test_accelerators_that_do_not_come_are_refused_with_what_is_missing(growing)
     require, _, _ = growing
     with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
         require([HEAD, G7E], num_engines=2, wait_s=0.0)
-
-
-@pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
-def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkeypatch, gpus, found_gpus):
-    import ray
-
-    node = Hardware(
-        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
-        free_memory_gib=80, num_cpus=192,
-    )  # fmt: skip
-    asked = {}
-
-    class Probe:
-        def remote(self):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
-            return cluster._detect_all()
-
-    def remote(**options):
-        asked.update(options)
-        return lambda function: Probe()
-
-    nodes = [
-        {"NodeID": "ab" * 28, "Alive": True, "Resources": HEAD},
-        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **gpus}},
-        {"NodeID": "ef" * 28, "Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
-    ]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "get", lambda found: found)
-    monkeypatch.setattr(cluster.hardware, "detect", lambda: node if "CUDA_VISIBLE_DEVICES" not in os.environ else None)
-    assert cluster.inspect().num_accelerators == found_gpus
-    assert asked.get("num_gpus", 0) == 0
-    chosen = asked.get("scheduling_strategy")
-    assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)

@@ -1,0 +1,60 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.hardware import Hardware
+from pipelines.cluster import inspection
+
+
+def test_a_node_is_called_what_the_machine_and_its_labels_say(monkeypatch):
+    import ray
+
+    labels = {
+        "ray.io/node-id": "ab" * 28,
+        "ray.io/node-group": "workers",
+        "ray.io/availability-region": "us-east-1",
+        "node.kubernetes.io/instance-type": "p5.48xlarge",
+        "instance-type": "workers",
+    }
+    node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4, machine_names=("m7i.large",))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=lambda: labels))
+    monkeypatch.setattr(inspection, "identified", lambda found: found)
+    monkeypatch.setattr(inspection.hardware, "detect", lambda: node)
+    assert inspection._look().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
+
+
+@pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
+def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkeypatch, gpus, found_gpus):
+    import ray
+
+    node = Hardware(
+        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
+        free_memory_gib=80, num_cpus=192,
+    )  # fmt: skip
+    asked = {}
+
+    class Probe:
+        def remote(self):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+            return inspection._detect_all()
+
+    def remote(**options):
+        asked.update(options)
+        return lambda function: Probe()
+
+    nodes = [
+        {"NodeID": "ab" * 28, "Alive": True, "Resources": {"CPU": 4.0}},
+        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **gpus}},
+        {"NodeID": "ef" * 28, "Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(
+        inspection.hardware, "detect", lambda: node if "CUDA_VISIBLE_DEVICES" not in os.environ else None
+    )
+    assert inspection.inspect().num_accelerators == found_gpus
+    assert asked.get("num_gpus", 0) == 0
+    chosen = asked.get("scheduling_strategy")
+    assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)

@@ -1,0 +1,110 @@
+"""A machine that says what it is: folders stand for the firmware's tables, a local server for the metadata server."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from peagle import machine
+from peagle.hardware import Hardware
+from peagle.machine import identified, instance_type
+
+NOWHERE = "http://127.0.0.1:9"  # nothing listens there
+
+
+@pytest.fixture
+def firmware(tmp_path):
+    def write(vendor, product):
+        folder = tmp_path / "sys/class/dmi/id"
+        folder.mkdir(parents=True)
+        (folder / "sys_vendor").write_text(f"{vendor}\n")
+        (folder / "product_name").write_text(f"{product}\n")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def metadata():
+    """A metadata server by its answers: path -> header that is wanted, status, text. It keeps what was asked."""
+    started = []
+
+    def start(answers):
+        asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(self.path)
+                header, status, text = answers.get(self.path, ("Host", 404, ""))
+                self.send_response(status if self.headers[header] else 403)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}", asked
+
+    yield start
+    for server, thread in started:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+GOOGLE, AZURE = ("Google", "Google Compute Engine"), ("Microsoft Corporation", "Virtual Machine")
+GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
+AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
+
+
+def test_ec2_says_it_in_the_firmware(firmware):
+    here = Hardware(platform="cpu", memory_gib=4, free_memory_gib=4, num_cpus=2)
+    found = identified(here, root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE)
+    assert found.machine_names == ("p5.48xlarge",)
+    assert Hardware.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("system", "path", "header", "text", "expected"),
+    [
+        (GOOGLE, GOOGLE_PATH, "Metadata-Flavor", "projects/12/machineTypes/a3-highgpu-8g", "a3-highgpu-8g"),
+        (AZURE, AZURE_PATH, "Metadata", "Standard_ND96isr_H100_v5", "Standard_ND96isr_H100_v5"),
+    ],
+)
+def test_google_and_azure_say_it_when_their_metadata_server_is_asked(
+    monkeypatch, firmware, metadata, system, path, header, text, expected
+):
+    monkeypatch.setenv("http_proxy", NOWHERE)
+    url, asked = metadata({path: (header, 200, text)})
+    assert instance_type(root=firmware(*system), metadata=url) == expected
+    assert asked == [path]
+
+
+@pytest.mark.parametrize("answer", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
+def test_an_answer_that_is_no_name_is_none(firmware, metadata, answer):
+    url, _ = metadata({GOOGLE_PATH: ("Host", *answer)})
+    assert instance_type(root=firmware(*GOOGLE), metadata=url) is None
+
+
+@pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
+def test_no_other_machine_is_asked_anything(firmware, metadata, system):
+    url, asked = metadata({})
+    assert instance_type(root=firmware(*system), metadata=url) is None
+    assert asked == []
+
+
+def test_a_machine_without_firmware_tables_says_nothing(tmp_path):
+    here = Hardware(platform="cpu", memory_gib=4, free_memory_gib=4, num_cpus=2)
+    assert identified(here, root=tmp_path, metadata=NOWHERE) == here
+
+
+def test_a_server_that_is_not_there_or_silent_is_not_waited_for(monkeypatch, firmware):
+    root = firmware(*AZURE)
+    assert instance_type(root=root, metadata=NOWHERE) is None
+    monkeypatch.setattr(machine, "_TIMEOUT_S", 0.05)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # it takes connections and never answers
+        assert instance_type(root=root, metadata=f"http://127.0.0.1:{silent.server_port}") is None
