@@ -84,6 +84,7 @@ def test_the_figures_are_those_of_the_endpoint(page, serve):
     )
     assert page.run("document.querySelectorAll('#models-rows tr').length") == 2
     assert "busy" in page.text("money-legend")
+    assert page.text("price") == "Dollars are by $0.103 an hour for 2 vCPU (custom, stated)."
 
 
 def test_without_requests_it_says_so(page, serve):

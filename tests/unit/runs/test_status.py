@@ -68,6 +68,7 @@ def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
     assert (status.num_units_done, status.num_units) == (2, 4)
     assert (status.num_rows_done, status.num_failed_rows, status.num_rows_left, status.num_rows) == (3, 1, 4, 8)
     assert status.failed_by_reason == {"refused": 1}
+    assert status.price == "$36 per hour for 1 vCPU (custom, fixed; stated)"
     assert (status.num_output_tokens, status.num_lost_tokens, status.num_open_tokens) == (40, 30, 36)
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5

@@ -115,6 +115,7 @@ function showMoney({ total, account }) {
   const perMillion = dollars(account ? account.usd_per_million_tokens : total.busy_usd_per_million_tokens);
   const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
   say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens, so no price of one");
+  say(byId("price"), account ? priceOf(account.price) : "");
   const whole = account?.usd.total;
   const parts = Object.keys(SHARES)
     .map((name) => [name, whole ? account.usd[name] / whole : 0])
@@ -125,6 +126,12 @@ function showMoney({ total, account }) {
   byId("money-legend").replaceChildren(
     ...parts.map(([name], index) => element("li", {}, element("i", { class: `share-${name}` }), words[index])),
   );
+}
+
+/** A machine's price, and whether it was stated, detected or assumed. */
+function priceOf({ usd_per_hour, num_devices, device, accelerator, instance_type, basis }) {
+  const kind = device === "vcpu" ? "vCPU" : (accelerator ?? device);
+  return `Dollars are by ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
 }
 
 function showAcceptance({ total }) {
