@@ -78,7 +78,7 @@ def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[
     if instance := keys.instance_type or detected:
         basis = "stated" if keys.instance_type else "detected"
     else:
-        instance = default_instance(accelerator, table, market=keys.market)
+        instance = default_instance(accelerator, table, market=keys.market, called=machine_names)
     regions = {offer.region for offer in table.offers if offer.instance_type == instance}
     region = keys.region or next((name for name in machine_names if name in regions), None)
     return replace(table.price(instance, market=keys.market, provider=keys.provider, region=region), basis=basis)

@@ -7,7 +7,7 @@ A price is shared by devices. With accelerators on the instance the device is on
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self, get_args
@@ -208,7 +208,9 @@ class PriceTable:
         return here
 
 
-def default_instance(accelerator: str | None, table: PriceTable, *, market: str = "on_demand") -> str:
+def default_instance(
+    accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
+) -> str:
     """The instance type whose price is used when nothing says which it is.
 
     Without an accelerator it is c7a.large, closest to the machine that the embedded default is measured on.
@@ -217,6 +219,7 @@ def default_instance(accelerator: str | None, table: PriceTable, *, market: str 
     Args:
         accelerator: the device's own name ("NVIDIA H100 80GB HBM3"), or None on a CPU.
         market: whose prices are listed with the choices.
+        called: names of the machine that the table does not have, for the message.
 
     Raises:
         PriceError: several instance types carry that accelerator, or none does; its hint lists them with dollars.
@@ -228,8 +231,9 @@ def default_instance(accelerator: str | None, table: PriceTable, *, market: str 
     if len(names) == 1:
         return names.pop()
     found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
+    unknown = f"; none is known for {', '.join(called)}, as this machine is called" if called else ""
     raise PriceError(
-        f"no price for {accelerator!r} without an instance type; {found}",
+        f"no price for {accelerator!r} without an instance type; {found}{unknown}",
         hint="\n    ".join([f"name yours with --instance-type, {WAYS_OUT}", *choices(offers, market)]),
     )
 

@@ -40,6 +40,9 @@ def test_a_gpu_that_several_types_have_is_never_guessed():
     with pytest.raises(PriceError, match="13 instance types have it") as error:
         resolve_price(PriceKeys(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
+    azure = replace(gpus(8, "NVIDIA H100 80GB HBM3"), machine_names=("Standard_ND96isr_H100_v5",))
+    with pytest.raises(PriceError, match="none is known for Standard_ND96isr_H100_v5, as this machine is called"):
+        resolve_price(PriceKeys(), azure)
 
 
 def test_spot_is_that_of_the_region_that_the_machine_says():
