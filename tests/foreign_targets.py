@@ -29,8 +29,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 
 def save_foreign_target(model_type: str, folder: Path) -> None:
-    """Save one of them; norms and biases, which begin as ones and zeros, are random as well."""
-    torch.manual_seed(0)
+    """Save one of them."""
     config = AutoConfig.for_model(
         model_type,
         vocab_size=VOCABULARY,
@@ -45,7 +44,13 @@ def save_foreign_target(model_type: str, folder: Path) -> None:
         pad_token_id=0,
         **FOREIGN[model_type],
     )
-    model = AutoModelForCausalLM.from_config(config)
+    random_target(config).save_pretrained(folder)
+
+
+def random_target(config: Any, *, std: float = 0.2) -> Any:
+    """A float32 target; norms and biases, which begin as ones and zeros, are random as well."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
+        torch.nn.init.normal_(parameter, std=std)
+    return model

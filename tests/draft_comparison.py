@@ -1,0 +1,132 @@
+"""Drafts of vLLM's own proposers, held token by token against those of a head as training has it.
+
+Two tokens may change places only where they tie: our logits of the two are at most TIE apart.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from peagle.drafter.estimate import draft_logits, drafted_tokens
+from peagle.drafter.features import HiddenStateReader
+from peagle.drafter.store import Document
+
+TIE = 1e-3
+_SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
+
+
+def run_jobs(jobs, environment, folder):
+    """Answers of recorded_drafts.py to its jobs, from one process with these variables and files in the folder."""
+    asked, answers = folder / "jobs.json", folder / "answers.pt"
+    asked.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPT), asked, answers],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(answers)
+
+
+def document_reader(target, aux_layers):
+    """Read a text and the length of its prompt with the states of a target of transformers, each text once."""
+    reader = HiddenStateReader(target, aux_layers)
+
+    @functools.cache
+    def read(tokens, num_prompt_tokens):
+        aux, last = reader.read(torch.tensor([tokens]))
+        is_response = torch.arange(len(tokens)) >= num_prompt_tokens
+        return Document(token_ids_T=torch.tensor(tokens), loss_mask_T=is_response, aux_TAH=aux[0], last_TH=last[0])
+
+    return lambda tokens, num_prompt_tokens: read(tuple(tokens), num_prompt_tokens)
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What was compared, and what differed.
+
+    Attributes:
+        contexts: (request, place of the last known token).
+        drafts: by K, of vLLM, those that were compared.
+        num_chunks: unfinished prefills, whose drafts vLLM throws away.
+        ties: places where two tokens with nearly the same logit stood in each other's place.
+        states_apart: the largest distance of a context's last states, relative to their length.
+    """
+
+    contexts: set = field(default_factory=set)
+    drafts: dict = field(default_factory=dict)
+    num_chunks: int = 0
+    ties: int = 0
+    states_apart: float = 0.0
+
+
+def compare(answer, num_prompt_tokens, head, document_of):
+    """Hold every recorded draft against ours; fails at the first token that differs without a tie."""
+    found = Comparison()
+    documents, finished = _documents(answer, num_prompt_tokens, document_of), []
+    for context in answer["contexts"]:
+        request, known = _request(context), context["known"]
+        if known < num_prompt_tokens[request]:
+            found.num_chunks += 1
+        elif known < len(answer["tokens"][request]):  # behind the last token of the answer there is no text
+            finished.append((request, known, context))
+    drafted = {}
+    for request, known, context in finished:
+        assert answer["tokens"][request][known] == context["token"]
+        document = documents[request]
+        apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
+        found.states_apart = max(found.states_apart, apart.item())
+        for k, theirs in context["drafts"].items():
+            if (request, k) not in drafted:
+                drafted[request, k] = drafted_tokens(head, document, k)
+            ours = drafted[request, k][known - 1].tolist()
+            found.ties += _count_ties(head, document, known, ours, theirs)
+            found.drafts.setdefault(k, []).append(theirs)
+        found.contexts.add((request, known))
+    return found
+
+
+def _documents(answer, num_prompt_tokens, document_of):
+    """The text of each request, read at the end of a chunk of its prompt as the proposer did."""
+    documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
+    documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
+    for context in answer["contexts"]:
+        request, known = _request(context), context["known"]
+        if known < num_prompt_tokens[request]:
+            documents[request].token_ids_T[known] = context["token"]
+    return documents
+
+
+def _request(context):
+    return int(context["request"].partition("-")[0])
+
+
+def _count_ties(head, document, known, ours, theirs):
+    assert len(ours) == len(theirs)
+    ties = 0
+    for depth, (our_token, their_token) in enumerate(zip(ours, theirs, strict=True)):
+        if our_token == their_token:
+            continue
+        margin = _margin(head, document, known, len(ours), depth, their_token)
+        assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
+        ties += 1
+        if head.config.speculators_model_type == "eagle3":
+            break  # from here on the two draft behind different tokens
+    return ties
+
+
+def _margin(head, document, known, k, depth, token):
+    """By how much our logit of a token stays behind the largest."""
+    anchor, depths, logits = draft_logits(head, document, k)
+    row = logits[(anchor == known - 1) & (depths == depth)][0]
+    ids = torch.arange(len(row)) + (0 if head.d2t is None else head.d2t)
+    assert (ids == token).any(), f"token {token} is outside the draft vocabulary"
+    return (row.max() - row[ids == token]).item()
