@@ -99,6 +99,8 @@ def _write_head(config, target, folder):
     published = head_config("peagle", config, in_speculators=False)
     shape = HeadSpec(
         aux_layers=AUX_LAYERS,
+        # Published heads have 4. Beside the 6 windowed layers of so small a gpt-oss they would lie in two groups of the
+        # KV cache, and vLLM wants them in one.
         num_layers=2,
         init="random",
         mask_token_id=published["ptd_token_id"],
