@@ -3,8 +3,11 @@
 It looks where engines can go, and takes nothing of the node. It knows neither engines nor prices.
 """
 
+import contextlib
 import os
 from dataclasses import replace
+
+import psutil
 
 from peagle import hardware
 from peagle.errors import CapacityError
@@ -14,6 +17,7 @@ from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import node_to_ask, on_accelerators
 from pipelines.cluster.ray import NO_RAY
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The last parts of labels that may name an instance type or a region: `ray.io/node-group` is Ray's own, and
 # `node.kubernetes.io/instance-type` Kubernetes'.
 _TELLING_LABELS = ("instance-type", "node-group", "availability-region", "region")
@@ -59,6 +63,13 @@ def _look() -> Hardware:
 
 
 def _detect_all() -> Hardware:
-    """This node's hardware with all accelerators, not only those that a task has."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    """This node's hardware with all accelerators that its Ray has, not only a task's.
+
+    Whoever started Ray there may have shown it some of them alone. Ray empties the variable for a task that reserved
+    none; its parent, the raylet, still has it.
+    """
+    os.environ.pop(_VISIBLE, None)
+    with contextlib.suppress(psutil.Error):
+        given = psutil.Process(os.getppid()).environ()
+        os.environ |= {_VISIBLE: given[_VISIBLE]} if _VISIBLE in given else {}
     return hardware.detect()

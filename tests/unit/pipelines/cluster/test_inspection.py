@@ -58,3 +58,12 @@ def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkey
     assert asked.get("num_gpus", 0) == 0
     chosen = asked.get("scheduling_strategy")
     assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)
+
+
+def test_a_node_has_what_its_ray_was_shown(monkeypatch):
+    """A node of mixed cards, of which `ray start` saw one kind, is one kind."""
+    raylet = SimpleNamespace(environ=lambda: {"CUDA_VISIBLE_DEVICES": "0,1"})
+    monkeypatch.setattr(inspection.psutil, "Process", lambda pid: raylet if pid == os.getppid() else None)
+    monkeypatch.setattr(inspection.hardware, "detect", lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+    assert inspection._detect_all() == "0,1"
