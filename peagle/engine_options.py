@@ -14,10 +14,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.targets import NO_COMMITS, ResolvedModel, max_model_len, precision_for, resolve_model
+from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, extra_arguments, spec_fields, widest_head
+from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
 from peagle.engine.slots import check_slots
@@ -197,21 +197,11 @@ def compose_engine(
         )
     precision = precision_for(keys, model, hardware)
     spec = EngineSpec(
-        model=model.path,
-        revision=model.revision,
+        **target_fields(keys, model, hardware, precision),
         drafter=drafter_with(drafter.spec, keys) if drafter.spec else None,
-        precision=precision.name,  # nodes of another kind would each decide `auto` for themselves
-        kv_cache_precision=precision.kv_cache_name,
-        native_quantization=model.native_quantization,
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
-        max_model_len=max_model_len(model, keys.max_model_len),
-        tensor_parallel_size=keys.tensor_parallel_size,
         pipeline_parallel_size=keys.pipeline_parallel_size,
-        enforce_eager=keys.enforce_eager,
-        kv_cache_gib=keys.kv_cache_gib,
-        gpu_memory_utilization=keys.gpu_memory_utilization,
         max_num_batched_tokens=keys.max_num_batched_tokens,
-        extra=extra_arguments(keys, precision, model.config, on_gpu=hardware.platform == "cuda"),
         **spec_fields(keys),
     )
     check_slots(spec)

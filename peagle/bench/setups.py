@@ -13,10 +13,10 @@ from peagle.bench.config import BenchConfig, MeasurementKeys
 from peagle.bench.folder import digest
 from peagle.bench.synthetic import parse_synthetic, rates_for
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.targets import ResolvedModel, max_model_len, precision_for
+from peagle.catalog.targets import ResolvedModel, precision_for, target_fields
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import drafter_with, extra_arguments, spec_fields, widest_head
+from peagle.engine.keys import drafter_with, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
 from peagle.engine.slots import check_slots
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod
@@ -78,21 +78,10 @@ def target_spec(
             hint="peagle bench has --load-format; prompts are asked again, so none is cached",
         )
     precision = precision_for(config, model, hardware)
-    return EngineSpec(
-        model=model.path,
-        revision=model.revision,
-        precision=config.precision,
-        kv_cache_precision=precision.kv_cache_name,
-        native_quantization=model.native_quantization,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len(model, config.max_model_len),
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=config.enforce_eager,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        extra={**extra, **extra_arguments(config, precision, model.config, on_gpu=hardware.platform == "cuda")},
-        **own,
-    )
+    fields = target_fields(config, model, hardware, precision)
+    # Its results are filed under the precision that was asked for.
+    fields |= {"precision": config.precision, "extra": {**extra, **fields["extra"]}}
+    return EngineSpec(**fields, max_num_seqs=max_num_seqs, **own)
 
 
 def make_setup(

@@ -24,7 +24,7 @@ from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
-from peagle.engine.keys import TargetKeys, widest_head
+from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
 from peagle.hardware import Hardware
@@ -322,3 +322,22 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
         context_tokens=max_model_len(model, keys.max_model_len),
         head_dim=widest_head(model.config),
     )
+
+
+def target_fields(keys: TargetKeys, model: ResolvedModel, hardware: Hardware, precision: Precision) -> dict[str, Any]:
+    """Fields of an `EngineSpec` that any command fills alike.
+
+    Raises:
+        ConfigError: the context is longer than the model's, or vLLM has no such argument.
+    """
+    same = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
+    return {
+        "model": model.path,
+        "revision": model.revision,
+        "precision": precision.name,  # nodes of another kind would each decide `auto` for themselves
+        "kv_cache_precision": precision.kv_cache_name,
+        "native_quantization": model.native_quantization,
+        "max_model_len": max_model_len(model, keys.max_model_len),
+        "extra": extra_arguments(keys, precision, model.config, on_gpu=hardware.platform == "cuda"),
+        **{name: getattr(keys, name) for name in same},
+    }

@@ -59,6 +59,7 @@ def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_stops_the_workers_once_and_leaves_a_head(ray_cluster, config, tmp_path):
     train_head(config(tmp_path, time_budget_s=1e-9), Listener())
     file = tmp_path / "training" / "checkpoint.pt"

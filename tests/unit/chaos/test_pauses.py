@@ -12,9 +12,9 @@ pytestmark = pytest.mark.timeout(300)
     [
         ("start", 32),
         ("continue", 40),
-        ("retry", 40),
+        pytest.param("retry", 40, marks=pytest.mark.soak),
         pytest.param("retry-alone", 38, marks=pytest.mark.soak),
-        ("finish", 16),
+        pytest.param("finish", 16, marks=pytest.mark.soak),
     ],
 )
 def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
@@ -24,6 +24,7 @@ def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, 
     assert all(plays["steps"] for plays in found["plays"])
 
 
+@pytest.mark.soak
 def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
     """The plays see the fault for which they were written: the plan of a driver that goes on replaces the other's."""
     (tmp_path / "faulty").mkdir()
