@@ -27,10 +27,10 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# Unit tests share the cores; each integration test has them for itself.
+# Tests of one process each share the cores; each integration test has them for itself.
 test: setup check
-	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8
-	$(BIN)/python -m pytest --ignore tests/unit
+	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/rehearsal
 
 soak: setup
 	$(BIN)/python -m pytest -m soak
