@@ -17,6 +17,7 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
 
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
   peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
+  peagle serve keys add dave --keys keys.json --tag team=search --request-tag project
   peagle serve keys list --keys keys.json
   peagle serve keys revoke alice --keys keys.json
 
@@ -49,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
+    )
+    limits.add_argument("--tag", action="append", metavar="KEY=VALUE", help="for whom it spends; may be repeated")
+    limits.add_argument(
+        "--request-tag",
+        action="append",
+        metavar="KEY",
+        help="a tag that its requests may set themselves (X-Peagle-Tags: KEY=VALUE); may be repeated",
     )
     limits.add_argument("--operator", action="store_true", help="it sees the usage of all keys at /v1/cost")
 
@@ -84,6 +92,8 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         max_unfinished_batches=args.max_unfinished_batches,
         expires_at=_expiry(args),
         is_operator=args.operator,
+        tags=args.tag or {},
+        request_tags=args.request_tag or (),
     )
     with changing_keys(path, create=True) as records:
         records.append(record)
@@ -93,8 +103,9 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def _described(record: "KeyRecord") -> list[str]:
     """A key's name and what it may do, as the list shows it."""
-    limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at"}, exclude_none=True)
+    limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at", "tags"}, exclude_none=True)
     words = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
+    words += [f"tag {key}={value}" for key, value in record.tags.items()]
     if record.expires_at is not None:
         words.append(f"expires_at={datetime.fromtimestamp(record.expires_at, UTC):%Y-%m-%dT%H:%M:%SZ}")
     return [*words, *(["expired"] if record.is_expired() else [])]

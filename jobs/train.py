@@ -30,7 +30,7 @@ _GROUPS = {
     ],
     "responses": [
         "responses", "limit", "sampled_share", "temperature", "top_p", "max_response_tokens", "engines", "max_num_seqs",
-        "enforce_eager", "instance_type", "usd_per_hour",
+        "enforce_eager", "instance_type", "usd_per_hour", "tags",
     ],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",

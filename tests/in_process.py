@@ -18,13 +18,14 @@ import uvicorn
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
 from peagle.economics.prices import Price
+from peagle.economics.sessions import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.batches.settings import BatchSettings, Recipe
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
-from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.account import EngineAccount
 from pipelines.online.replica.fake import StandIn, StandInEngine
 from pipelines.online.replica.relay import relay
 from pipelines.online.wire import Context
@@ -150,7 +151,7 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
     made = {name: new_key(name, **own) for name, own in limits.items()}
     write_keys(folder / "keys.json", [record for _, record in made.values()])
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
-    engine = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
+    engine = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
     account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
     settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)

@@ -6,17 +6,18 @@ The defaults are the best recipe found so far; where each comes from is in bench
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peagle.drafter.decontamination import DEFAULT
 from peagle.drafter.prompts import is_code_source
+from peagle.economics.tags import TagKeys
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
 
 WAYS = ("greedy", "sampled")
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(TagKeys):
     """One training.
 
     A description is the help text of its flag; an unknown key is an error.

@@ -10,8 +10,9 @@ idle. One unit commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compi
 lost; 200 in all, 200 / 3600 * 0.10 = 0.00556 USD; 1,500 / 0.00556 = 270,000 tokens per USD.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
 
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
@@ -147,9 +148,9 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     """
     num_units, work_of = _work_by_session(units)
     sessions = list(sessions)
-    _check_sessions(sessions, work_of)
+    require_sessions(sessions, work_of)
     work = list(work_of.values())
-    _check_devices(sessions, price)
+    require_devices(sessions, price)
     return Account(
         price=price,
         device_s=sum((_shares(one, work_of.get(one.session_id)) for one in sessions), Shares()),
@@ -181,18 +182,31 @@ def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsa
     return num_units, work_of
 
 
-def _check_sessions(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> None:
+def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
+    """Require every session that committed units, each once.
+
+    Args:
+        committing: ids of the sessions that units name.
+
+    Raises:
+        PeagleError: a unit names no session of the ledger, or a session is there twice.
+    """
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
         raise PeagleError("the ledger holds the same engine session twice, and would be paid twice")
-    if orphans := sorted(set(work_of) - known):
+    if orphans := sorted(set(committing) - known):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
             hint="without ledger/session-<id>.parquet of each their cost is unknown; restore these files",
         )
 
 
-def _check_devices(sessions: list[EngineSession], price: Price) -> None:
+def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
+    """Require engines on the devices that the price is for.
+
+    Raises:
+        PriceError: one held another kind.
+    """
     for session in sessions:
         if session.device != price.device:
             raise PriceError(
@@ -203,14 +217,43 @@ def _check_devices(sessions: list[EngineSession], price: Price) -> None:
 
 
 def _shares(session: EngineSession, work: UnitUsage | None) -> Shares:
-    committed_s = work.busy_s if work else 0.0
-    return Shares(
-        load=session.load_s,
-        compile=session.compile_s,
-        busy=committed_s,
-        idle=session.idle_s,
-        lost=max(session.busy_s - committed_s, 0.0),
-    ).times(session.num_devices)
+    (shares,) = shares_by_period([session], [work.busy_s if work else 0.0])
+    return shares.times(session.num_devices)
+
+
+def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
+    """An engine's seconds in consecutive periods of its life, by share.
+
+    Work counts when it is committed: seconds of what is under way at the end of a period belong to the period in which
+    it is committed, or is seen to be lost. So no share is negative, and periods add up to the life however it is cut.
+
+    Worked by hand: a day ends 10 s into a unit that takes 30 s and is committed the day after. Busy seconds at the two
+    ends are 10 and 30, committed are 0 and 30: the first day has none of them, the second has all, and none is lost.
+
+    Args:
+        ends: the session as it stood at the end of each period.
+        committed_s: busy seconds of the work that was committed in each.
+    """
+    total_s = accumulate(committed_s)
+    lost_s = _for_good([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
+    # While an engine starts all its seconds are load; when it is up, some of them turn out to be compile.
+    load_s = _for_good([end.load_s for end in ends])
+    compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
+    idle_s = [end.idle_s for end in ends]
+    parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
+    return [
+        Shares(load=load, compile=compiled, busy=busy, idle=idle, lost=lost)
+        for load, compiled, idle, lost, busy in parts
+    ]
+
+
+def _for_good(totals: Sequence[float]) -> list[float]:
+    """Of each running total, the part that no later one takes back."""
+    return list(accumulate(reversed(totals), min))[::-1]
+
+
+def _differences(totals: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise([0.0, *totals])]
 
 
 def _num_lost_tokens(session: EngineSession, work: UnitUsage | None) -> int:

@@ -16,21 +16,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-from peagle.economics.usage import (
-    EngineSession,
-    RequestUsage,
-    session_at,
-    session_since,
-    sessions_from_table,
-    sessions_to_table,
-)
+from peagle.economics.sessions import session_at, session_since, sessions_from_table, sessions_to_table
+from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.errors import PeagleError
 from peagle.files import append_line, make_folder
-from peagle.storage import Place, write_atomic, write_once
+from peagle.storage import Place, open_to_read, write_atomic, write_once
 
 T = TypeVar("T")
+SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
 _TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
 _PIECE_BYTES = 64 * 1024  # of a file that is read from its end
 _CLOCKS_S = 60.0  # so far apart two machines' clocks may be
@@ -53,7 +48,7 @@ def read_sessions(folder: Place) -> list[EngineSession]:
     Raises:
         PeagleError: a file is no such record.
     """
-    paths = sorted(folder.glob("session-*.parquet"), key=lambda path: path.name)
+    paths = sorted(folder.glob(SESSION_FILES), key=lambda path: path.name)
     return [session for path in paths for session in _sessions(path)]
 
 
@@ -94,13 +89,17 @@ class SessionReader:
             PeagleError: a file is no such record.
         """
         known = {}
-        for path in sorted(self._folder.glob("session-*.parquet")):
+        for path in sorted(self._folder.glob(SESSION_FILES)):
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat is a new file
             before = self._known.get(path)
             known[path] = before if before and before[0] == version else (version, _sessions(path))
         self._known = known
         return [session for _, sessions in known.values() for session in sessions]
+
+    def then(self, session: EngineSession, moment: float) -> EngineSession:
+        """A session as it stood at a Unix time of its life."""
+        return session_then(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
         """The usage of each session after a Unix time, without those that had ended.
@@ -110,42 +109,65 @@ class SessionReader:
         """
         alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
-            session if session.started_at >= moment else session_since(session, self._then(session, moment))
+            session if session.started_at >= moment else session_since(session, self.then(session, moment))
             for session in alive
         ]
 
-    def _then(self, session: EngineSession, moment: float) -> EngineSession:
-        """A session at a moment of its life, between the two nearest heartbeats."""
-        after = session
-        for beat in self._beats_backwards(session):
-            if beat.last_seen_at <= moment:
-                return session_at(moment, beat, after)
-            after = min(after, beat, key=lambda one: one.last_seen_at)
-        return session_at(moment, None, after)
 
-    def _beats_backwards(self, session: EngineSession) -> Iterator[EngineSession]:
-        path = self._folder / f"beats-{session.session_id}.jsonl"
-        if path.exists():
-            yield from _readable(path, _lines_backwards(path), lambda line: EngineSession(**json.loads(line)))
+def session_then(folder: Place, session: EngineSession, moment: float) -> EngineSession:
+    """A session at a Unix time in its life, between the two nearest heartbeats.
 
-
-def _lines_backwards(path: Path, end: int | None = None) -> Iterator[bytes]:
-    """The lines of a file backwards from its end, or from an earlier byte.
-
-    A torn last line is left out.
+    Args:
+        folder: of the ledger.
     """
+    path = folder / f"beats-{session.session_id}.jsonl"
+    earlier, later = _beats_around(path, moment) if path.exists() else (None, None)
+    ends = [one for one in (later, session) if one is not None and one.last_seen_at > moment]
+    after = min(ends, key=lambda one: one.last_seen_at, default=session)
+    return after if after.last_seen_at <= moment else session_at(moment, earlier, after)
+
+
+def _beats_around(path: Place, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
+    """The last heartbeat until a Unix time and the first one after it, by bisection."""
+    earlier = later = None
+    with open_to_read(path) as file:
+        low, high = 0, file.seek(0, io.SEEK_END)  # lines that begin before `low` are earlier, from `high` on later
+        while low < high:
+            middle = (low + high) // 2
+            start, end, beat = _beat_from(path, file, middle)
+            if beat is None or start >= high:
+                high = middle
+            elif beat.last_seen_at <= moment:
+                low, earlier = end, beat
+            else:
+                high, later = middle, beat
+    return earlier, later
+
+
+def _beat_from(path: Place, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
+    """The first readable heartbeat from a byte on, after its first byte and its end."""
+    file.seek(max(0, position - 1))
+    if position:
+        file.readline()
+    while True:
+        start, line = file.tell(), file.readline()
+        if not line.endswith(b"\n"):  # the end, or a line that is being written
+            return start, start, None
+        for beat in readable(path, [line], lambda line: EngineSession(**json.loads(line))):
+            return start, start + len(line), beat
+
+
+def _lines_backwards(path: Path, end: int) -> Iterator[bytes]:
+    """The lines of a file backwards from a byte before which one ends."""
     with path.open("rb") as file:
-        start, rest, has_end = file.seek(0, io.SEEK_END) if end is None else end, b"", False
-        while start:
+        start, rest = end - 1, b""  # without that line's end
+        while start > 0:
             size = min(start, _PIECE_BYTES)
             start -= size
             file.seek(start)
             rest, *lines = (file.read(size) + rest).split(b"\n")
-            if lines and not has_end:
-                has_end = True
-                lines.pop()
             yield from reversed(lines)
-        if has_end:
+        if end:
             yield rest
 
 
@@ -179,9 +201,9 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
     own = requests_file(folder, session_id)
     return any(
         record.usd > 0
-        for path in folder.glob("requests-*.jsonl")
+        for path in folder.glob(REQUEST_FILES)
         if path != own and path.stat().st_mtime >= since - _CLOCKS_S
-        for record in _readable(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
+        for record in readable(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
         if record.request_id == request_id
     )
 
@@ -192,8 +214,8 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
         return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
-def _readable(path: Path, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
-    """The records of these lines.
+def readable(path: Place, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+    """The records of these lines of a file.
 
     One that is none is logged and left out: what all the others say still holds.
     """
@@ -237,7 +259,7 @@ class RequestReader:
 
         A line without its end is left for the next call; an invalid record is logged and left out.
         """
-        for path in sorted(self._folder.glob("requests-*.jsonl")):
+        for path in sorted(self._folder.glob(REQUEST_FILES)):
             with path.open("rb") as file:
                 position = file.seek(self._read_bytes.get(path, 0))
                 for line in file:
@@ -245,14 +267,14 @@ class RequestReader:
                         break
                     position += len(line)
                     self._read_bytes[path] = position
-                    yield from _readable(path, [line], RequestUsage.from_json)
+                    yield from readable(path, [line], RequestUsage.from_json)
 
     def again(self, since: float) -> Iterator[RequestUsage]:
         """Earlier requests that ended after a Unix time, from the end of each file."""
         for path, position in list(self._read_bytes.items()):
             if path.stat().st_mtime < since - _CLOCKS_S:
                 continue
-            for request in _readable(path, _lines_backwards(path, position), RequestUsage.from_json):
+            for request in readable(path, _lines_backwards(path, position), RequestUsage.from_json):
                 if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly in the order of their ends
                     break
                 if request.usage.finished_at >= since:

@@ -12,23 +12,19 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, Self, get_args
 
 from peagle.economics.prices import Device
+from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 UNIT_KEY = b"peagle.usage"
-SESSION_KEY = b"peagle.session"
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
-_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +101,7 @@ class UnitUsage:
         Raises:
             ValueError: as `from_json` raises PeagleError.
         """
-        _check_version(record.pop("version", None) if isinstance(record, dict) else None)
+        check_version(record.pop("version", None) if isinstance(record, dict) else None)
         _check_names(cls, record)
         return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
 
@@ -126,6 +122,7 @@ class RequestUsage:
         usd: price of those seconds; loading and idling is not in it. 0 where it failed before anything of an answer
             was there.
         num_choices: slots of the engine that its choices took at most.
+        tags: the endpoint's, the key's and its own, as JSON (`tags.py`).
     """
 
     request_id: str
@@ -138,6 +135,7 @@ class RequestUsage:
     usage: UnitUsage
     num_choices: int = 1
     account: str = ""
+    tags: str = NO_TAGS
 
     @property
     def is_batch(self) -> bool:
@@ -159,10 +157,13 @@ class RequestUsage:
         """
         try:
             record = json.loads(data)
-            _check_version(record.pop("version", None) if isinstance(record, dict) else None)
+            check_version(record.pop("version", None) if isinstance(record, dict) else None)
             _check_names(cls, record)
             if not 0 <= record["usd"] < math.inf:  # NaN is none either: a budget less that would be without end
                 raise ValueError(f"usd must be a number of dollars, got {record['usd']}")
+            if not all(isinstance(record[name], str) for name in ("request_id", "key", "model")):
+                raise ValueError("request_id, key and model must be text")
+            tags_from_text(record.get("tags", NO_TAGS))
             if type(record.get("num_choices", 1)) is not int or record.get("num_choices", 1) < 1:
                 raise ValueError(f"num_choices must be 1 or more, got {record['num_choices']!r}")
             return cls(**{**record, "usage": UnitUsage.from_record(record["usage"])})
@@ -185,6 +186,8 @@ class EngineSession:
         ended: False while it runs, and for ever if it was killed.
         self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: of its start, those that cost time or correctness, one a line.
+        model, drafter, tags, instance_type, provider, region, usd_per_device_s: as `EngineFacts` has them; empty and 0
+            in older records.
 
     Raises:
         ValueError: a field has the wrong type, or the four states do not sum to its life.
@@ -205,11 +208,19 @@ class EngineSession:
     ended: bool
     self_check: str = ""
     start_warnings: str = ""
+    model: str = ""
+    drafter: str | None = None
+    tags: str = NO_TAGS
+    instance_type: str = ""
+    provider: str = ""
+    region: str = ""
+    usd_per_device_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.device not in get_args(Device):
             raise ValueError(f"device is {self.device!r}, not one of {', '.join(get_args(Device))}")
+        tags_from_text(self.tags)
         if self.num_devices < 1:
             raise ValueError("an engine holds one device or more")
         life_s = self.last_seen_at - self.started_at
@@ -218,93 +229,12 @@ class EngineSession:
             raise ValueError(f"load, compile, busy and idle sum to {states_s} s of a life of {life_s} s")
 
 
-def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """A session's usage after an earlier heartbeat, as if it had started then.
-
-    While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
-    are taken together, and none counts twice.
-    """
-    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
-    start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
-    passed["compile_s"] = min(passed["compile_s"], start_s)
-    passed["load_s"] = start_s - passed["compile_s"]
-    return replace(
-        session,
-        started_at=session.last_seen_at - sum(passed.values()),
-        num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
-        **passed,
-    )
-
-
-def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
-    """A session at a Unix time between two of its heartbeats.
-
-    Usage between them is divided evenly.
-
-    Args:
-        earlier: the last one before; None if there was none since the session began.
-    """
-    began = earlier.last_seen_at if earlier else later.started_at
-    share = (moment - began) / (later.last_seen_at - began)
-
-    def between(name: str) -> float:
-        before = getattr(earlier, name) if earlier else 0
-        return float((1 - share) * before + share * getattr(later, name))
-
-    states: dict[str, Any] = {name: between(name) for name in _STATES}
-    return replace(
-        later,
-        last_seen_at=later.started_at + sum(states.values()),
-        num_output_tokens=round(between("num_output_tokens")),
-        ended=False,
-        **states,
-    )
-
-
-def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
-    """The warnings of these engines' starts, each once, in their order."""
-    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
-
-
-def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
-    """One row a session, for `ledger/session-<id>.parquet`."""
-    import pyarrow as pa
-
-    return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
-
-
-def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """The inverse of `sessions_to_table`.
-
-    Tables of several files may be concatenated first.
+def check_version(version: object) -> None:
+    """Require the version of this peagle's records.
 
     Raises:
-        PeagleError: another version, other columns, or rows that contradict themselves.
+        ValueError: it is another.
     """
-    expected = _session_schema(table.column_names)
-    try:
-        _check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
-        if not table.schema.equals(expected):
-            raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
-        return [EngineSession(**row) for row in table.to_pylist()]
-    except ValueError as error:
-        raise PeagleError(f"not a record of engine sessions: {error}") from error
-
-
-def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
-    """All columns, or the required ones and those of the others that exist."""
-    import pyarrow as pa
-
-    types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Device: pa.string()}
-    columns = [
-        (field.name, types[field.type])
-        for field in fields(EngineSession)
-        if there is None or field.default is MISSING or field.name in there
-    ]
-    return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})
-
-
-def _check_version(version: object) -> None:
     if str(version) != str(VERSION):
         raise ValueError(f"its version is {version!r}, and this peagle reads version {VERSION}")
 

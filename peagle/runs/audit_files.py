@@ -14,7 +14,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from peagle.economics.usage import EngineSession, sessions_from_table
+from peagle.economics.sessions import sessions_from_table
+from peagle.economics.usage import EngineSession
 from peagle.errors import PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.runs.audit_unit import Finding, UnitAudit, audit_unit, expected_schema, input_findings

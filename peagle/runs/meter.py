@@ -10,9 +10,9 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from peagle.economics.prices import Device
+from peagle.economics.sessions import EngineFacts
 from peagle.economics.usage import EngineSession
 
 
@@ -30,10 +30,9 @@ class Snapshot:
     def to_session(
         self,
         session_id: str,
+        facts: EngineFacts,
         *,
         engine_index: int,
-        num_devices: int,
-        device: Device,
         started_at: float,
         ended: bool,
         self_check: str,
@@ -44,8 +43,6 @@ class Snapshot:
             session_id=session_id,
             engine_index=engine_index,
             hostname=socket.gethostname(),
-            num_devices=num_devices,
-            device=device,
             started_at=started_at,
             last_seen_at=started_at + self.elapsed_s,
             load_s=self.load_s,
@@ -56,6 +53,7 @@ class Snapshot:
             ended=ended,
             self_check=self_check,
             start_warnings=start_warnings,
+            **asdict(facts),
         )
 
 

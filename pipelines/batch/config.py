@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from peagle.economics.price_options import PriceKeys
+from peagle.economics.tags import TagKeys
 from peagle.engine.fake import FakeTraits
 from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError
@@ -58,7 +59,7 @@ class StandInKeys(BaseModel):
         return json.loads(value) if isinstance(value, str) else value
 
 
-class GenerateConfig(StandInKeys, PriceKeys, PromptKeys, SamplingKeys, EngineKeys):
+class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run.
 
     A description is the help text of its flag; an unknown key is an error.

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from peagle.economics.prices import Device
+from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import Engine
 from peagle.engine.spec import EngineSpec
@@ -23,9 +23,8 @@ from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 class EngineJob:
     """The job of an engine actor.
 
-    `model` and `drafter` are labels; `spec` names them as the user did.
-
     Attributes:
+        facts: of its engine; model and drafter are labels there, and `spec` names them as the user did.
         driver: the number of the lease of who runs it; only that one can stop it.
         places: the name under which engines that share a node number their places on it.
         part: what an engine on several nodes takes of each of them, by Ray's names.
@@ -35,15 +34,12 @@ class EngineJob:
     run_dir: str
     places: str
     spec: EngineSpec
-    model: str
-    drafter: str | None
+    facts: EngineFacts
     driver: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     fake: FakeTraits | None = None
     row_timeout_s: float | None = None
     engine_timeout_s: float = ENGINE_TIMEOUT_S
-    num_devices: int = 1
-    device: Device = "vcpu"
     num_engines_on_node: int = 1
     part: dict[str, float] = field(default_factory=dict)
     heartbeat_s: float = 5.0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.economics.prices import Device
+from peagle.economics.sessions import EngineFacts
 from peagle.economics.usage import EngineSession
 from peagle.private import keep_private
 from peagle.runs.directory import RunDirectory
@@ -37,7 +37,7 @@ class Session:
         start_warnings: of the engine's start.
     """
 
-    def __init__(self, run: RunDirectory, *, places: str, num_devices: int, device: Device, heartbeat_s: float) -> None:
+    def __init__(self, run: RunDirectory, *, places: str, facts: EngineFacts, heartbeat_s: float) -> None:
         keep_private()
         self.meter = EngineMeter()
         self.self_check = ""
@@ -45,8 +45,7 @@ class Session:
         self._started_at = time.time()
         self.session_id = new_session_id()
         self._run = run
-        self._num_devices = num_devices
-        self._device: Device = device
+        self._facts = facts
         self._heartbeat_s = heartbeat_s
         self.log = run.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
@@ -91,9 +90,8 @@ class Session:
         self._run.write_session(
             self.meter.snapshot().to_session(
                 self.session_id,
+                self._facts,
                 engine_index=self.slot,
-                num_devices=self._num_devices,
-                device=self._device,
                 started_at=self._started_at,
                 ended=ended,
                 self_check=self.self_check,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import UnitUsage
 from peagle.engine.startup import as_told
 from peagle.errors import EngineError, PeagleError, StoppedEarly
@@ -195,14 +197,18 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         driver=run.driver,
         places=resolved.places or run.manifest()["run_id"],
         spec=resolved.spec,
-        model=resolved.model.name,
-        drafter=resolved.drafter.name,
+        facts=EngineFacts.priced(
+            resolved.price,
+            model=resolved.model.name,
+            drafter=resolved.drafter.name,
+            num_devices=placement.num_devices,
+            device=placement.device,
+            tags=tags_to_text(config.tags),
+        ),
         sampling=dict(resolved.sampling.base),
         fake=config.fake if config.engine == "fake" else None,
         row_timeout_s=config.row_timeout_s,
         engine_timeout_s=config.engine_timeout_s,
-        num_devices=placement.num_devices,
-        device=placement.device,
         num_engines_on_node=placement.num_engines_on_node,
         part=placement.part,
         heartbeat_s=config.heartbeat_s,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
+from peagle.economics.sessions import start_warnings
+from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached

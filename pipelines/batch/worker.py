@@ -51,8 +51,7 @@ class EngineWorker:
         self._session = Session(
             self._run,
             places=job.places,
-            num_devices=job.num_devices,
-            device=job.device,
+            facts=job.facts,
             heartbeat_s=job.heartbeat_s,
         )
         try:
@@ -106,7 +105,7 @@ class EngineWorker:
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
-        output = prepared.output(generations, self._job.model, self._job.drafter)
+        output = prepared.output(generations, self._job.facts.model, self._job.facts.drafter)
         committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)

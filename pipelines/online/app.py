@@ -18,6 +18,8 @@ from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.tags import tags_to_text
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
@@ -208,12 +210,12 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         max_upload_bytes=config.max_file_mib * 1024 * 1024,
         prompts=_state(config) / "prompts" if config.log_prompts else None,
         shares_prefix_cache=config.share_prefix_cache,
+        tags=config.tags,
     )
 
 
 def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
     """The job of a model's replicas."""
-    from pipelines.online.replica.account import Engine
     from pipelines.online.replica.fake import stand_in
     from pipelines.online.replica.server import ReplicaJob
 
@@ -229,12 +231,13 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
         app_id=app_id,
         state=str(_state(config)),
         spec=one.engine.spec,
-        engine=Engine(
+        engine=EngineFacts.priced(
+            price,
             model=keys.served_name,
             drafter=one.engine.drafter.name,
             num_devices=placement.num_devices,
             device=placement.device,
-            usd_per_device_s=price.usd_per_device_s,
+            tags=tags_to_text(config.tags),
         ),
         sizes=Sizes(
             counts=counts,

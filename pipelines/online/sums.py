@@ -34,6 +34,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.files import atomic_file
 from peagle.speculation import SpeculationStats
@@ -124,6 +125,8 @@ class Cell:
     session_id: str
     key: str
     model: str
+    drafter: str | None = None
+    tags: str = NO_TAGS
 
 
 @dataclass(slots=True)
@@ -183,7 +186,7 @@ def merged(cells: dict[Cell, Sums], now: int) -> dict[Cell, Sums]:
     return kept
 
 
-_VERSION = 1
+_VERSION = 2
 _log = logging.getLogger("ray.serve")
 
 
@@ -270,7 +273,7 @@ def _row(cell: Cell, sums: Sums) -> list[Any]:
     usage = sums.usage
     speculation = usage.speculation
     return [
-        [cell.minute, cell.session_id, cell.key, cell.model],
+        [cell.minute, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags],
         [sums.num_requests, sums.num_cut, sums.usd, sums.request_s, sums.shares_s],
         [usage.num_rows, usage.num_failed_rows, usage.num_prompt_tokens, usage.num_cached_tokens],
         [usage.num_output_tokens, usage.busy_s, usage.started_at, usage.finished_at],

@@ -185,7 +185,7 @@ class Totals:
 
     def _add(self, request: RequestUsage) -> None:
         minute = int(request.usage.finished_at // MINUTE_S)
-        cell = Cell(minute, request.usage.session_id, request.key, request.model)
+        cell = Cell(minute, request.usage.session_id, request.key, request.model, request.drafter, request.tags)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
         self._newest_minute = max(minute, self._newest_minute)
         self.budgets.hear(request)

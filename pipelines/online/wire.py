@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from starlette.types import Scope
 
+from peagle.economics.tags import NO_TAGS
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError
 
@@ -41,6 +42,7 @@ class Context:
         request_id: by which the ledger names it. Ray and vLLM read it in their own header.
         key: the name of its key.
         account: of the key.
+        tags: the endpoint's, the key's and the request's own, as JSON.
         num_choices: of all its prompts.
         cap_tokens: the most output tokens of a chat that names no number; None without a cap.
         shown_usage: in the events of its stream.
@@ -50,6 +52,7 @@ class Context:
     request_id: str
     key: str
     account: str = ""
+    tags: str = NO_TAGS
     num_choices: int = 1
     cap_tokens: int | None = None
     shown_usage: ShownUsage = "never"

@@ -27,7 +27,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
-_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "usd_per_hour")
+_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "usd_per_hour", "tags")
 
 
 def regenerate(

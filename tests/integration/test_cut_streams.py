@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from pipelines.online.replica.account import Engine, EngineAccount
+from peagle.economics.sessions import EngineFacts
+from pipelines.online.replica.account import EngineAccount
 from pipelines.online.replica.relay import Pace
 from pipelines.online.wire import Context, events
 
 PROMPTS = (5, 7)  # tokens
-ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
+ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
 
 
 async def answers(num_choices):

@@ -105,11 +105,18 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
         input=str(store.input_place(order)),
         run=str(store.run_place(order.id)),
         errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
-        config={} if recipe is None else {**recipe.config, **_sampling(order, settings, model)},
+        config={} if recipe is None else _run_config(order, settings, model),
         neighbours=None if recipe is None else recipe.neighbours,
         commits={} if recipe is None else recipe.commits,
         budget_usd=budget_usd,
     )
+
+
+def _run_config(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:
+    """The keys of a batch's run, its input, output and budget aside."""
+    config = settings.recipes[model].config
+    tags = {**config.get("tags", {}), **order.key.tags}
+    return {**config, **_sampling(order, settings, model), "tags": tags}
 
 
 def _sampling(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.economics.price_options import PriceKeys
+from peagle.economics.tags import TagKeys
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import EngineKeys
 from peagle.hardware import Hardware
@@ -113,7 +114,7 @@ def batch_settings(
         return None
     models = {model.name: model for model in gate.models}
     shared = {
-        **config.model_dump(mode="json", include=set(PriceKeys.model_fields)),
+        **config.model_dump(mode="json", include={*PriceKeys.model_fields, *TagKeys.model_fields}),
         "engines": config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
     }

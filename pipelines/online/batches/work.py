@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from peagle.corpus.lines import Lines, lines_of
+from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.errors import StoppedEarly
 from peagle.requests.openai import error_line
@@ -213,7 +214,7 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
 
     Engines were started for it, so their every second counts.
     """
-    report, now = make_report(directory), time.time()
+    report, manifest, now = make_report(directory), directory.manifest(), time.time()
     nothing = UnitUsage(
         session_id=task.batch_id,
         num_rows=0,
@@ -231,7 +232,8 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
         key=task.owner,
         account=task.account,
         model=task.model,
-        drafter=directory.manifest()["run"]["drafter"],
+        drafter=manifest["run"]["drafter"],
+        tags=tags_to_text(manifest["config"].get("tags") or {}),
         outcome="cut" if reason else "ok",
         ttft_s=None,
         usd=report["account"]["usd"]["total"],

@@ -35,6 +35,7 @@ from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing, Pace
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
+from pipelines.online.gateway.tags import tags_of
 from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
@@ -53,6 +54,7 @@ class GateSettings:
         requires_key: without, only this machine is let in.
         ledger: says what keys have spent before this process started.
         prompts: folder in which requests are written down; None where they are not.
+        tags: of every request, beside its key's.
         refusals_per_s: of one key, after the first ones; others are answered later.
         shares_prefix_cache: a key's requests may find in an engine's cache what another key's have left there.
         cache_secret: of this endpoint; a new one, as of an endpoint that is deployed anew, only empties caches.
@@ -70,6 +72,7 @@ class GateSettings:
     max_output_tokens: int | None = None
     prompts: Path | None = None
     shares_prefix_cache: bool = False
+    tags: Mapping[str, str] = field(default_factory=dict)
     refusals_per_s: float = 5.0
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
@@ -216,7 +219,8 @@ class Gate:
         return _Admitted(scope=self._inward(asked), receive=receive)
 
     async def _admit_generation(self, asked: _Asked) -> _Admitted:
-        settings, key, body = self._settings, asked.key, await self._read(asked)
+        settings, key = self._settings, asked.key
+        tags, body = tags_of(asked.scope, key, settings.tags), await self._read(asked)
         intake = await self._heavy.run(
             key.name,
             len(body),
@@ -232,6 +236,7 @@ class Gate:
             request_id=asked.request_id,
             key=key.name,
             account=key.account,
+            tags=tags,
             num_choices=intake.num_choices,
             cap_tokens=intake.cap_tokens,
             shown_usage=intake.shown_usage,

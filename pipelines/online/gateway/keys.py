@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from peagle.economics.tags import TagKeys
 from peagle.errors import ConfigError
 from peagle.files import make_folder, write_atomic
 from peagle.plain_json import from_json
@@ -33,7 +34,7 @@ LOCAL_NAME = "local"  # in usage, where there are no keys
 _log = logging.getLogger("ray.serve")
 
 
-class KeyRecord(BaseModel):
+class KeyRecord(TagKeys):
     """A key as it is stored, and what it may do; null is no limit.
 
     Attributes:
@@ -46,6 +47,8 @@ class KeyRecord(BaseModel):
         max_unfinished_batches: likewise.
         expires_at: Unix time from which on it does not hold.
         is_operator: it sees the usage of all keys, not only its own.
+        tags: of all its requests and batches.
+        request_tags: names of tags that its requests may set themselves.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -63,6 +66,7 @@ class KeyRecord(BaseModel):
     max_unfinished_batches: int | None = Field(default=None, ge=1)
     expires_at: float | None = Field(default=None, gt=0)
     is_operator: bool = False
+    request_tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
     @property
     def account(self) -> str:

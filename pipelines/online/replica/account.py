@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
-from peagle.economics.prices import Device
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
@@ -26,22 +27,6 @@ from pipelines.online.wire import Tally
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # that a request waits for its record to be on the disk
 _KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """The facts of an engine that its account needs.
-
-    Attributes:
-        model: what clients call it.
-        num_devices: accelerators that it holds, or vCPUs.
-    """
-
-    model: str
-    drafter: str | None
-    num_devices: int
-    device: Device
-    usd_per_device_s: float
 
 
 class Listener(Protocol):
@@ -71,7 +56,7 @@ class EngineAccount:
     def __init__(
         self,
         folder: Path,
-        engine: Engine,
+        engine: EngineFacts,
         *,
         heartbeat_s: float = 5.0,
         listener: Listener | None = None,
@@ -108,6 +93,7 @@ class EngineAccount:
         choices_per_prompt: int | None = None,
         *,
         account: str = "",
+        tags: str = NO_TAGS,
         num_choices: int = 1,
         first_asked_at: float | None = None,
     ) -> "RequestAccount":
@@ -117,6 +103,7 @@ class EngineAccount:
 
         Args:
             account: of the key.
+            tags: as JSON (`tags.py`).
             num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
             first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
                 billed it, this one does not.
@@ -131,6 +118,7 @@ class EngineAccount:
             self._monotonic(),
             Tally(choices_per_prompt=choices_per_prompt),
             key_account=account,
+            tags=tags,
             num_choices=num_choices,
             first_asked_at=first_asked_at,
         )
@@ -145,9 +133,8 @@ class EngineAccount:
         """Write where the seconds went until now."""
         session = self._meter.snapshot().to_session(
             self.session_id,
+            self._engine,
             engine_index=self.engine_index,
-            num_devices=self._engine.num_devices,
-            device=self._engine.device,
             started_at=self._started_at,
             ended=self._ended.is_set(),
             self_check=self.self_check,
@@ -195,6 +182,7 @@ class EngineAccount:
             request_id=request.request_id,
             key=request.key,
             account=request.key_account,
+            tags=request.tags,
             model=engine.model,
             drafter=engine.drafter,
             outcome=outcome,
@@ -237,6 +225,7 @@ class RequestAccount:
         tally: Tally,
         *,
         key_account: str,
+        tags: str,
         num_choices: int,
         first_asked_at: float | None,
     ) -> None:
@@ -244,6 +233,7 @@ class RequestAccount:
         self.request_id = request_id
         self.key = key
         self.key_account = key_account
+        self.tags = tags
         self.started_at = time.time()
         self.ttft_s: float | None = None
         self.tally = tally

@@ -22,6 +22,7 @@ from typing import Any
 from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
+from peagle.economics.sessions import EngineFacts
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.engine.environment import set_environment
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
@@ -33,7 +34,7 @@ from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.gateway.keys import LOCAL_NAME
-from pipelines.online.replica.account import Engine, EngineAccount, RequestAccount
+from pipelines.online.replica.account import EngineAccount, RequestAccount
 from pipelines.online.replica.fake import StandIn, StandInEngine
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.serve.deployment import Sizes, make_llm_config
@@ -46,7 +47,7 @@ from pipelines.online.wire import Context
 class EngineMetrics:
     """A listener of an `EngineAccount`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineFacts) -> None:
         from ray.util.metrics import Counter
 
         def counter(name: str, description: str, *more: str) -> Any:
@@ -111,7 +112,7 @@ class ReplicaJob:
     app_id: str
     state: str
     spec: EngineSpec
-    engine: Engine
+    engine: EngineFacts
     sizes: Sizes
     num_engines_on_node: int
     parsers: Mapping[str, Any]
@@ -223,6 +224,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                 context.key,
                 choices_per_prompt,
                 account=context.account,
+                tags=context.tags,
                 num_choices=min(context.num_choices, self._slots),
                 first_asked_at=context.first_asked_at,
             )

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peagle.economics.account import Account, Shares, account
+from peagle.economics.account import Account, Shares, account, shares_by_period
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import PeagleError, PriceError
@@ -197,3 +197,11 @@ def test_the_account_is_json_with_the_derived_figures():
     assert data["speculation"]["acceptance_length"] is None
     assert data["price"]["usd_per_hour"] == 0.20
     assert {field.name for field in dataclasses.fields(Account)} <= set(data)
+
+
+def test_the_worked_example_of_periods():
+    """A day ends 10 s into a unit that takes 30 s and is committed the day after."""
+    whole = session(states=(0.0, 0.0, 30.0, 0.0), tokens=1)
+    at_midnight = dataclasses.replace(whole, last_seen_at=whole.started_at + 10, busy_s=10.0)
+    assert shares_by_period([at_midnight, whole], [0.0, 30.0]) == [Shares(), Shares(busy=30.0)]
+    assert shares_by_period([at_midnight, whole], [0.0, 0.0]) == [Shares(lost=10.0), Shares(lost=20.0)]

@@ -15,6 +15,7 @@ from peagle.economics.ledger import (
     append_beat,
     append_request,
     is_billed,
+    session_then,
     write_session,
 )
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
@@ -110,7 +111,7 @@ def test_a_beat_that_is_no_record_is_left_out(tmp_path):
 
 
 def test_a_moment_is_found_among_many_heartbeats(tmp_path, caplog):
-    """The file is read from its end, in pieces that end within lines."""
+    """The file is searched by bytes, which lie within lines; a line that is being written is not there yet."""
 
     def beat(minute):  # idle for the first thousand minutes
         busy_s = 60.0 * max(0, minute - 1000)
@@ -188,3 +189,28 @@ def test_a_request_is_looked_for_at_the_end_of_files_that_were_written_since_by_
     assert [is_there(number, time.time()) for number in (0, 7, 8)] == [False, True, True]
     os.utime(tmp_path / "requests-s.jsonl", (1000, 1000))
     assert [is_there(8, since) for since in (900, 1059, 1061)] == [True, True, False]
+
+
+@pytest.mark.parametrize("minute", [0, 1, 100, 598, 599])
+@pytest.mark.parametrize("has_bad_lines", [False, True])
+def test_a_session_at_any_moment_lies_between_its_two_nearest_heartbeats(tmp_path, minute, has_bad_lines):
+    """A heartbeat a minute for ten hours; of each minute after the n-th, n / 1000 of its seconds are busy."""
+    busy_s, beats = 0.0, []
+    for number in range(1, 600):
+        busy_s += 60 * number / 1000
+        life_s = 60.0 * number
+        beats.append(replace(SESSION, last_seen_at=1000 + life_s, busy_s=busy_s, idle_s=life_s - busy_s))
+        append_beat(tmp_path, beats[-1])
+        if has_bad_lines and number % 3 == 0:
+            with (tmp_path / "beats-s.jsonl").open("ab") as file:
+                file.write(b'{"torn": ' + b"x" * (number % 7) + b"\n")
+    last = replace(beats[-1], last_seen_at=1000 + 36_000.0 + 1, idle_s=36_001 - busy_s, ended=True)
+    then = session_then(tmp_path, last, 1000 + 60.0 * minute + 30)
+    at = [0.0, *(beat.busy_s for beat in beats)]
+    expected = at[minute] + 30 / 60 * (at[minute + 1] - at[minute]) if minute < 599 else busy_s
+    assert then.busy_s == pytest.approx(expected)
+    assert then.last_seen_at == pytest.approx(1000 + 60.0 * minute + 30)
+
+
+def test_a_session_without_kept_heartbeats_is_divided_evenly(tmp_path):
+    assert session_then(tmp_path, SESSION, 1030.0).busy_s == pytest.approx(30)

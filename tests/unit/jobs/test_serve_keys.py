@@ -83,3 +83,16 @@ def test_a_limit_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag,
     assert cli.run(["serve", "keys", "add", "alice", "--keys", str(path), flag, value]) == 2
     assert flag.strip("-").replace("-", "_") in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_a_key_carries_tags_and_may_let_its_requests_set_some(tmp_path, capsys):
+    path = str(tmp_path / "keys.json")
+    flags = ["--tag", "team=search", "--tag", "project=x", "--request-tag", "run"]
+    assert cli.run(["serve", "keys", "add", "alice", *flags, "--keys", path]) == 0
+    (record,) = json.loads((tmp_path / "keys.json").read_text())
+    assert (record["tags"], record["request_tags"]) == ({"team": "search", "project": "x"}, ["run"])
+    capsys.readouterr()
+    assert cli.run(["serve", "keys", "list", "--keys", path]) == 0
+    assert capsys.readouterr().out.strip() == "alice  request_tags=('run',)  tag team=search  tag project=x"
+    assert cli.run(["serve", "keys", "add", "bob", "--tag", "team", "--keys", path]) == 2
+    assert "not KEY=VALUE" in capsys.readouterr().err

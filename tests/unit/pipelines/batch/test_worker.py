@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle import hardware
+from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
@@ -74,8 +75,7 @@ class Scene:
                 run_dir=str(self.run),
                 places="test-worker",
                 spec=self._spec,
-                model="fake",
-                drafter=None,
+                facts=EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu"),
                 sampling=self._base,
                 **job,
             )

@@ -2,12 +2,13 @@
 
 import pytest
 
-from pipelines.online.replica.account import Engine, EngineAccount
+from peagle.economics.sessions import EngineFacts
+from pipelines.online.replica.account import EngineAccount
 
 
 @pytest.fixture
 def engine_account(tmp_path, clock):
-    engine = Engine(model="m", drafter="head", num_devices=2, device="vcpu", usd_per_device_s=0.01)
+    engine = EngineFacts(model="m", drafter="head", num_devices=2, device="vcpu", usd_per_device_s=0.01)
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     yield account
     account.end()

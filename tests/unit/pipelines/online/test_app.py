@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.catalog.drafters import ResolvedDrafter
+from peagle.economics.sessions import EngineFacts
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.errors import CapacityError, ConfigError, PriceError
@@ -13,7 +14,7 @@ from pipelines.online import app
 from pipelines.online.app import Served, endpoint_price, gate_settings, model_card
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.keys import new_key, write_keys
-from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.account import EngineAccount
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 GPU = Hardware(
@@ -127,7 +128,7 @@ def test_a_price_of_another_kind_of_device_is_refused(tmp_path):
 
 
 def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
-    engine = Engine(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+    engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
     assert price_of(tmp_path, CPU, usd_per_hour=1)
     with pytest.raises(PriceError, match="ledger: it has engines that are paid for by the vcpu") as error:

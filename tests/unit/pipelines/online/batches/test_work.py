@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -31,9 +32,19 @@ def test_a_batch_that_never_ran_says_so_of_each_request(task, reason):
 def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
     assert task.config == {
         "engine": "fake", "usd_per_hour": 1, "input_format": "openai-batch", "temperature": 1.0, "max_tokens": 1000,
+        "tags": {},
     }  # fmt: skip
     assert task.neighbours.places == "app"
     assert task.commits == {"org/model": "abc"}
+
+
+def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, upload, make_order, make_key):
+    recipe = settings.recipes["m"]
+    tagged = replace(recipe, config={**recipe.config, "tags": {"site": "lab", "team": "all"}})
+    key = make_key("alice").model_copy(update={"tags": {"team": "search"}})
+    batch = Batch(order=make_order(upload(store, b"{}\n").id, key=key), progress=Progress(model="m"))
+    task = make_task(batch, replace(settings, recipes={"m": tagged}), store)
+    assert task.config["tags"] == {"site": "lab", "team": "search"}
 
 
 def test_a_run_knows_what_clients_call_its_model(task, monkeypatch):

@@ -87,6 +87,7 @@ def keys(tmp_path):
         "slow": {"requests_per_min": 1},
         "small": {"output_tokens_per_min": 100, "budget_usd": 0.2},
         "other": {"models": ["b"]},
+        "tagged": {"tags": {"team": "search"}, "request_tags": ["project", "team"]},
         "boss": {"is_operator": True},
     }.items():
         made[name], record = new_key(name, **limits)
@@ -277,6 +278,41 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
     assert ask(post(keys["alice"], path=path, headers=kind), app=engine)[0].is_success
     passed_on = "application/json" if is_json else kind.get("content-type")
     assert engine.headers.get("content-type") == passed_on
+
+
+@pytest.mark.parametrize(
+    ("key", "header", "tags"),
+    [
+        ("alice", None, {"site": "lab"}),
+        ("tagged", None, {"site": "lab", "team": "search"}),
+        ("tagged", "project=x, team=ads", {"project": "x", "site": "lab", "team": "ads"}),
+    ],
+)
+def test_a_request_has_the_tags_of_the_endpoint_of_its_key_and_its_own(ask, keys, key, header, tags):
+    engine = Engine()
+    ask(post(keys[key], headers={"X-Peagle-Tags": header} if header else {}), app=engine, tags={"site": "lab"})
+    assert json.loads(engine.context.tags) == tags
+
+
+@pytest.mark.parametrize(
+    ("key", "header", "expected"),
+    [
+        ("alice", "project=x", (403, "tag_not_allowed")),
+        ("tagged", "site=x", (403, "tag_not_allowed")),
+        ("tagged", "project", (422, "invalid_value")),
+        ("tagged", "project=\x7f", (422, "invalid_value")),
+        ("tagged", "project=" + "x" * 200, (422, "invalid_value")),
+    ],
+)
+def test_tags_that_a_request_may_not_set_are_refused(ask, keys, key, header, expected):
+    (answer,) = ask(post(keys[key], headers={"X-Peagle-Tags": header}))
+    assert error_of(answer) == expected
+
+
+def test_without_keys_a_request_may_set_any_tag(ask):
+    engine = Engine()
+    ask(post(headers={"X-Peagle-Tags": "project=x"}), app=engine, requires_key=False, key_file=None)
+    assert json.loads(engine.context.tags) == {"project": "x"}
 
 
 def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):

@@ -3,9 +3,10 @@ import time
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, read_sessions
-from pipelines.online.replica.account import Engine, EngineAccount
+from peagle.economics.sessions import EngineFacts
+from pipelines.online.replica.account import EngineAccount
 
-ENGINE = Engine(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
+ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
 
 
 def session(tmp_path):

@@ -3,10 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from peagle.economics.sessions import EngineFacts
 from peagle.engine.spec import EngineSpec
 from peagle.speculation import SpeculationStats
 from pipelines.online.replica import server
-from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.account import EngineAccount
 from pipelines.online.replica.server import EngineMetrics
 
 
@@ -66,7 +67,7 @@ def counted(monkeypatch):
 
 
 def test_what_the_ledger_learns_is_counted(counted, clock, tmp_path):
-    engine = Engine(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5)
+    engine = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5)
     account = EngineAccount(tmp_path, engine, heartbeat_s=300, monotonic=clock, listener=EngineMetrics(engine))
     clock.now += 10
     account.ready(compile_s=4)

@@ -1,0 +1,149 @@
+"""Sessions of engines: their facts, moments between heartbeats, tables."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from peagle.economics.prices import Device, Price
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.usage import VERSION, EngineSession, check_version
+from peagle.errors import PeagleError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SESSION_KEY = b"peagle.session"
+_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """The facts of an engine that its account needs, the same for all its life.
+
+    Attributes:
+        model: what its clients or its run call it.
+        num_devices: accelerators that it holds, or vCPUs.
+        usd_per_device_s: what each costs; 0 where nobody knows.
+        instance_type, provider, region: of the price.
+        tags: of whatever it runs for, as JSON (`tags.py`).
+    """
+
+    model: str
+    drafter: str | None
+    num_devices: int
+    device: Device
+    usd_per_device_s: float = 0.0
+    instance_type: str = ""
+    provider: str = ""
+    region: str = ""
+    tags: str = NO_TAGS
+
+    @classmethod
+    def priced(
+        cls, price: Price, *, model: str, drafter: str | None, num_devices: int, device: Device, tags: str
+    ) -> Self:
+        """The facts of an engine that is paid for at this price."""
+        return cls(
+            model=model,
+            drafter=drafter,
+            num_devices=num_devices,
+            device=device,
+            usd_per_device_s=price.usd_per_device_s,
+            instance_type=price.instance_type,
+            provider=price.provider,
+            region=price.region,
+            tags=tags,
+        )
+
+
+def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
+    """A session's usage after an earlier heartbeat, as if it had started then.
+
+    While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
+    are taken together, and none counts twice.
+    """
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
+    passed["compile_s"] = min(passed["compile_s"], start_s)
+    passed["load_s"] = start_s - passed["compile_s"]
+    return replace(
+        session,
+        started_at=session.last_seen_at - sum(passed.values()),
+        num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
+        **passed,
+    )
+
+
+def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
+    """A session at a Unix time between two of its heartbeats.
+
+    Usage between them is divided evenly.
+
+    Args:
+        earlier: the last one before; None if there was none since the session began.
+    """
+    began = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - began) / (later.last_seen_at - began)
+
+    def between(name: str) -> float:
+        before = getattr(earlier, name) if earlier else 0
+        return float((1 - share) * before + share * getattr(later, name))
+
+    states: dict[str, Any] = {name: between(name) for name in _STATES}
+    return replace(
+        later,
+        last_seen_at=later.started_at + sum(states.values()),
+        num_output_tokens=round(between("num_output_tokens")),
+        ended=False,
+        **states,
+    )
+
+
+def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
+    """The warnings of these engines' starts, each once, in their order."""
+    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
+
+
+def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
+    """One row a session, for `ledger/session-<id>.parquet`."""
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
+
+
+def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
+    """The inverse of `sessions_to_table`.
+
+    Tables of several files may be concatenated first.
+
+    Raises:
+        PeagleError: another version, other columns, or rows that contradict themselves.
+    """
+    expected = _session_schema(table.column_names)
+    try:
+        check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
+        if not table.schema.equals(expected):
+            raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
+        return [EngineSession(**row) for row in table.to_pylist()]
+    except ValueError as error:
+        raise PeagleError(f"not a record of engine sessions: {error}") from error
+
+
+def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
+    """All columns, or the required ones and those of the others that exist."""
+    import pyarrow as pa
+
+    types = {
+        str: pa.string(),
+        str | None: pa.string(),
+        int: pa.int64(),
+        float: pa.float64(),
+        bool: pa.bool_(),
+        Device: pa.string(),
+    }
+    columns = [
+        (field.name, types[field.type])
+        for field in fields(EngineSession)
+        if there is None or field.default is MISSING or field.name in there
+    ]
+    return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})

@@ -1,0 +1,39 @@
+import pytest
+
+from peagle.economics.tags import MOST_TAGS, TagKeys, parse_tags, tags_from_text, tags_to_text
+
+
+def test_equal_tags_are_equal_text_and_come_back():
+    assert tags_to_text({"b": "1", "a": "2"}) == tags_to_text({"a": "2", "b": "1"})
+    assert tags_from_text(tags_to_text({"team": "search"})) == {"team": "search"}
+    assert tags_from_text(tags_to_text({})) == {}
+
+
+@pytest.mark.parametrize(
+    "value", [["team=search", "project=x"], "team=search, project=x", {"team": "search", "project": "x"}]
+)
+def test_tags_come_as_flags_as_a_variable_or_as_a_map(value):
+    assert TagKeys(tags=value).tags == {"team": "search", "project": "x"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["team"], "not KEY=VALUE"),
+        (["team=a", "team=b"], "given twice"),
+        (["1=a"], "must be a letter"),
+        (["team="], "1 to 128"),
+        (["team=a\nb"], "1 to 128"),
+        (["team=" + "x" * 129], "1 to 128"),
+        ([f"t{number}=1" for number in range(MOST_TAGS + 1)], "at most are kept"),
+    ],
+)
+def test_other_tags_are_refused(pairs, message):
+    with pytest.raises(ValueError, match=message):
+        parse_tags(pairs)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 1}', "{", 5, None])
+def test_text_that_holds_no_tags_is_refused(text):
+    with pytest.raises(ValueError, match=r"no tags|Expecting"):
+        tags_from_text(text)
