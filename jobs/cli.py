@@ -35,6 +35,8 @@ COMMANDS = {
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
+    "cost": "say what runs and endpoints cost in a period, by key, model, tag or day",
+    "prices": "list the prices of machines, each with its date and source",
     "models": "list the catalog, or show one model's card",
     "models add": "put a drafter head into your catalog",
     "prompts": "write the prompts that ship for training a drafter",

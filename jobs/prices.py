@@ -1,0 +1,71 @@
+"""`peagle prices`: the price table, each row with its date and source."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from peagle.economics.offers import Offer
+
+HELP = """\
+List the prices that runs and endpoints are accounted by: dollars an hour for a machine, with the date and the source of
+each.
+
+  peagle prices                  the whole table
+  peagle prices H100             machines with that accelerator
+  peagle prices p5.48xlarge      one instance type, in every region
+  peagle prices --prices own.csv --json -
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle prices`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="accelerator or instance type; everything without it")
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="CSV that adds to or replaces rows of the table")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Print the offers."""
+    from peagle.economics.prices import PriceTable
+    from peagle.tables import aligned
+
+    offers = _chosen(PriceTable.load(args.prices), args.name)
+    sources = list(dict.fromkeys(offer.source for offer in offers))
+    heads = ("instance type", "devices", "where", "on demand $/h", "spot $/h", "as of", "source")
+    print("\n".join(aligned([heads, *(_row(offer, sources) for offer in offers)])))
+    for number, source in enumerate(sources, start=1):
+        print(f"[{number}] {source}")
+    for offer in offers:
+        if offer.doubt_on_demand:
+            print(f"! {offer.instance_type} on demand: {offer.doubt_on_demand}")
+    return 0, {"prices": [asdict(offer) for offer in offers]}
+
+
+def _chosen(table: Any, name: str | None) -> "list[Offer]":
+    """The offers of an accelerator or an instance type, or all.
+
+    Raises:
+        PriceError: the table has neither.
+    """
+    from peagle.economics.prices import WAYS_OUT
+    from peagle.errors import PriceError, did_you_mean
+
+    if name is None:
+        return list(table.offers)
+    found = [offer for offer in table.offers if offer.instance_type == name] or table.carrying(name)
+    if not found:
+        known = {name for offer in table.offers for name in (offer.instance_type, offer.accelerator) if name}
+        raise PriceError(f"no price is known for {name!r}", hint=f"{did_you_mean(name, known)}; or {WAYS_OUT}")
+    return list(found)
+
+
+def _row(offer: "Offer", sources: "Sequence[str]") -> tuple[str, ...]:
+    devices = f"{offer.num_accelerators} x {offer.accelerator}" if offer.accelerator else f"{offer.num_vcpus} vCPUs"
+    on_demand, spot = (
+        "-" if usd is None else f"{usd:,.4f}" for usd in (offer.usd_per_hour_on_demand, offer.usd_per_hour_spot)
+    )
+    source = f"[{sources.index(offer.source) + 1}]"
+    return offer.instance_type, devices, offer.place or "everywhere", on_demand, spot, offer.as_of, source

@@ -1,0 +1,139 @@
+"""The ledgers that a user names: of runs and of endpoints, local or on S3.
+
+It reads, and changes nothing. A run that two names reach counts once, and so does a batch whose run stands beside the
+endpoint's ledger that has billed it.
+"""
+
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from peagle.economics.account import require_devices, require_sessions
+from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_then
+from peagle.economics.prices import Price
+from peagle.economics.request_work import read_work
+from peagle.economics.sessions import EngineFacts, session_at
+from peagle.economics.spending import Ledger, Whose, Work, day_of
+from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import EngineSession
+from peagle.errors import ConfigError
+from peagle.private import user_path
+from peagle.runs.directory import RunDirectory
+from peagle.storage import Place, is_remote, place
+
+_BATCH_COMMAND = ["POST", "/v1/batches"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Ledgers, and what a reader should know of how they were found."""
+
+    ledgers: tuple[Ledger, ...]
+    notes: tuple[str, ...]
+
+
+def find_ledgers(sources: Sequence[str]) -> Found:
+    """The ledgers of all sources, each once.
+
+    Raises:
+        ConfigError: a source is neither a run nor an endpoint's state, or there is none.
+        PeagleError: a file is damaged.
+    """
+    runs, states, others = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
+    missing = [source for source in sources if not _is_glob(source) and not place(source).is_dir()]
+    if missing or not (runs or states):
+        raise ConfigError(
+            f"there is no run and no endpoint's state at {', '.join(missing or sources)}",
+            hint="name run directories (they hold run.json) or --state folders of `peagle serve` (they hold ledger/)",
+        )
+    endpoints = [_endpoint(name, folder) for name, folder in states.items()]
+    billed = {whose.session_id for ledger in endpoints for whose in ledger.work}
+    own = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
+    notes = []
+    if num_billed := len(runs) - len(own):
+        notes.append(f"{num_billed} runs of batches count in the ledger of the endpoint that ran them.")
+    if others:
+        notes.append(f"{len(others)} folders hold neither a run nor an endpoint's state: {min(others)}, ...")
+    return Found(ledgers=(*endpoints, *(_bulk(name, run) for name, run in own.items())), notes=tuple(notes))
+
+
+def _places(source: str) -> dict[str, Place]:
+    """The folders of a source, by name.
+
+    Raises:
+        ConfigError: it is no glob that a store knows.
+    """
+    if not _is_glob(source):
+        return {source: place(source)}
+    if "://" not in source:
+        names = sorted(glob.glob(str(user_path(source))))  # noqa: PTH207 - a Path's takes no absolute pattern
+        return {name: place(name) for name in names if place(name).is_dir()}
+    folder, _, pattern = source.rstrip("/").rpartition("/")
+    if _is_glob(folder) or "[" in pattern:
+        raise ConfigError(f"{source}: on S3 a glob has * and ? in its last part alone")
+    return {str(found): found for found in sorted(place(folder).glob(pattern), key=str)}
+
+
+def _is_glob(source: str) -> bool:
+    return any(sign in source for sign in "*?[")
+
+
+def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
+    """Runs, endpoints' states, and the names of the rest.
+
+    A folder with several names has the first of them.
+    """
+    runs, states, others = dict[str, RunDirectory](), dict[str, Place](), list[str]()
+    for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(folders.items())}.values():
+        run, ledger = RunDirectory(folder), folder / "ledger"
+        if run.exists:
+            runs[name] = run
+        elif any(next(ledger.glob(files), None) for files in (SESSION_FILES, REQUEST_FILES)):
+            states[name] = folder
+        else:
+            others.append(name)
+    return dict(sorted(runs.items())), dict(sorted(states.items())), others
+
+
+def _identity(folder: Place) -> str:
+    return str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
+
+
+def _batch_id(manifest: dict[str, Any]) -> str | None:
+    """The batch that a run works on; None of any other run."""
+    command = list(manifest.get("command") or [])
+    return str(command[2]) if command[:2] == _BATCH_COMMAND and len(command) > 2 else None
+
+
+def _endpoint(name: str, state: Place) -> Ledger:
+    ledger = state / "ledger"
+    work = read_work(ledger)  # before the sessions: each request names one that was there before it
+
+    def then(session: EngineSession, moment: float) -> EngineSession:
+        return session_then(ledger, session, moment)
+
+    return Ledger(run=name, sessions=read_sessions(ledger), work=work, then=then)
+
+
+def _bulk(name: str, run: RunDirectory) -> Ledger:
+    """The ledger of a bulk run; what it is and what it costs is in its `run.json`."""
+    manifest = run.manifest()
+    price, about = Price.from_dict(manifest["price"]), manifest["run"]
+    tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
+    usages = list(run.usages())
+    sessions = [_described(session, price, about["model"], about["drafter"], tags) for session in run.sessions()]
+    require_devices(sessions, price)
+    require_sessions(sessions, {usage.session_id for usage in usages})
+    usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
+    work: dict[Whose, Work] = {}
+    for usage in usages:
+        whose = Whose(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
+        work.setdefault(whose, Work()).add(Work.of(usage, usage.busy_s * usd_per_s[usage.session_id]))
+    return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
+
+
+def _described(session: EngineSession, price: Price, model: str, drafter: str | None, tags: str) -> EngineSession:
+    devices = {"num_devices": session.num_devices, "device": session.device}
+    facts = EngineFacts.priced(price, model=model, drafter=drafter, tags=tags, **devices)
+    return replace(session, **asdict(facts))

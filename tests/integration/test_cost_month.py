@@ -1,0 +1,66 @@
+"""`peagle cost` of a large month: a million requests of an endpoint and a thousand units of a bulk run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import append_beat, write_session
+from tests.unit.economics.month import BULK, SERVING, a_request, a_unit, at, write_run
+
+NUM_REQUESTS, NUM_ENGINES, NUM_UNITS = 1_000_000, 4, 1000
+MONTH_S = 30 * 86_400
+MOST_S, MOST_BYTES = 10.0, 2**30
+KEYS = [f"key{number}" for number in range(20)]
+
+
+def write_month(root):
+    """Four engines that live all of November; each answers a request every ten seconds. Returns the dollars billed."""
+    ledger = root / "serve" / "ledger"
+    ledger.mkdir(parents=True)
+    begins, each = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
+    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=begins + 1).to_json())
+    for engine in range(NUM_ENGINES):
+        name = f"engine{engine}"
+        life = replace(SERVING, session_id=name, started_at=begins, last_seen_at=begins + MONTH_S, ended=True)
+        states = {"load_s": 600.0, "busy_s": 1.0 * each, "idle_s": MONTH_S - 600.0 - each}
+        write_session(ledger, replace(life, **states))
+        for day in range(1, 30):
+            part = {state: seconds * day / 30 for state, seconds in states.items()}
+            append_beat(ledger, replace(life, last_seen_at=begins + day * 86_400, ended=False, **part))
+        record["usage"]["session_id"] = name
+        with (ledger / f"requests-{name}.jsonl").open("w") as file:
+            for number in range(each):
+                finished_at = begins + 1 + number * (MONTH_S - 2) / each
+                record["request_id"], record["key"] = f"{name}-{number:032x}", KEYS[number % len(KEYS)]
+                record["usage"] |= {"started_at": finished_at - 1, "finished_at": finished_at}
+                file.write(json.dumps(record) + "\n")
+    units = [
+        a_unit("bulk", busy_s=30.0, tokens=50_000, finished_at=at(11, 30, 20) + 3 * number, num_rows=500)
+        for number in range(NUM_UNITS)
+    ]
+    write_run(root / "bulk", [BULK], units)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_month_of_a_million_records_takes_seconds_and_little_memory(tmp_path):
+    write_month(tmp_path)
+    command = [sys.executable, "-m", "jobs.cli", "cost", "serve", "bulk", "--month", "2026-11", "--by", "day,key"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    began = time.monotonic()
+    with (tmp_path / "out.json").open("wb") as out:
+        process = subprocess.Popen([*command, "--format", "json"], cwd=tmp_path, env=environment, stdout=out)
+        _, status, used = os.wait4(process.pid, 0)
+    took_s, most_bytes = time.monotonic() - began, used.ru_maxrss * 1024
+    process.returncode = os.waitstatus_to_exitcode(status)
+    print(f"{took_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {most_bytes / 2**20:.0f} MiB")  # noqa: T201
+    assert process.returncode == 0
+    total = json.loads((tmp_path / "out.json").read_bytes())["total"]
+    assert total["num_requests"] == NUM_REQUESTS + 500 * NUM_UNITS
+    assert total["usd"]["attributed"] == pytest.approx(1000 + 30_000 * 0.10264 / 3600, abs=1e-5)
+    assert (took_s < MOST_S, most_bytes < MOST_BYTES) == (True, True)

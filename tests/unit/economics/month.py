@@ -1,0 +1,113 @@
+"""The month that docs/cost.md works by hand, as files.
+
+serve      an endpoint on one H100 at 6.88 USD an hour: an engine from 3 November, 22:00, to 4 November, 02:00
+nightly    a bulk run on 2 vCPUs at 0.10264 USD an hour: from 30 November, 20:00, to 1 December, 06:00
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from peagle.corpus.rows import Span
+from peagle.economics.ledger import append_beat, append_request, write_session
+from peagle.economics.prices import PriceTable
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.speculation import SpeculationStats
+
+H100 = 6.88 / 3600
+"""USD a second."""
+
+
+def at(month: int, day: int, hour: int, minute: int = 0) -> float:
+    return datetime(2026, month, day, hour, minute, tzinfo=UTC).timestamp()
+
+
+def a_unit(session_id: str, *, busy_s: float, tokens: int, finished_at: float, num_rows: int = 1) -> UnitUsage:
+    return UnitUsage(
+        session_id=session_id, num_rows=num_rows, num_failed_rows=0, num_prompt_tokens=tokens // 2,
+        num_cached_tokens=0, num_output_tokens=tokens, busy_s=busy_s, speculation=SpeculationStats.empty(),
+        started_at=finished_at - busy_s, finished_at=finished_at,
+    )  # fmt: skip
+
+
+def a_request(key: str, *, usd: float, tags: str = NO_TAGS, **usage: object) -> RequestUsage:
+    """A request of an engine that is called "serving"."""
+    return RequestUsage(
+        request_id=f"{key}-{usage['finished_at']}", key=key, model="gpt-oss-20b", drafter="head", outcome="ok",
+        ttft_s=None, usd=usd, usage=a_unit("serving", **usage), tags=tags,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+SERVING = EngineSession(
+    session_id="serving", engine_index=0, hostname="h", num_devices=1, device="accelerator",
+    started_at=at(11, 3, 22), last_seen_at=at(11, 4, 2), load_s=600.0, compile_s=0.0, busy_s=5700.0, idle_s=8100.0,
+    num_output_tokens=3_000_000, ended=True, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge",
+    provider="aws", region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}',
+)  # fmt: skip
+AT_MIDNIGHT = replace(
+    SERVING, last_seen_at=at(11, 4, 0), busy_s=3900.0, idle_s=2700.0, num_output_tokens=2_050_000, ended=False
+)
+
+
+def write_endpoint(state: Path) -> None:
+    ledger = state / "ledger"
+    ledger.mkdir(parents=True)
+    write_session(ledger, SERVING)
+    append_beat(ledger, AT_MIDNIGHT)
+    append_beat(ledger, SERVING)
+    tags = '{"project": "x", "team": "search"}'
+    alice = a_request("alice", usd=6.88, busy_s=3600.0, tokens=2_000_000, finished_at=at(11, 3, 23, 50), tags=tags)
+    append_request(ledger, alice)
+    append_request(
+        ledger, a_request("bob", usd=3.44, busy_s=1800.0, tokens=900_000, finished_at=at(11, 4, 1), tags=SERVING.tags)
+    )
+
+
+BULK = EngineSession(
+    session_id="bulk", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=at(11, 30, 20),
+    last_seen_at=at(12, 1, 6), load_s=360.0, compile_s=0.0, busy_s=34_200.0, idle_s=1440.0,
+    num_output_tokens=4_000_000, ended=True,
+)  # fmt: skip
+
+
+def write_run(
+    root: Path,
+    sessions: Sequence[EngineSession],
+    units: Sequence[UnitUsage],
+    *,
+    command: Sequence[str] = ("peagle", "generate"),
+    tags: dict[str, str] | None = None,
+) -> None:
+    """A run directory of these units, at the price of the packaged c7a.large."""
+    run = RunDirectory(root)
+    span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=1)
+    planned = tuple(WorkUnit(unit=number, first_id=number, span=span) for number in range(len(units)))
+    schema = pa.schema([("prompt", pa.string())])
+    price = PriceTable.load().price("c7a.large")
+    manifest = {
+        "created_at": 1.0,
+        "command": list(command),
+        "config": {"tags": tags or {}},
+        "price": price.to_dict(),
+        "run": {"model": "smollm2-135m", "drafter": None},
+    }
+    run.create(manifest, Plan(units=planned, rows_per_unit=1, schema=schema, corpus_fingerprint="c"))
+    for session in sessions:
+        run.write_session(session)
+    for number, unit in enumerate(units):
+        run.commit(number, pa.table({"id": [number]}), unit, [])
+
+
+def write_nightly(root: Path) -> None:
+    units = [
+        a_unit("bulk", busy_s=10_000.0, tokens=1_000_000, finished_at=at(11, 30, 23), num_rows=500),
+        a_unit("bulk", busy_s=15_000.0, tokens=2_000_000, finished_at=at(12, 1, 0, 30), num_rows=500),
+        a_unit("bulk", busy_s=9200.0, tokens=1_000_000, finished_at=at(12, 1, 5), num_rows=500),
+    ]
+    write_run(root, [BULK], units, tags={"team": "data"})

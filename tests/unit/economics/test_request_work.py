@@ -1,0 +1,100 @@
+"""A ledger's requests in bulk: the same as line by line, also where lines are bad."""
+
+import json
+import logging
+
+import pytest
+
+from peagle.economics import request_work
+from peagle.economics.ledger import append_request
+from peagle.economics.request_work import read_work
+from peagle.economics.spending import Whose, Work
+from tests.unit.pipelines.online.ledgers import a_request
+
+
+def write(folder, lines=()):
+    for number in range(40):
+        append_request(
+            folder,
+            a_request(
+                str(number),
+                key=f"k{number % 3}",
+                usd=0.01 * number,
+                started_at=1.0,
+                finished_at=86_000.0 + 100 * number,
+                tags='{"team": "a"}' if number % 2 else "{}",
+                session_id=f"s{number % 2}",
+            ),
+        )
+    for line in lines:
+        with (folder / "requests-s0.jsonl").open("ab") as file:
+            file.write(line)
+
+
+def line_by_line(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(request_work, "_columns", lambda piece: (_ for _ in ()).throw(ValueError))
+        return read_work(folder)
+
+
+def edited(**changes):
+    record = json.loads(a_request("x").to_json())
+    usage = {name: changes.pop(name) for name in list(changes) if name in record["usage"] and name != "version"}
+    return json.dumps({**record, **changes, "usage": {**record["usage"], **usage}}).encode() + b"\n"
+
+
+def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
+    write(tmp_path)
+    read_slowly = []
+    monkeypatch.setattr(request_work, "_of_request", lambda request: read_slowly.append(request))
+    found = read_work(tmp_path)
+    assert read_slowly == []
+    monkeypatch.undo()
+    expected = line_by_line(tmp_path, monkeypatch)
+    assert found.keys() == expected.keys()
+    for whose, work in found.items():
+        assert work.usd == pytest.approx(expected[whose].usd)
+        assert (work.num_requests, work.num_output_tokens) == (
+            expected[whose].num_requests, expected[whose].num_output_tokens,
+        )  # fmt: skip
+    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Work(
+        num_requests=1, num_prompt_tokens=100, num_output_tokens=41, usd=0.0
+    )
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json\n", edited(usd=-1.0), edited(usd=float("nan")), edited(version=2),
+        edited(colour="red"), edited(num_rows=-1), edited(started_at=9e9), edited(num_cached_tokens=101),
+        edited(key=None), edited(tags="[]"), edited(tags=5), edited(tags=""), edited(num_rows="1"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_left_out_and_told_of(tmp_path, monkeypatch, caplog, line):
+    write(tmp_path, [line])
+    with caplog.at_level(logging.ERROR):
+        found = read_work(tmp_path)
+    assert sum(work.num_requests for work in found.values()) == 40
+    assert "a line is left out" in caplog.text
+
+
+def test_a_torn_last_line_is_not_there_yet(tmp_path, caplog):
+    write(tmp_path, [a_request("torn").to_json()[:50]])
+    assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
+    assert caplog.records == []
+
+
+def test_records_from_before_tags_and_accounts_are_read(tmp_path, caplog):
+    record = json.loads(a_request("old").to_json())
+    for name in ("tags", "account", "num_choices"):
+        del record[name]
+    (tmp_path / "requests-s.jsonl").write_text(json.dumps(record) + "\n")
+    (whose,) = read_work(tmp_path)
+    assert (whose.tags, caplog.records) == ("{}", [])
+
+
+def test_pieces_of_a_file_end_with_lines(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setattr(request_work, "_PIECE_BYTES", 1000)
+    assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40

@@ -1,0 +1,180 @@
+"""Charges: every dollar in exactly one, however the time is cut and in whatever order records come."""
+
+from collections import defaultdict
+from dataclasses import replace
+from datetime import UTC, date, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.economics.account import account
+from peagle.economics.prices import Price
+from peagle.economics.sessions import session_at
+from peagle.economics.spending import DAY_S, Days, Ledger, Spend, Whose, Work, charges, day_number, day_of
+from peagle.economics.statement import statement
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.speculation import SpeculationStats
+
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
+ALL = Days()
+KINDS = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
+
+
+def session(session_id="s", *, started_at=0.0, load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, **changes):
+    one = EngineSession(
+        session_id=session_id, engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=started_at,
+        last_seen_at=started_at + load_s + compile_s + busy_s + idle_s, load_s=load_s, compile_s=compile_s,
+        busy_s=busy_s, idle_s=idle_s, num_output_tokens=0, ended=True, model="m", drafter="head",
+        instance_type="i", usd_per_device_s=0.01,
+    )  # fmt: skip
+    return replace(one, **changes)
+
+
+def ledger(sessions, work, then=lambda one, moment: session_at(moment, None, one)):
+    return Ledger(run="r", sessions=sessions, work=work, then=then)
+
+
+def spent(one, days=ALL):
+    return sum((charge.spend for charge in charges(one, days)), Spend())
+
+
+@st.composite
+def ledgers(draw):
+    """Engines of some days with units of theirs, and the same units for `account`."""
+    sessions, units = [], []
+    for number in range(draw(st.integers(1, 4))):
+        seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
+        states = {name: draw(seconds) for name in ("load_s", "compile_s", "busy_s", "idle_s")}
+        one = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
+        sessions.append(replace(one, last_seen_at=one.started_at + sum(states.values())))
+        for _ in range(draw(st.integers(0, 4))):
+            finished_at = one.started_at + draw(st.floats(0, 1)) * (one.last_seen_at - one.started_at)
+            busy_s = draw(st.floats(0, 1)) * one.busy_s / draw(st.integers(1, 4))
+            units.append(
+                UnitUsage(
+                    session_id=one.session_id,
+                    num_rows=1,
+                    num_failed_rows=0,
+                    num_prompt_tokens=3,
+                    num_cached_tokens=0,
+                    num_output_tokens=draw(st.integers(0, 99)),
+                    busy_s=busy_s,
+                    speculation=SpeculationStats.empty(),
+                    started_at=0.0,
+                    finished_at=finished_at,
+                )
+            )
+    return sessions, units
+
+
+def of_units(sessions, units):
+    work = {}
+    for index, unit in enumerate(units):
+        whose = Whose(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
+        work.setdefault(whose, Work()).add(Work.of(unit, unit.busy_s * 2 * 0.01))
+    return ledger(sessions, work)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(drawn=ledgers())
+def test_the_whole_is_what_the_account_of_a_report_says(drawn):
+    sessions, units = drawn
+    whole, reported = spent(of_units(sessions, units)), account(units, sessions, PRICE)
+    assert whole.attributed_usd == pytest.approx(reported.usd.busy, abs=1e-6)
+    assert whole.loading_usd == pytest.approx(reported.usd.load + reported.usd.compile, abs=1e-6)
+    assert whole.idle_usd == pytest.approx(reported.usd.idle, abs=1e-6)
+    assert whole.lost_usd == pytest.approx(reported.usd.lost, abs=1e-6)
+    assert whole.num_output_tokens == reported.num_output_tokens
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(drawn=ledgers(), cuts=st.sets(st.integers(-1, 13), max_size=4))
+def test_any_cut_of_time_adds_up_to_the_whole_and_no_share_is_negative(drawn, cuts):
+    one = of_units(*drawn)
+    ends = sorted(cuts)
+    periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
+    parts, whole = [spent(one, days) for days in periods], spent(one)
+    for name in KINDS:
+        assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=1e-6)
+    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(one, Days()) for name in KINDS)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(drawn=ledgers(), random=st.randoms(use_true_random=False))
+def test_any_order_of_records_and_any_grouping_give_the_same_sums_to_the_last_digit_shown(drawn, random):
+    sessions, units = drawn
+    one = of_units(sessions, units)
+    found = list(charges(one, Days()))
+    by_day_and_key = statement(found, ("day", "key"), Days())
+    random.shuffle(found)
+    again = statement(found, ("day", "key"), Days())
+    for row, other in zip(by_day_and_key["rows"], again["rows"], strict=True):
+        assert (row["day"], row["key"], row["num_output_tokens"]) == (
+            other["day"], other["key"], other["num_output_tokens"],
+        )  # fmt: skip
+        for kind, usd in row["usd"].items():
+            assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)
+    for result in (by_day_and_key, again, statement(found, (), Days())):
+        units_of = defaultdict(int)
+        for row in result["rows"]:
+            for kind, usd in row["usd"].items():
+                units_of[kind] += round(usd * 1e9)
+        assert dict(units_of) == {kind: round(usd * 1e9) for kind, usd in result["total"]["usd"].items() if units_of}
+        total = result["total"]["usd"]
+        parts = sum(round(total[kind] * 1e9) for kind in ("attributed", "overhead", "lost"))
+        assert parts == round(total["total"] * 1e9)
+        assert total["total"] == pytest.approx(spent(one).attributed_usd + sum(
+            getattr(spent(one), name) for name in KINDS[1:]
+        ), abs=1e-6)  # fmt: skip
+
+
+def test_work_counts_on_the_day_on_which_it_is_committed_and_so_do_its_seconds():
+    """A unit of 30 s that is committed 20 s after midnight, on an engine that is there for nothing else."""
+    one = session(started_at=DAY_S - 10.0, busy_s=30.0)
+    committed = {Whose(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
+    found = list(charges(ledger([one], committed), Days()))
+    assert [(charge.day, charge.spend.attributed_usd) for charge in found] == [(1, 0.6)]
+    lost = list(charges(ledger([one], {}), Days()))
+    assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
+
+
+def test_seconds_that_turn_out_to_be_compiling_are_not_counted_twice():
+    """Until an engine is up all its seconds are load: at midnight 100 s; then 60 of them and 50 s more were compile."""
+    one = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
+    loading = replace(one, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
+    found = list(charges(ledger([one], {}, then=lambda *_: loading), Days()))
+    assert [(charge.day, charge.spend.loading_usd) for charge in found] == [
+        (0, pytest.approx(2.0)),
+        (1, pytest.approx(1.0)),
+    ]
+
+
+def test_overhead_belongs_to_no_key_and_a_batch_to_its_own():
+    work = {
+        Whose(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0),
+        Whose(0, "batch_1", "bob", "m", None, "{}"): Work(usd=3),
+    }
+    rows = statement(charges(ledger([session(load_s=50.0, busy_s=60.0)], work), Days()), ("key",), Days())["rows"]
+    assert [(row["key"], row["usd"]["attributed"], row["usd"]["overhead"], row["usd"]["lost"]) for row in rows] == [
+        ("", 0.0, pytest.approx(1.0), pytest.approx(0.2)), ("alice", 1.0, 0.0, 0.0), ("bob", 3.0, 0.0, 0.0),
+    ]  # fmt: skip
+
+
+def test_what_has_no_price_is_unknown_and_never_nothing():
+    work = {Whose(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0, num_output_tokens=5)}
+    result = statement(charges(ledger([session(busy_s=60.0, usd_per_device_s=0.0)], work), Days()), ("key",), Days())
+    assert [row["usd"]["total"] for row in result["rows"]] == [None, 1.0]
+    total = result["total"]
+    assert (total["usd"]["attributed"], total["usd"]["overhead"], total["usd"]["total"]) == (1.0, None, None)
+    assert total["usd_per_million_tokens"] is None
+    assert "no price" in result["notes"][0]
+
+
+def test_a_period_that_ends_before_it_begins_is_refused():
+    with pytest.raises(ValueError, match="ends on 1970-01-01, before it begins on 1970-01-02"):
+        Days(1, 0)
+
+
+def test_days_are_counted_in_utc():
+    assert day_number(date(2026, 11, 3)) == day_of(datetime(2026, 11, 3, 23, 59, tzinfo=UTC).timestamp())

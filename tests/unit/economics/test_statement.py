@@ -1,0 +1,69 @@
+import pytest
+
+from peagle.economics.spending import Charge, Days, Spend
+from peagle.economics.statement import dimensions, rounded, shown, statement
+from peagle.errors import ConfigError
+
+
+def charge(usd, **changes):
+    own = {
+        "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "usd_per_device_s": 0.01, "model": "m",
+        "drafter": "none", "key": "k", "tags": "{}", "spend": Spend(attributed_usd=usd, num_output_tokens=10),
+    }  # fmt: skip
+    return Charge(**{**own, **changes})
+
+
+def test_thirds_of_a_cent_add_up():
+    result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
+    assert [row["usd"]["total"] for row in result["rows"]] == [0.333333334, 0.333333333, 0.333333333]
+    cents = shown(result, 2)
+    assert [row["usd"]["total"] for row in cents["rows"]] == [0.34, 0.33, 0.33]
+    assert cents["total"]["usd"]["total"] == 1.0
+
+
+@pytest.mark.parametrize("digits", [0, 2, 9])
+def test_rounded_amounts_are_each_within_a_unit_and_their_sum_is_the_rounded_sum(digits):
+    amounts = [[0.1 * number + 0.005, 1 / (number + 1), 0.0] for number in range(50)]
+    found = rounded(amounts, digits)
+    scale = 10**digits
+    assert sum(map(sum, found)) == round(sum(map(sum, amounts)) * scale)
+    assert all(
+        abs(unit - amount * scale) < 1 + 1e-6
+        for units, row in zip(found, amounts, strict=True)
+        for unit, amount in zip(units, row, strict=True)
+    )
+
+
+def test_groups_by_tags():
+    charges = [
+        charge(1.0, tags='{"team": "a"}'), charge(2.0, tags='{"project": "x", "team": "a"}'), charge(4.0),
+    ]  # fmt: skip
+    one = {row["tag:team"]: row["usd"]["total"] for row in statement(charges, ("tag:team",), Days())["rows"]}
+    assert one == {"": 4.0, "a": 3.0}
+    every = {row["tag"]: row["usd"]["total"] for row in statement(charges, ("tag",), Days())["rows"]}
+    assert every == {"": 4.0, "project=x, team=a": 2.0, "team=a": 1.0}
+
+
+def test_nothing_is_a_statement_too():
+    result = statement([], ("key",), Days(0, 0))
+    assert (result["start"], result["end"], result["rows"]) == ("1970-01-01", "1970-01-01", [])
+    assert result["total"]["usd"]["total"] == 0.0
+    assert result["total"]["usd_per_million_tokens"] is None
+
+
+def test_dollars_without_tokens_have_no_price_per_token():
+    (row,) = statement([charge(0.0, spend=Spend(idle_usd=2.0))], ("key",), Days())["rows"]
+    assert row["usd_per_million_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("kye", "did you mean key"), ("key,key", "given twice"), ("tag:", "has no 'tag:'")]
+)
+def test_dimensions_that_are_none_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        dimensions(text)
+
+
+def test_dimensions_may_be_none_at_all():
+    assert dimensions("") == ()
+    assert dimensions("day, tag:team") == ("day", "tag:team")

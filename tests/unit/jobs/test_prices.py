@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from jobs import cli
+
+
+def test_each_price_has_its_date_and_its_source(capsys):
+    assert cli.run(["prices", "H100"]) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("p5.48xlarge") and "us-east-1" in line)
+    assert "8 x H100" in line
+    assert "55.0400" in line
+    assert "2026-11-21" in line
+    assert "[1] skypilot-org/skypilot-catalog" in out
+    assert "L4" not in out
+
+
+def test_one_instance_type_and_the_whole_table(capsys, tmp_path):
+    assert cli.run(["prices", "c7a.large", "--json", str(tmp_path / "one.json")]) == 0
+    assert cli.run(["prices", "--json", str(tmp_path / "all.json")]) == 0
+    one, everything = (json.loads((tmp_path / name).read_text())["prices"] for name in ("one.json", "all.json"))
+    assert {offer["instance_type"] for offer in one} == {"c7a.large"}
+    assert len(everything) > 80
+
+
+def test_own_prices_are_listed_with_the_file_as_their_source(capsys, tmp_path):
+    own = tmp_path / "own.csv"
+    own.write_text("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\nmine,B300,8,40\n")
+    assert cli.run(["prices", "B300", "--prices", str(own)]) == 0
+    out = capsys.readouterr().out
+    assert "mine" in out
+    assert "own.csv" in out
+
+
+@pytest.mark.parametrize(("name", "near"), [("H1000", "H100"), ("p5.48xlrge", "p5.48xlarge")])
+def test_a_name_that_the_table_does_not_have_is_an_error_with_the_nearest(capsys, name, near):
+    assert cli.run(["prices", name]) != 0
+    assert f"did you mean {near}" in capsys.readouterr().err

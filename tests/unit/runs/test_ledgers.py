@@ -1,0 +1,95 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.economics.ledger import write_batch
+from peagle.economics.spending import Days, Spend, charges, day_of
+from peagle.errors import ConfigError, PeagleError, PriceError
+from peagle.runs.ledgers import find_ledgers
+from peagle.storage import place, write_atomic
+from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
+from tests.unit.pipelines.online.ledgers import a_request
+
+
+def spent(found, days=None):
+    return sum((one.spend for ledger in found.ledgers for one in charges(ledger, days or Days())), Spend())
+
+
+@pytest.fixture
+def month(tmp_path, monkeypatch):
+    """The month of the docs, in the folder from which it is named."""
+    monkeypatch.chdir(tmp_path)
+    write_endpoint(tmp_path / "serve")
+    write_nightly(tmp_path / "nightly")
+    return tmp_path
+
+
+def test_runs_and_endpoints_are_found_by_name_and_by_glob(month):
+    (month / "other").mkdir()
+    (month / "file").touch()
+    named = find_ledgers(["serve", "nightly"])
+    assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
+    found = find_ledgers(["*"])
+    assert spent(found) == spent(named)
+    assert found.notes == ("1 folders hold neither a run nor an endpoint's state: other, ...",)
+
+
+def test_a_folder_that_several_names_reach_counts_once(month):
+    (month / "latest").symlink_to("nightly")
+    found = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
+    assert len(found.ledgers) == 2
+
+
+@pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])
+def test_what_is_not_there_is_an_error(month, sources):
+    (month / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"no run and no endpoint's state at {sources[-1].replace('*', '.')}"):
+        find_ledgers(sources)
+
+
+def test_what_an_engine_was_is_in_the_runs_own_manifest(month):
+    (ledger,) = find_ledgers(["nightly"]).ledgers
+    (session,) = ledger.sessions
+    assert (session.model, session.drafter, session.tags) == ("smollm2-135m", None, '{"team": "data"}')
+    assert (session.instance_type, session.region) == ("c7a.large", "us-east-1")
+    assert session.usd_per_device_s * 2 * 3600 == pytest.approx(0.10264)
+
+
+def test_the_run_of_a_batch_counts_in_the_ledger_of_its_endpoint_where_both_are_named(month):
+    units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
+    write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
+    alone = find_ledgers(["batches"])
+    assert spent(alone).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    before = spent(find_ledgers(["serve"]))
+    write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
+    both = find_ledgers(["serve", "batches"])
+    assert spent(both).attributed_usd == pytest.approx(before.attributed_usd + 3.0)
+    assert spent(both).idle_usd == pytest.approx(before.idle_usd)
+    assert both.notes == ("1 runs of batches count in the ledger of the endpoint that ran them.",)
+
+
+def test_a_run_whose_engine_left_no_record_cannot_be_priced(month):
+    write_run(month / "lost", [], [a_unit("gone", busy_s=1.0, tokens=1, finished_at=at(11, 1, 1))])
+    with pytest.raises(PeagleError, match="not in the ledger: gone"):
+        find_ledgers(["lost"])
+
+
+def test_a_run_on_another_kind_of_device_than_its_price_is_for_is_refused(month):
+    write_run(month / "gpu", [replace(BULK, device="accelerator")], [])
+    with pytest.raises(PriceError, match="per vcpu"):
+        find_ledgers(["gpu"])
+
+
+def test_ledgers_on_s3_say_the_same(month, s3):
+    here = place("s3://bucket/month")
+    for path in (path for path in month.rglob("*") if path.is_file()):
+        target = here
+        for part in path.relative_to(month).parts:
+            target = target / part
+        write_atomic(target, path.read_bytes())
+    day = day_of(at(11, 3, 12))
+    for days in (Days(), Days(day, day)):
+        stored, local = (spent(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
+        assert stored == local
+    with pytest.raises(ConfigError, match="in its last part alone"):
+        find_ledgers(["s3://bucket/m*/serve"])
