@@ -10,17 +10,21 @@ ledger and adds it up.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
+from peagle.economics.spending import Days, Ledger, Whose, Work, charges, day_number, day_of
+from peagle.economics.statement import dimensions, statement
 from peagle.economics.usage import UnitUsage
 from peagle.engine.self_check import counted
+from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
-from pipelines.online.errors import overloaded
+from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 
@@ -60,6 +64,28 @@ class CostView:
             return None
         self.totals.catch_up()
         return self.totals.budgets.spent_usd(account)
+
+    def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
+        """The spending of some days, as `peagle cost` states it, ready for JSON.
+
+        Args:
+            key: only what this one's requests were billed; None is everybody's, with overhead and losses.
+
+        Raises:
+            PeagleError: the ledger cannot be read.
+        """
+        with self.totals.up_to_now():
+            ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
+        charged = charges(ledger, days)
+        return statement((one for one in charged if key in (None, one.key)), by, days)
+
+    def _work(self) -> dict[Whose, Work]:
+        work: dict[Whose, Work] = {}
+        for cell, sums in self.totals.cells.items():
+            day = day_of(cell.minute * MINUTE_S)
+            whose = Whose(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
+            work.setdefault(whose, Work()).add(Work.of(sums.usage, sums.usd))
+        return work
 
     async def require(self) -> None:
         """Wait until the ledger has been read once, and not for long.
@@ -106,6 +132,26 @@ class CostView:
         known = {session.session_id for session in sessions}
         total = account((unit for unit in units if unit.session_id in known), sessions, self._price)
         return {"account": total.to_dict(), "self_checks": counted(session.self_check for session in sessions)}
+
+
+def asked_period(
+    start: date | None, end: date | None, by: str | None, window_s: float | None
+) -> tuple[tuple[str, ...], Days]:
+    """The dimensions and the days that a client asks for.
+
+    Raises:
+        ApiError: 422, there is no such dimension, the period ends before it begins, or there is a window beside it.
+    """
+    if window_s is not None:
+        raise ApiError(422, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
+    try:
+        days = Days(None if start is None else day_number(start), None if end is None else day_number(end))
+    except ValueError as error:
+        raise ApiError(422, f"end: {error}", code="invalid_value", param="end") from error
+    try:
+        return dimensions(by or ""), days
+    except ConfigError as error:
+        raise ApiError(422, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:

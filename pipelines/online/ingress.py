@@ -8,6 +8,7 @@ transcriptions are left out: no model here has them.
 """
 
 import asyncio
+import datetime
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
-from pipelines.online.cost import CostView
+from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, from_validation
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
@@ -126,12 +127,25 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         return await _ask(super().completions, body, request)
 
     async def cost(
-        self, request: Request, window_s: float | None = Query(None, gt=0, allow_inf_nan=False)
+        self,
+        request: Request,
+        window_s: float | None = Query(None, gt=0, allow_inf_nan=False),
+        start: datetime.date | None = None,
+        end: datetime.date | None = None,
+        by: str | None = None,
     ) -> JSONResponse:
-        """The deliveries and costs: everybody's for an operator, else one's own."""
+        """The deliveries and costs: everybody's for an operator, else one's own.
+
+        With `start`, `end` (days of UTC, both included) or `by` it is a statement, as `peagle cost` makes it.
+        """
+        asks = any(one is not None for one in (start, end, by))
+        period = asked_period(start, end, by, window_s) if asks else None
         key = key_of(request)
+        name = None if key.is_operator else key.name
         await self._cost.require()
-        return JSONResponse(await asyncio.to_thread(self._cost.report, None if key.is_operator else key.name, window_s))
+        if period is None:
+            return JSONResponse(await asyncio.to_thread(self._cost.report, name, window_s))
+        return JSONResponse(await asyncio.to_thread(self._cost.statement, *period, name))
 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)

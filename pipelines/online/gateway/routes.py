@@ -22,11 +22,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from peagle.errors import shown
+from peagle.errors import did_you_mean, shown
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import JsonBody
 from pipelines.online.gateway.keys import KeyRecord
@@ -165,7 +165,23 @@ class GuardedRoute(APIRoute):
         if not is_let_in:
             _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, let_in)
             raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+        require_known_parameters(scope, self)
         await super().handle(scope, receive, send)
+
+
+def require_known_parameters(scope: Scope, route: APIRoute) -> None:
+    """Refuse a query parameter that a route does not have.
+
+    It would change nothing, and nobody would notice.
+
+    Raises:
+        ApiError: 422, with the nearest one that there is.
+    """
+    known = {field.alias for field in route.dependant.query_params}
+    for name in QueryParams(scope.get("query_string", b"")):
+        if name not in known:
+            hint = did_you_mean(name, known) if known else "this path takes none"
+            raise ApiError(422, f"there is no parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
 
 
 class _CheckedRequest(Request):

@@ -1,16 +1,23 @@
 import asyncio
 import threading
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.spending import Days, charges, day_of
+from peagle.economics.statement import statement
 from peagle.engine.self_check import SelfCheck
-from pipelines.online.cost import CostView
+from peagle.runs.ledgers import find_ledgers
+from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError
-from pipelines.online.replica.account import Engine, EngineAccount
+from pipelines.online.replica.account import EngineAccount
+from pipelines.online.totals import totals_of
 from pipelines.online.wire import Tally
+from tests.unit.economics.month import at, write_endpoint
 from tests.unit.pipelines.online.ledgers import a_request
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
@@ -89,7 +96,7 @@ def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_p
     """A request of 1 s and 100 tokens each second, from some second of a minute on, for somewhat over ten minutes."""
     start, began = 1_800_000_000 + second, clock.now
     monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - began)
-    engine = Engine(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
+    engine = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     account.ready()
     for number in range(630):
@@ -163,3 +170,48 @@ def test_a_window_has_all_of_the_minute_hour_or_day_that_it_begins_in(tmp_path, 
         append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
     found = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
     assert found["total"]["num_requests"] == 3
+
+
+def test_a_statement_is_what_the_command_says_of_the_same_ledger(tmp_path):
+    write_endpoint(tmp_path)
+    view = CostView(tmp_path / "ledger", PRICE)
+    days = Days(day_of(at(11, 3, 12)), day_of(at(11, 4, 12)))
+    for by in (("key", "day"), ("tag:team",), ("model", "drafter", "instance"), ()):
+        (ledger,) = find_ledgers([str(tmp_path)]).ledgers
+        assert view.statement(by, days) == statement(charges(ledger, days), by, days)
+    by_key = {row["key"]: row["usd"] for row in view.statement(("key",), Days())["rows"]}
+    assert by_key["alice"]["total"] == 6.88
+    assert by_key[""]["overhead"] == pytest.approx(8700 * 6.88 / 3600)
+
+
+def test_a_statement_of_one_key_has_nothing_of_the_whole(tmp_path):
+    write_endpoint(tmp_path)
+    result = CostView(tmp_path / "ledger", PRICE).statement(("key",), Days(), "bob")
+    assert [row["key"] for row in result["rows"]] == ["bob"]
+    assert result["total"]["usd"] == {
+        "attributed": 3.44, "loading": 0.0, "idle": 0.0, "overhead": 0.0, "lost": 0.0, "total": 3.44,
+    }  # fmt: skip
+
+
+def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
+    """From the checkpoint: the history is not read again."""
+    write_endpoint(tmp_path)
+    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    before = CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days())
+    totals_of.cache_clear()
+    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(()))
+    assert CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days()) == before
+
+
+@pytest.mark.parametrize(
+    ("period", "param"),
+    [
+        ((None, None, "kye", None), "by"),
+        ((date(2026, 11, 2), date(2026, 11, 1), None, None), "end"),
+        ((None, None, "key", 60.0), "window_s"),
+    ],
+)
+def test_a_period_that_makes_no_sense_is_refused(period, param):
+    with pytest.raises(ApiError) as caught:
+        asked_period(*period)
+    assert (caught.value.status, caught.value.param) == (422, param)

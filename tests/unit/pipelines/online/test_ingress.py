@@ -78,11 +78,15 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
             await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(let_in), base_url="http://localhost") as http:
-            return [await http.get("/v1/cost", params={"window_s": window}) for window in (window_s, "1e308", "60")]
+            windows = [{"window_s": window} for window in (window_s, "1e308", "60")]
+            period = {"start": "2026-11-01", "end": "2026-11-30", "by": "key"}
+            return [await http.get("/v1/cost", params=asked) for asked in (*windows, period, {"start": "11/1"})]
 
-    refused, *answered = asyncio.run(asked())
+    refused, *answered, no_date = asyncio.run(asked())
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "query.window_s")
-    assert [answer.status_code for answer in answered] == [200, 200]
+    assert [answer.status_code for answer in answered] == [200, 200, 200]
+    assert answered[-1].json()["by"] == ["key"]
+    assert (no_date.status_code, no_date.json()["error"]["param"]) == (422, "query.start")
 
 
 def test_another_engine_answers_for_one_that_died_once(monkeypatch):

@@ -219,3 +219,28 @@ def asked(app, method, path):
 
 async def nothing(*_):
     raise AssertionError("nothing is read or sent")
+
+
+@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route):
+    (ours,) = [one for one in app.router.routes if (route.method, route.path) == (next(iter(one.methods)), one.path)]
+    body = JsonBody(values={}, num_bytes=2, key="k", heavy=HeavyWork())
+    scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(ours.handle(with_pass(scope, route, body=body), None, None))
+    assert (caught.value.status, caught.value.code, caught.value.param) == (422, "unknown_parameter", "form")
+
+
+def test_a_query_parameter_that_is_not_known_is_answered_with_the_nearest(app):
+    async def asked():
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.get("/v1/cost", params={"form": "2026-11-01"}), await http.get(
+                "/health", params={"x": ""}
+            )
+
+    cost, health = asyncio.run(asked())
+    assert cost.status_code == health.status_code == 422
+    assert "did you mean" not in health.json()["error"]["message"]
+    assert "this path takes none" in health.json()["error"]["message"]
+    assert "start" in cost.json()["error"]["message"]
