@@ -1,6 +1,7 @@
-"""`peagle serve keys`: make, list and revoke the endpoint's API keys."""
+"""`peagle serve keys`: make, change, list and revoke the endpoint's API keys."""
 
 import argparse
+import contextlib
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,8 +10,25 @@ from typing import TYPE_CHECKING, Any
 from peagle.private import user_path
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pipelines.online.gateway.keys import KeyRecord
 
+# The field of a key's record, by the name of its flag.
+_LIMITS = {
+    "requests_per_min": "requests_per_min",
+    "output_tokens_per_min": "output_tokens_per_min",
+    "max_parallel_requests": "max_parallel_requests",
+    "budget_usd": "budget_usd",
+    "max_stored_mib": "max_stored_mib",
+    "max_stored_files": "max_stored_files",
+    "max_unfinished_batches": "max_unfinished_batches",
+    "expires_at": "expires_at",
+    "model": "models",
+    "tag": "tags",
+    "request_tag": "request_tags",
+    "operator": "is_operator",
+}
 _LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
 API keys of the endpoint, in a file that holds only their hashes. A running endpoint sees a change within a second.
@@ -18,22 +36,25 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
   peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
   peagle serve keys add dave --keys keys.json --tag team=search --request-tag project
+  peagle serve keys set alice --keys keys.json --budget-usd 20 --without requests-per-min
+  peagle serve keys rotate alice --keys keys.json
   peagle serve keys list --keys keys.json
   peagle serve keys revoke alice --keys keys.json
 
-`add` prints the key once; nobody can read it again. A key that is added under the name of a revoked one sees that one's
-files and batches; what it spends is counted anew.
+`add` and `rotate` print the key once; nobody can read it again. `rotate` gives a key a new secret, and the old one no
+longer holds; `set` changes the limits that are named. Both keep its files, batches and spending. A key that is added
+under the name of a revoked one sees that one's files and batches; what it spends is counted anew.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle serve keys`."""
-    parser.add_argument("action", choices=["add", "list", "revoke"])
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the key: add and revoke need it")
+    parser.add_argument("action", choices=list(_ACTIONS))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the key: all but list need it")
     parser.add_argument(
         "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="the file (default: %(default)s)"
     )
-    limits = parser.add_argument_group("limits of a new key")
+    limits = parser.add_argument_group("limits of a new key, or of one that is set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="requests to engines under way at once")
@@ -58,47 +79,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="a tag that its requests may set themselves (X-Peagle-Tags: KEY=VALUE); may be repeated",
     )
-    limits.add_argument("--operator", action="store_true", help="it sees the usage of all keys at /v1/cost")
+    limits.add_argument(
+        "--operator", action="store_true", default=None, help="it sees the usage of all keys at /v1/cost"
+    )
+    limits.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="LIMIT",
+        choices=[name.replace("_", "-") for name in _LIMITS],
+        help="set: a limit to take away, by the name of its flag; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """One change, or the list."""
     from peagle.errors import ConfigError
+
+    if args.name is None and args.action != "list":
+        raise ConfigError(f"{args.action} needs the name of a key")
+    return _ACTIONS[args.action](user_path(args.keys), args)
+
+
+def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import read_keys
 
-    path: Path = user_path(args.keys)
-    if args.action == "list":
-        records = read_keys(path)
-        for record in records:
-            print(*_described(record), sep="  ")
-        return 0, {"keys": [record.model_dump(mode="json", exclude={"sha256"}) for record in records]}
-    if args.name is None:
-        raise ConfigError(f"{args.action} needs the name of a key")
-    return (_add if args.action == "add" else _revoke)(path, args)
+    records = read_keys(path)
+    for record in records:
+        print(*_described(record), sep="  ")
+    return 0, {"keys": [record.model_dump(mode="json", exclude={"sha256"}) for record in records]}
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import changing_keys, new_key
 
-    key, record = new_key(
-        args.name,
-        models=args.model,
-        requests_per_min=args.requests_per_min,
-        output_tokens_per_min=args.output_tokens_per_min,
-        max_parallel_requests=args.max_parallel_requests,
-        budget_usd=args.budget_usd,
-        max_stored_mib=args.max_stored_mib,
-        max_stored_files=args.max_stored_files,
-        max_unfinished_batches=args.max_unfinished_batches,
-        expires_at=_expiry(args),
-        is_operator=args.operator,
-        tags=args.tag or {},
-        request_tags=args.request_tag or (),
-    )
+    key, record = new_key(args.name, **_limits(args))
     with changing_keys(path, create=True) as records:
         records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
+
+
+def _limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The limits that the command names, as a key's record has them.
+
+    Raises:
+        ConfigError: as `_expiry`.
+    """
+    given = {field: getattr(args, flag) for flag, field in _LIMITS.items() if flag != "expires_at"}
+    given["expires_at"] = _expiry(args)
+    return {field: value for field, value in given.items() if value is not None}
+
+
+def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from pipelines.online.gateway.keys import KeyRecord, changed
+
+    fields = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
+    defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in fields}
+    with _changing(path, args.name) as (records, index):
+        records[index] = changed(records[index], **defaults, **_limits(args))
+        record = records[index]
+    print(*_described(record), sep="  ")
+    return 0, record.model_dump(mode="json", exclude={"sha256"})
+
+
+def _rotate(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from pipelines.online.gateway.keys import rotated
+
+    with _changing(path, args.name) as (records, index):
+        key, records[index] = rotated(records[index])
+    print(key)
+    return 0, {"name": args.name, "key": key}
+
+
+@contextlib.contextmanager
+def _changing(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
+    """The keys of a file, which are written at the end of the `with`, and where one of them is.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    from peagle.errors import ConfigError, did_you_mean
+    from pipelines.online.gateway.keys import changing_keys
+
+    with changing_keys(path) as records:
+        names = [record.name for record in records]
+        if name not in names:
+            raise ConfigError(f"keys {path}: there is no key called {name!r}", hint=did_you_mean(name, names))
+        yield records, names.index(name)
 
 
 def _described(record: "KeyRecord") -> list[str]:
@@ -138,14 +206,10 @@ def _expiry(args: argparse.Namespace) -> float | None:
 
 
 def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from peagle.errors import ConfigError, did_you_mean
-    from pipelines.online.gateway.keys import changing_keys
-
-    with changing_keys(path) as records:
-        names = [record.name for record in records]
-        if args.name not in names:
-            hint = did_you_mean(args.name, names)
-            raise ConfigError(f"keys {path}: there is no key called {args.name!r}", hint=hint)
-        records[:] = [record for record in records if record.name != args.name]
+    with _changing(path, args.name) as (records, index):
+        del records[index]
     print(f"{args.name} is revoked")
     return 0, {"name": args.name}
+
+
+_ACTIONS = {"add": _add, "set": _set, "rotate": _rotate, "list": _list, "revoke": _revoke}

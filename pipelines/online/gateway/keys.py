@@ -95,6 +95,24 @@ def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
     return key, _record({"name": name, "sha256": digest(key), "created_at": time.time(), **limits}, where="the key")
 
 
+def rotated(record: KeyRecord) -> tuple[str, KeyRecord]:
+    """A new key in place of one, which no longer holds.
+
+    Its name, limits, files and spending stay.
+    """
+    key = _PREFIX + secrets.token_urlsafe(32)
+    return key, record.model_copy(update={"sha256": digest(key)})
+
+
+def changed(record: KeyRecord, **limits: Any) -> KeyRecord:
+    """A key with other limits; its secret and its spending stay.
+
+    Raises:
+        ConfigError: not limits.
+    """
+    return _record({**record.model_dump(), **limits}, where="the key")
+
+
 def digest(key: str) -> str:
     """The stored form of a key."""
     return hashlib.sha256(key.encode()).hexdigest()

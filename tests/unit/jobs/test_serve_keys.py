@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jobs import cli
+from pipelines.online.gateway.keys import find, read_keys
 
 
 def test_add_list_revoke(tmp_path, capsys):
@@ -96,3 +97,24 @@ def test_a_key_carries_tags_and_may_let_its_requests_set_some(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == "alice  request_tags=('run',)  tag team=search  tag project=x"
     assert cli.run(["serve", "keys", "add", "bob", "--tag", "team", "--keys", path]) == 2
     assert "not KEY=VALUE" in capsys.readouterr().err
+
+
+def test_set_changes_the_limits_that_it_names_and_rotate_the_secret_alone(tmp_path, capsys):
+    file = tmp_path / "keys.json"
+
+    def keys(*arguments, code=0):
+        assert cli.run(["serve", "keys", *arguments, "--keys", str(file)]) == code
+        return capsys.readouterr()
+
+    old = keys("add", "alice", "--budget-usd", "5", "--requests-per-min", "60", "--operator").out.strip()
+    (before,) = json.loads(file.read_text())
+    shown = keys("set", "alice", "--budget-usd", "20", "--without", "requests-per-min", "--without", "operator").out
+    assert shown.strip() == "alice  budget_usd=20.0"
+    new = keys("rotate", "alice").out.strip()
+    (after,) = read_keys(file)
+    assert (find(old, [after]), find(new, [after])) == (None, after)
+    assert (after.budget_usd, after.requests_per_min, after.is_operator) == (20.0, None, False)
+    assert after.created_at == before["created_at"]  # so what it has spent stays spent
+    assert "did you mean alice" in keys("rotate", "alcie", code=2).err
+    assert "budget_usd" in keys("set", "alice", "--budget-usd", "-1", code=2).err
+    assert read_keys(file) == (after,)
