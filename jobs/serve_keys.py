@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.private import user_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pipelines.online.gateway.keys import KeyRecord
 
@@ -20,6 +20,7 @@ _LIMITS = {
     "output_tokens_per_min": "output_tokens_per_min",
     "max_parallel_requests": "max_parallel_requests",
     "budget_usd": "budget_usd",
+    "every": "budget_every",
     "max_stored_mib": "max_stored_mib",
     "max_stored_files": "max_stored_files",
     "max_unfinished_batches": "max_unfinished_batches",
@@ -38,7 +39,8 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys add dave --keys keys.json --tag team=search --request-tag project
   peagle serve keys set alice --keys keys.json --budget-usd 20 --without requests-per-min
   peagle serve keys rotate alice --keys keys.json
-  peagle serve keys list --keys keys.json
+  peagle serve keys add eve --keys keys.json --budget-usd 500 --every month
+  peagle serve keys list --keys keys.json --state runs/serve
   peagle serve keys revoke alice --keys keys.json
 
 `add` and `rotate` print the key once; nobody can read it again. `rotate` gives a key a new secret, and the old one no
@@ -54,11 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="the file (default: %(default)s)"
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="PATH",
+        help="list: folder of the endpoint's ledger, for what each key has spent and has left",
+    )
     limits = parser.add_argument_group("limits of a new key, or of one that is set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="requests to engines under way at once")
-    limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests may cost in all")
+    limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests and batches may cost")
+    limits.add_argument(
+        "--every",
+        choices=["day", "week", "month"],
+        help="the period of UTC for which the budget is (default: all time)",
+    )
     limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of files that it may keep")
     limits.add_argument("--max-stored-files", type=int, metavar="N", help="files that it may keep, and batches")
     limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="batches that have not ended")
@@ -105,9 +118,41 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import read_keys
 
     records = read_keys(path)
+    spending = _spending(records, args.state) if args.state else [{} for _ in records]
+    for record, spent in zip(records, spending, strict=True):
+        print(*_described(record), *(f"{name}={value}" for name, value in spent.items()), sep="  ")
+    keys = [record.model_dump(mode="json", exclude={"sha256"}) for record in records]
+    return 0, {"keys": [key | spent for key, spent in zip(keys, spending, strict=True)]}
+
+
+def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any]]:
+    """The dollars that each key has spent in its period and has left, and the day on which the next one begins.
+
+    Raises:
+        ConfigError: there is no ledger.
+    """
+    from peagle.economics.spending import today
+    from peagle.errors import ConfigError
+    from pipelines.online.budgets import period_of
+    from pipelines.online.totals import Totals
+
+    ledger = user_path(state) / "ledger"
+    if not ledger.is_dir():
+        raise ConfigError(f"--state {state}: there is no ledger", hint="name the --state folder of `peagle serve`")
+    totals = Totals(ledger)
+    totals.catch_up()
+    found = []
     for record in records:
-        print(*_described(record), sep="  ")
-    return 0, {"keys": [record.model_dump(mode="json", exclude={"sha256"}) for record in records]}
+        spent_usd, budget_usd = totals.budgets.spent_usd(record.account), record.budget_usd
+        one: dict[str, Any] = {"spent_usd": round(spent_usd, 6)}
+        if budget_usd is not None:
+            allowed_usd = totals.budgets.allowed_usd(record.account, budget_usd, record.budget_every) or 0.0
+            left_usd = max(0.0, allowed_usd - spent_usd)
+            one = {"spent_usd": round(spent_usd - (allowed_usd - budget_usd), 6), "left_usd": round(left_usd, 6)}
+        if record.budget_every is not None:
+            one["reset"] = period_of(record.budget_every, today())[1].isoformat()
+        found.append(one)
+    return found
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

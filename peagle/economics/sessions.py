@@ -133,7 +133,7 @@ def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
     """All columns, or the required ones and those of the others that exist."""
     import pyarrow as pa
 
-    types = {
+    types: dict[Any, Any] = {
         str: pa.string(),
         str | None: pa.string(),
         int: pa.int64(),

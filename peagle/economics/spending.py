@@ -13,7 +13,7 @@ Days are UTC's. Work counts on the day on which it is committed, with all its se
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
 from typing import Self
@@ -48,9 +48,9 @@ def day_text(day: int) -> str:
     return date.fromordinal(day + _EPOCH).isoformat()
 
 
-def today() -> int:
+def today() -> date:
     """This day, in UTC."""
-    return day_of(datetime.now(UTC).timestamp())
+    return datetime.now(UTC).date()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,11 @@ class Days:
             raise ValueError(f"it ends on {day_text(self.last)}, before it begins on {day_text(self.first)}")
 
     def __contains__(self, day: int) -> bool:
-        return (self.first is None or day >= self.first) and (self.last is None or day <= self.last)
+        return self.overlap(day, day)
+
+    def overlap(self, first: int, last: int) -> bool:
+        """Whether one of these days is among them."""
+        return (self.first is None or last >= self.first) and (self.last is None or first <= self.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,33 +198,46 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
     for whose, work in ledger.work.items():
         work_of[whose.session_id].append((whose, work))
     for session in ledger.sessions:
-        for charge in _of_session(ledger, session, work_of.pop(session.session_id, [])):
-            if charge.day in days:
-                yield charge
+        begins = day_of(session.started_at)
+        dated = [(max(whose.day, begins), whose, work) for whose, work in work_of.pop(session.session_id, [])]
+        ends = max([day_of(session.last_seen_at), *(day for day, _, _ in dated)])
+        if not days.overlap(begins, ends):
+            continue
+        yield from (_attributed(ledger.run, session, day, whose, work) for day, whose, work in dated if day in days)
+        overhead = _overheads(
+            session, ledger.then, range(begins, ends + 1), [(day, work.usd) for day, _, work in dated]
+        )
+        yield from (_overhead(ledger.run, session, day, spend) for day, spend in overhead if day in days)
     for rest in work_of.values():
         yield from (_attributed(ledger.run, None, whose.day, whose, work) for whose, work in rest if whose.day in days)
 
 
-def _of_session(ledger: Ledger, session: EngineSession, works: list[tuple[Whose, Work]]) -> Iterator[Charge]:
-    begins = day_of(session.started_at)
-    dated = [(max(whose.day, begins), whose, work) for whose, work in works]
-    ends = max([day_of(session.last_seen_at), *(day for day, _, _ in dated)])
-    for day, whose, work in dated:
-        yield _attributed(ledger.run, session, day, whose, work)
+def _overheads(
+    session: EngineSession,
+    then: Callable[[EngineSession, float], EngineSession],
+    days: range,
+    paid: Iterable[tuple[int, float]],
+) -> Iterator[tuple[int, Spend]]:
+    """The part of an engine's cost that no work pays for, by day.
+
+    Args:
+        days: all days of its life, and until its last work was committed.
+        paid: dollars of committed work, with their days.
+    """
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
-        yield _overhead(ledger.run, session, begins, Spend(is_priced=False))
+        yield from ((day, Spend(is_priced=False)) for day in days)
         return
-    committed_s = [0.0] * (ends - begins + 1)
-    for day, _, work in dated:
-        committed_s[day - begins] += work.usd / usd_per_s
-    midnights = [(day + 1) * DAY_S for day in range(begins, ends + 1)]
-    states = [ledger.then(session, end) if end < session.last_seen_at else session for end in midnights]
-    for day, seconds in enumerate(shares_by_period(states, committed_s), start=begins):
-        usd = seconds.times(usd_per_s)
-        spend = Spend(loading_usd=usd.load + usd.compile, idle_usd=usd.idle, lost_usd=usd.lost)
+    committed_s = [0.0] * len(days)
+    for day, usd in paid:
+        committed_s[day - days.start] += usd / usd_per_s
+    midnights = [(day + 1) * DAY_S for day in days]
+    states = [then(session, end) if end < session.last_seen_at else session for end in midnights]
+    for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
+        by_kind = seconds.times(usd_per_s)
+        spend = Spend(loading_usd=by_kind.load + by_kind.compile, idle_usd=by_kind.idle, lost_usd=by_kind.lost)
         if spend != Spend():
-            yield _overhead(ledger.run, session, day, spend)
+            yield day, spend
 
 
 def _attributed(run: str, session: EngineSession | None, day: int, whose: Whose, work: Work) -> Charge:

@@ -85,7 +85,9 @@ def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict
     A folder with several names has the first of them.
     """
     runs, states, others = dict[str, RunDirectory](), dict[str, Place](), list[str]()
-    for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(folders.items())}.values():
+    for name, folder in {
+        _identity(folder): (name, folder) for name, folder in reversed(list(folders.items()))
+    }.values():
         run, ledger = RunDirectory(folder), folder / "ledger"
         if run.exists:
             runs[name] = run
@@ -134,6 +136,12 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
 
 
 def _described(session: EngineSession, price: Price, model: str, drafter: str | None, tags: str) -> EngineSession:
-    devices = {"num_devices": session.num_devices, "device": session.device}
-    facts = EngineFacts.priced(price, model=model, drafter=drafter, tags=tags, **devices)
+    facts = EngineFacts.priced(
+        price,
+        model=model,
+        drafter=drafter,
+        num_devices=session.num_devices,
+        device=session.device,
+        tags=tags,
+    )
     return replace(session, **asdict(facts))

@@ -5,6 +5,9 @@ the same budget. So each holds here what it may cost from its start to its end, 
 left. A key has spent what the ledger says, and what an answer has told that the ledger does not say yet. Each
 request and batch has an id, by which the two are never added. It knows neither HTTP nor files; the price of a request
 is the gate's matter (`limits.py`).
+
+A budget is for all time, or for each day, week or month of UTC. What was spent before the period is added to it, so all
+else here compares one sum with all that was ever spent.
 """
 
 import threading
@@ -12,11 +15,27 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Literal
 
+from peagle.economics.spending import day_number, day_of, today
 from peagle.economics.usage import RequestUsage
 
+Every = Literal["day", "week", "month"]
 Refusal = Literal["spent", "held by a batch", "held by requests"]
+
+
+def period_of(every: Every, day: date) -> tuple[date, date]:
+    """The first day of the period that a day is in, and that of the next one; weeks begin on Monday.
+
+    >>> period_of("month", date(2026, 12, 31))
+    (datetime.date(2026, 12, 1), datetime.date(2027, 1, 1))
+    """
+    if every == "month":
+        first = day.replace(day=1)
+        return first, (first + timedelta(days=31)).replace(day=1)
+    first = day - timedelta(days=day.weekday() if every == "week" else 0)
+    return first, first + timedelta(days=7 if every == "week" else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +52,16 @@ class Budgets:
 
     Attributes:
         read_usd: what the ledger says that accounts have spent, on requests and batches.
+        read_by_day: the same by UTC day, counted from 1970-01-01.
         read_batches: ids of the batches in it.
     """
 
-    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, day: Callable[[], date] = today) -> None:
         self._monotonic = monotonic
+        self._day = day
         self._lock = threading.RLock()
         self.read_usd: dict[str, float] = {}
+        self.read_by_day: dict[str, dict[int, float]] = {}
         self.read_batches: set[str] = set()
         self._told: dict[str, _Amount] = {}  # by id: settled, and not read in the ledger yet
         self._told_usd: defaultdict[str, float] = defaultdict(float)  # with what the ledger never said
@@ -48,10 +70,11 @@ class Budgets:
 
     # --- the ledger
 
-    def restore(self, read_usd: Mapping[str, float], read_batches: Iterable[str]) -> None:
+    def restore(self, read_by_day: Mapping[str, Mapping[int, float]], read_batches: Iterable[str]) -> None:
         """Begin with what was read of the ledger before."""
         with self._lock:
-            self.read_usd.update(read_usd)
+            self.read_by_day.update({account: dict(days) for account, days in read_by_day.items()})
+            self.read_usd.update({account: sum(days.values()) for account, days in read_by_day.items()})
             self.read_batches.update(read_batches)
 
     def hear(self, request: RequestUsage) -> None:
@@ -61,12 +84,26 @@ class Budgets:
             if told := self._told.pop(request.request_id, None):
                 self._told_usd[told.account] -= told.usd
             self.read_usd[account] = self.read_usd.get(account, 0.0) + request.usd
+            self._date(account, day_of(request.usage.finished_at), request.usd)
             self._requests[account].pop(request.request_id, None)
             self._batches.pop(request.request_id, None)
             if request.is_batch:
                 self.read_batches.add(request.request_id)
 
     # --- requests
+
+    def allowed_usd(self, account: str, budget_usd: float | None, every: Every | None) -> float | None:
+        """All that a key may ever have spent by the end of this period; None is no limit.
+
+        Args:
+            every: the period of its budget; None is all time.
+        """
+        if budget_usd is None or every is None:
+            return budget_usd
+        first = day_number(period_of(every, self._day())[0])
+        with self._lock:
+            days = (self.read_by_day.get(name, {}) for name in _names(account))
+            return budget_usd + sum(usd for one in days for day, usd in one.items() if day < first)
 
     def refusal(self, account: str, budget_usd: float | None, *, is_free: bool = False) -> Refusal | None:
         """Why a key may begin nothing now, or nothing that costs anything; None if it may."""
@@ -117,6 +154,7 @@ class Budgets:
                 if told.at >= before:
                     return
                 del self._told[request_id]
+                self._date(told.account, day_number(self._day()), told.usd)
 
     # --- batches
 
@@ -169,12 +207,20 @@ class Budgets:
 
     def _spent_by(self, account: str) -> float:
         """With what older records say of its name alone."""
-        names = {account, account.partition(" ")[0]}
-        return sum(self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in names)
+        return sum(self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in _names(account))
+
+    def _date(self, account: str, day: int, usd: float) -> None:
+        days = self.read_by_day.setdefault(account, {})
+        days[day] = days.get(day, 0.0) + usd
 
     def _tell(self, record_id: str, account: str, usd: float) -> None:
         self._told_usd[account] += usd
         self._told[record_id] = _Amount(account, usd, self._monotonic())
+
+
+def _names(account: str) -> set[str]:
+    """The names under which an account's spending is found."""
+    return {account, account.partition(" ")[0]}
 
 
 def account_of(request: RequestUsage) -> str:

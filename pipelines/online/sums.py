@@ -196,7 +196,7 @@ class Checkpoint:
 
     marks: Mapping[str, tuple[int, str]]
     cells: dict[Cell, Sums]
-    spent_usd: Mapping[str, float]
+    spent_by_day: Mapping[str, Mapping[int, float]]
     batches: set[str]
     prices: Mapping[str, TokenPrice]
 
@@ -234,7 +234,7 @@ def _lines(checkpoint: Checkpoint) -> Iterator[bytes]:
     head = {
         "version": _VERSION,
         "marks": checkpoint.marks,
-        "spent_usd": checkpoint.spent_usd,
+        "spent_by_day": checkpoint.spent_by_day,
         "batches": sorted(checkpoint.batches),
         "prices": {model: astuple(price) for model, price in checkpoint.prices.items()},
     }
@@ -259,7 +259,10 @@ def _read(lines: Iterator[bytes]) -> Checkpoint:
             return Checkpoint(
                 marks={name: (position, mark) for name, (position, mark) in head["marks"].items()},
                 cells=cells,
-                spent_usd=head["spent_usd"],
+                spent_by_day={
+                    account: {int(day): usd for day, usd in days.items()}
+                    for account, days in head["spent_by_day"].items()
+                },
                 batches=set(head["batches"]),
                 prices={model: TokenPrice(*values) for model, values in head["prices"].items()},
             )

@@ -151,7 +151,7 @@ class Totals:
             return
         self.cells = found.cells
         self._newest_minute = max((cell.minute for cell in self.cells), default=0)
-        self.budgets.restore(found.spent_usd, found.batches)
+        self.budgets.restore(found.spent_by_day, found.batches)
         self.prices.update(found.prices)
 
     def _save_if_due(self) -> None:
@@ -169,7 +169,7 @@ class Totals:
                 Checkpoint(
                     marks=self._reader.marks(),
                     cells=self.cells,
-                    spent_usd=self.budgets.read_usd,
+                    spent_by_day=self.budgets.read_by_day,
                     batches=self.budgets.read_batches,
                     prices=self.prices,
                 ),

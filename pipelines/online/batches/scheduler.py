@@ -163,7 +163,9 @@ class Scheduler:
         account = batch.order.key.account
         if (spent_usd := self._spent_usd(account)) is None:
             return 0.0
-        left_usd = budget_usd - spent_usd
+        allowed_usd = self._budgets.allowed_usd(account, budget_usd, batch.order.key.budget_every)
+        assert allowed_usd is not None, "it has a budget"
+        left_usd = allowed_usd - spent_usd
         if left_usd > 0:
             return self._budgets.hold_rest(batch.id, account, left_usd)
         self._collect(batch, BUDGET)

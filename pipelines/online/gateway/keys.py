@@ -24,6 +24,7 @@ from peagle.errors import ConfigError
 from peagle.files import make_folder, write_atomic
 from peagle.plain_json import from_json
 from peagle.private import SECRET_MODE
+from pipelines.online.budgets import Every
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
@@ -42,7 +43,8 @@ class KeyRecord(TagKeys):
         sha256: of the key, in hexadecimal.
         models: names of models that it may use.
         max_parallel_requests: requests to engines that it may have under way at once.
-        budget_usd: what all its requests together may cost.
+        budget_usd: what all its requests and batches together may cost.
+        budget_every: the period for which that is; null is all time.
         max_stored_mib, max_stored_files: what it may keep, outputs of its batches included; null is as for all keys.
         max_unfinished_batches: likewise.
         expires_at: Unix time from which on it does not hold.
@@ -61,6 +63,7 @@ class KeyRecord(TagKeys):
     output_tokens_per_min: int | None = Field(default=None, ge=1)
     max_parallel_requests: int | None = Field(default=None, ge=1)
     budget_usd: float | None = Field(default=None, gt=0)
+    budget_every: Every | None = None
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
     max_unfinished_batches: int | None = Field(default=None, ge=1)

@@ -148,7 +148,7 @@ class KeyLimits:
             ApiError: 429 and 503, as `admit`.
         """
         await self._know_spending(key)
-        _raise(key, self._budgets.refusal(key.account, key.budget_usd, is_free=True))
+        _raise(key, self._budgets.refusal(key.account, self._allowed_usd(key), is_free=True))
 
     async def admit(
         self, key: KeyRecord, model: str, *, request_id: str, prompt_tokens: int, output_tokens: int
@@ -166,12 +166,13 @@ class KeyLimits:
         if key.budget_usd is not None and model not in self._totals.prices:
             self._without_price.add(model)
         counts = self._counts[key.account]
-        _raise(key, self._budgets.refusal(key.account, key.budget_usd))
+        allowed_usd = self._allowed_usd(key)
+        _raise(key, self._budgets.refusal(key.account, allowed_usd))
         _check_parallel(key, counts)
         _check_tokens(key, counts, self._monotonic(), output_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)
         usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        _raise(key, self._budgets.hold_request(request_id, key.account, key.budget_usd, usd))
+        _raise(key, self._budgets.hold_request(request_id, key.account, allowed_usd, usd))
         counts.reserved_tokens += output_tokens
         counts.num_being_answered += 1
         permit = Permit(account=key.account, request_id=request_id, reserved_tokens=output_tokens)
@@ -216,6 +217,9 @@ class KeyLimits:
         """Note what the ledger says of a request that was let in here."""
         if request.request_id in self._permits:
             self._heard.append(request)
+
+    def _allowed_usd(self, key: KeyRecord) -> float | None:
+        return self._budgets.allowed_usd(key.account, key.budget_usd, key.budget_every)
 
     async def _know_spending(self, key: KeyRecord) -> None:
         if self._totals.is_known:
@@ -295,7 +299,8 @@ def _check_tokens(key: KeyRecord, counts: _Counts, now: float, output_tokens: in
 
 def _raise(key: KeyRecord, refusal: Refusal | None) -> None:
     """Say of a budget why it does not reach."""
-    budget = f"the budget of ${key.budget_usd:g} of this key" if key.budget_usd is not None else ""
+    period = f" a {key.budget_every}" if key.budget_every is not None else ""
+    budget = f"the budget of ${key.budget_usd:g}{period} of this key" if key.budget_usd is not None else ""
     if refusal == "spent":
         raise ApiError(429, f"{budget} is spent", code="insufficient_quota")
     if refusal == "held by a batch":

@@ -1,11 +1,16 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
 
 from jobs import cli
+from peagle.economics.ledger import append_request
 from pipelines.online.gateway.keys import find, read_keys
+from tests.unit.pipelines.online.ledgers import a_request
+
+LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
 
 def test_add_list_revoke(tmp_path, capsys):
@@ -118,3 +123,26 @@ def test_set_changes_the_limits_that_it_names_and_rotate_the_secret_alone(tmp_pa
     assert "did you mean alice" in keys("rotate", "alcie", code=2).err
     assert "budget_usd" in keys("set", "alice", "--budget-usd", "-1", code=2).err
     assert read_keys(file) == (after,)
+
+
+def test_the_list_shows_what_each_key_has_spent_and_has_left_and_when_that_begins_anew(tmp_path, capsys, monkeypatch):
+    file = str(tmp_path / "keys.json")
+    monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: LAST_OF_DECEMBER))
+    for name, *flags in (("alice", "--budget-usd", "5", "--every", "month"), ("bob", "--budget-usd", "5"), ("carol",)):
+        assert cli.run(["serve", "keys", "add", name, *flags, "--keys", file]) == 0
+    (tmp_path / "ledger").mkdir()
+    for record in read_keys(tmp_path / "keys.json"):
+        for at, usd in (((11, 30), 3.0), ((12, 1), 1.5)):
+            ended = datetime(2026, *at, 12, tzinfo=UTC).timestamp()
+            request = a_request(
+                f"{record.name}{at}", account=record.account, usd=usd, started_at=1.0, finished_at=ended
+            )
+            append_request(tmp_path / "ledger", request)
+    capsys.readouterr()
+    assert cli.run(["serve", "keys", "list", "--keys", file, "--state", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "alice  budget_usd=5.0  budget_every=month  spent_usd=1.5  left_usd=3.5  reset=2027-01-01",
+        "bob  budget_usd=5.0  spent_usd=4.5  left_usd=0.5",
+        "carol  spent_usd=4.5",
+    ]
+    assert cli.run(["serve", "keys", "list", "--keys", file, "--state", str(tmp_path / "no")]) == 2

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from datetime import UTC, date, datetime
 from threading import Barrier, Thread
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from peagle.economics.ledger import append_request
 from pipelines.online.budgets import Budgets
 from pipelines.online.gateway.keys import new_key
-from pipelines.online.totals import totals_of
+from pipelines.online.totals import Totals, totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
 
@@ -133,3 +134,60 @@ def test_records_without_an_account_count_for_the_key_of_their_name(read):
     budgets = read(a_request("r", usd=0.75))
     assert budgets.spent_usd(alice.account) == 0.75
     assert budgets.spent_usd("alice") == 0.75
+
+
+DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12, 7)]  # Monday to Monday
+
+
+def ended(day, usd, request_id="r"):
+    at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
+    return a_request(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
+
+
+@pytest.mark.parametrize(
+    ("every", "left"), [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])]
+)
+def test_a_budget_is_for_all_time_or_begins_anew_with_each_period(every, left):
+    now = [DAYS[0]]
+    budgets, found = Budgets(day=lambda: now[0]), []
+    for now[0] in DAYS:
+        budgets.hear(ended(now[0], 1.0))
+        found.append(budgets.allowed_usd("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
+    assert found == left
+
+
+def test_a_key_whose_budget_is_spent_gets_in_again_in_the_next_period_and_no_sooner():
+    now = [date(2026, 11, 30)]
+    budgets = Budgets(day=lambda: now[0])
+    budgets.hear(ended(now[0], 12.0))
+    refused = budgets.refusal("alice 1", budgets.allowed_usd("alice 1", 10.0, "month"))
+    now[0] = date(2026, 12, 1)
+    allowed_usd = budgets.allowed_usd("alice 1", 10.0, "month")
+    assert (refused, budgets.refusal("alice 1", allowed_usd)) == ("spent", None)
+    assert budgets.hold_rest("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
+
+
+def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_alone():
+    now, clock = [date(2026, 11, 30)], [0.0]
+    budgets = Budgets(day=lambda: now[0], monotonic=lambda: clock[0])
+    budgets.hold_request("r", "alice 1", 10.0, 1.0)
+    budgets.settle_request("r", "alice 1", 4.0)
+    clock[0] = 1000.0
+    budgets.forget(500.0)
+    left = []
+    for now[0] in (date(2026, 11, 30), date(2026, 12, 1)):
+        left.append(budgets.allowed_usd("alice 1", 10.0, "month") - budgets.spent_usd("alice 1"))
+    assert left == [6.0, 10.0]
+
+
+def test_a_restart_knows_what_was_spent_before_the_period(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    for day in DAYS:
+        append_request(tmp_path, ended(day, 1.0))
+    before, after = Totals(tmp_path), Totals(tmp_path)
+    before.catch_up()
+    monkeypatch.setattr("pipelines.online.totals.RequestReader.each", lambda reader: iter(()))
+    after.catch_up()
+    for budgets in (before.budgets, after.budgets):
+        budgets._day = lambda: DAYS[-1]
+        assert budgets.allowed_usd("alice 1", 10.0, "week") - budgets.spent_usd("alice 1") == 9.0
