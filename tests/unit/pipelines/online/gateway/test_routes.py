@@ -235,8 +235,8 @@ def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route)
 def test_a_query_parameter_that_is_not_known_is_answered_as_any_other_error(app):
     async def asked():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            return await http.get("/health"), await http.get("/health", params={"x": ""})
+            return await http.get("/health", params={"x": ""})
 
-    known, unknown = asyncio.run(asked())
-    assert (known.status_code, unknown.status_code) == (200, 422)
-    assert unknown.json()["error"]["message"] == "there is no parameter 'x'; this path takes none"
+    answer = asyncio.run(asked())
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "there is no parameter 'x'; this path takes none"
