@@ -111,6 +111,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     if args.name is None and args.action != "list":
         raise ConfigError(f"{args.action} needs the name of a key")
+    if args.without and args.action != "set":
+        raise ConfigError(f"--without means nothing for {args.action}", hint="`set` takes a limit away from a key")
     return _ACTIONS[args.action](user_path(args.keys), args)
 
 
@@ -182,7 +184,7 @@ def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     fields = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
     defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in fields}
     with _changing(path, args.name) as (records, index):
-        records[index] = changed(records[index], **defaults, **_limits(args))
+        records[index] = changed(records[index], **{**defaults, **_limits(args)})
         record = records[index]
     print(*_described(record), sep="  ")
     return 0, record.model_dump(mode="json", exclude={"sha256"})

@@ -145,7 +145,7 @@ def _beats_around(path: Place, moment: float) -> tuple[EngineSession | None, Eng
 
 
 def _beat_from(path: Place, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
-    """The first readable heartbeat from a byte on, after its first byte and its end."""
+    """Begin and end of the first readable heartbeat from a byte on, and itself."""
     file.seek(max(0, position - 1))
     if position:
         file.readline()

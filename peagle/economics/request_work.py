@@ -119,7 +119,7 @@ def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
     table = table.append_column("day", days)
     sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, "usd")])
     for row in sums.to_pylist():
-        whose = Whose(*(row[name] for name in _GROUP[:-1]), row["tags"] or NO_TAGS)
+        whose = Whose(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
         yield (
             whose,
             Work(

@@ -22,6 +22,7 @@ from peagle.economics.spending import day_number, day_of, today
 from peagle.economics.usage import RequestUsage
 
 Every = Literal["day", "week", "month"]
+_ByDay = dict[str, dict[int, float]]  # USD by account and UTC day, counted from 1970-01-01
 Refusal = Literal["spent", "held by a batch", "held by requests"]
 
 
@@ -61,7 +62,8 @@ class Budgets:
         self._day = day
         self._lock = threading.RLock()
         self.read_usd: dict[str, float] = {}
-        self.read_by_day: dict[str, dict[int, float]] = {}
+        self.read_by_day: _ByDay = {}
+        self._never_said: _ByDay = {}  # told, and waited for in vain
         self.read_batches: set[str] = set()
         self._told: dict[str, _Amount] = {}  # by id: settled, and not read in the ledger yet
         self._told_usd: defaultdict[str, float] = defaultdict(float)  # with what the ledger never said
@@ -84,7 +86,7 @@ class Budgets:
             if told := self._told.pop(request.request_id, None):
                 self._told_usd[told.account] -= told.usd
             self.read_usd[account] = self.read_usd.get(account, 0.0) + request.usd
-            self._date(account, day_of(request.usage.finished_at), request.usd)
+            _add(self.read_by_day, account, day_of(request.usage.finished_at), request.usd)
             self._requests[account].pop(request.request_id, None)
             self._batches.pop(request.request_id, None)
             if request.is_batch:
@@ -102,8 +104,10 @@ class Budgets:
             return budget_usd
         first = day_number(period_of(every, self._day())[0])
         with self._lock:
-            days = (self.read_by_day.get(name, {}) for name in _names(account))
-            return budget_usd + sum(usd for one in days for day, usd in one.items() if day < first)
+            spent = [
+                by_day.get(name, {}) for by_day in (self.read_by_day, self._never_said) for name in _names(account)
+            ]
+            return budget_usd + sum(usd for days in spent for day, usd in days.items() if day < first)
 
     def refusal(self, account: str, budget_usd: float | None, *, is_free: bool = False) -> Refusal | None:
         """Why a key may begin nothing now, or nothing that costs anything; None if it may."""
@@ -154,7 +158,7 @@ class Budgets:
                 if told.at >= before:
                     return
                 del self._told[request_id]
-                self._date(told.account, day_number(self._day()), told.usd)
+                _add(self._never_said, told.account, day_number(self._day()), told.usd)
 
     # --- batches
 
@@ -209,13 +213,14 @@ class Budgets:
         """With what older records say of its name alone."""
         return sum(self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in _names(account))
 
-    def _date(self, account: str, day: int, usd: float) -> None:
-        days = self.read_by_day.setdefault(account, {})
-        days[day] = days.get(day, 0.0) + usd
-
     def _tell(self, record_id: str, account: str, usd: float) -> None:
         self._told_usd[account] += usd
         self._told[record_id] = _Amount(account, usd, self._monotonic())
+
+
+def _add(by_day: _ByDay, account: str, day: int, usd: float) -> None:
+    days = by_day.setdefault(account, {})
+    days[day] = days.get(day, 0.0) + usd
 
 
 def _names(account: str) -> set[str]:
