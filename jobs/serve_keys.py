@@ -128,7 +128,9 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any]]:
-    """The dollars that each key has spent in its period and has left, and the day on which the next one begins.
+    """The dollars that each key has spent in its period and has left.
+
+    With the day on which the next period begins.
 
     Raises:
         ConfigError: there is no ledger.
@@ -201,7 +203,9 @@ def _rotate(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _changing(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
-    """The keys of a file, which are written at the end of the `with`, and where one of them is.
+    """The keys of a file, and where one of them is.
+
+    As they are at the end of the `with`, they are written.
 
     Raises:
         ConfigError: there is none of this name.

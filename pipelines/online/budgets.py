@@ -27,7 +27,9 @@ Refusal = Literal["spent", "held by a batch", "held by requests"]
 
 
 def period_of(every: Every, day: date) -> tuple[date, date]:
-    """The first day of the period that a day is in, and that of the next one; weeks begin on Monday.
+    """The first days of the period that a day is in and of the next one.
+
+    Weeks begin on Monday.
 
     >>> period_of("month", date(2026, 12, 31))
     (datetime.date(2026, 12, 1), datetime.date(2027, 1, 1))
