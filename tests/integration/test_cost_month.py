@@ -19,19 +19,20 @@ KEYS = [f"key{number}" for number in range(20)]
 
 
 def write_month(root):
-    """Four engines that live all of November; each answers a request every ten seconds. Returns the dollars billed."""
+    """Four engines that live all of November; each answers a request every ten seconds."""
     ledger = root / "serve" / "ledger"
     ledger.mkdir(parents=True)
     begins, each = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
     record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=begins + 1).to_json())
     for engine in range(NUM_ENGINES):
         name = f"engine{engine}"
-        life = replace(SERVING, session_id=name, started_at=begins, last_seen_at=begins + MONTH_S, ended=True)
         states = {"load_s": 600.0, "busy_s": 1.0 * each, "idle_s": MONTH_S - 600.0 - each}
-        write_session(ledger, replace(life, **states))
-        for day in range(1, 30):
+        for day in range(1, 31):
             part = {state: seconds * day / 30 for state, seconds in states.items()}
-            append_beat(ledger, replace(life, last_seen_at=begins + day * 86_400, ended=False, **part))
+            times = {"started_at": begins, "last_seen_at": begins + day * 86_400, "ended": day == 30}
+            beat = replace(SERVING, session_id=name, **times, **part)
+            append_beat(ledger, beat)
+        write_session(ledger, beat)
         record["usage"]["session_id"] = name
         with (ledger / f"requests-{name}.jsonl").open("w") as file:
             for number in range(each):
