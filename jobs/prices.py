@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from peagle.economics.offers import Offer
+    from peagle.economics.prices import PriceTable
 
 HELP = """\
 List the prices that runs and endpoints are accounted by: dollars an hour for a machine, with the date and the source of
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {"prices": [asdict(offer) for offer in offers]}
 
 
-def _chosen(table: Any, name: str | None) -> "list[Offer]":
+def _chosen(table: "PriceTable", name: str | None) -> "list[Offer]":
     """The offers of an accelerator or an instance type, or all.
 
     Raises:
@@ -59,7 +60,7 @@ def _chosen(table: Any, name: str | None) -> "list[Offer]":
     if not found:
         known = {name for offer in table.offers for name in (offer.instance_type, offer.accelerator) if name}
         raise PriceError(f"no price is known for {name!r}", hint=f"{did_you_mean(name, known)}; or {WAYS_OUT}")
-    return list(found)
+    return found
 
 
 def _row(offer: "Offer", sources: "Sequence[str]") -> tuple[str, ...]:

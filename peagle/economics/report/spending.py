@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.economics.report.figures import in_words_count, in_words_usd
+from peagle.economics.spending import KINDS
 from peagle.economics.statement import COUNTS, DIGITS, shown
 from peagle.tables import aligned, markdown
 
 UNKNOWN = "unknown"
 _NOBODY = "-"
-_COLUMNS = ("attributed", "loading", "idle", "lost", "total")
+_COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
 _CENTS, _SMALL = 2, 6  # digits; of sums below a dollar
 
@@ -39,10 +40,9 @@ def csv_statement(one: Mapping[str, Any]) -> str:
     """A line for each group, with a head; the lines add up to the whole."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    kinds = ("attributed", "loading", "idle", "lost", "total")
-    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in kinds), "usd_per_million_tokens"])
+    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), "usd_per_million_tokens"])
     for row in one["rows"]:
-        amounts = [decimal(row["usd"][kind]) for kind in kinds]
+        amounts = [decimal(row["usd"][kind]) for kind in _COLUMNS]
         names = [row[dimension] for dimension in one["by"]]
         writer.writerow([*names, *(row[name] for name in COUNTS), *amounts, decimal(row["usd_per_million_tokens"])])
     return sink.getvalue().rstrip("\n")
