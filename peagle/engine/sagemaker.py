@@ -19,6 +19,7 @@ _KEYS = (
     "revision",
     "num_speculative_tokens",
     "parallel_drafting",
+    "use_local_argmax_reduction",  # it changes no draft: peagle always sets it
     "kv_cache_dtype",
     "attention_backend",
 )

@@ -34,6 +34,7 @@ def test_p_eagle_is_eagle3_with_parallel_drafting() -> None:
         "model": "head",
         "num_speculative_tokens": 5,
         "parallel_drafting": True,
+        "use_local_argmax_reduction": True,
     }
 
 
@@ -42,7 +43,17 @@ def test_eagle3_drafts_one_after_another() -> None:
         "method": "eagle3",
         "model": "head",
         "num_speculative_tokens": 3,
+        "use_local_argmax_reduction": True,
     }
+
+
+def test_each_class_of_a_head_has_the_argmax_that_is_asked_for() -> None:
+    from vllm.model_executor.models.deepseek_eagle3 import Eagle3DeepseekV2ForCausalLM
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+    from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
+
+    for one in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
+        assert callable(getattr(one, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
 def test_a_head_is_loaded_at_its_own_revision() -> None:
