@@ -17,7 +17,7 @@ from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, spec_fields, widest_head
+from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
 from peagle.engine.slots import check_slots
@@ -75,6 +75,8 @@ class EngineKeys(TargetKeys):
         if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
             raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
         return self
+        if self.drafter == "none" and self.draft_lookup == "on":
+            raise ValueError("draft_lookup is beside a head, so it means nothing with drafter: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ def compose_engine(
     precision = precision_for(keys, model, hardware)
     spec = EngineSpec(
         **target_fields(keys, model, hardware, precision),
-        drafter=drafter_with(drafter.spec, keys) if drafter.spec else None,
+        drafter=drafter_with(drafter.spec, keys, hardware) if drafter.spec else None,
         max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         pipeline_parallel_size=keys.pipeline_parallel_size,
         max_num_batched_tokens=keys.max_num_batched_tokens,
@@ -223,3 +225,4 @@ def _reference(name: str, model: ResolvedModel) -> str:
     """
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path
+    drafter = replace(drafter, note=drafter.note + lookup_note(spec.drafter))

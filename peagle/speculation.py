@@ -25,6 +25,7 @@ class SpeculationStats:
         num_draft_tokens: tokens proposed over all drafts.
         accepted_per_position: entry i counts the drafts whose token i was accepted. A draft is accepted as a
             prefix, so the entries never increase.
+        num_lookup_tokens: accepted tokens that a prompt lookup drafted beside a head; the others are the head's.
 
     Raises:
         ValueError: the counts contradict each other.
@@ -37,9 +38,10 @@ class SpeculationStats:
     num_drafts: int
     num_draft_tokens: int
     accepted_per_position: tuple[int, ...]
+    num_lookup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        counts = (self.num_drafts, self.num_draft_tokens, *self.accepted_per_position)
+        counts = (self.num_drafts, self.num_draft_tokens, *self.accepted_per_position, self.num_lookup_tokens)
         if not isinstance(self.accepted_per_position, tuple) or any(type(count) is not int for count in counts):
             raise ValueError(f"speculation counts must be whole numbers, got {counts}")
         if min(counts) < 0:
@@ -52,6 +54,8 @@ class SpeculationStats:
             )
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
+        if self.num_lookup_tokens > self.num_accepted_tokens:
+            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens were looked up")
 
     @classmethod
     def empty(cls) -> Self:
@@ -59,7 +63,7 @@ class SpeculationStats:
         return cls(num_drafts=0, num_draft_tokens=0, accepted_per_position=())
 
     @classmethod
-    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int) -> Self:
+    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, num_lookup_tokens: int = 0) -> Self:
         """Statistics of vLLM's `RequestSpecDecodeMetrics`.
 
         Entry j counts the drafts of which j tokens were accepted.
@@ -74,6 +78,7 @@ class SpeculationStats:
             num_drafts=at_least[0] if at_least else 0,
             num_draft_tokens=num_draft_tokens,
             accepted_per_position=tuple(at_least[1:]),
+            num_lookup_tokens=num_lookup_tokens,
         )
 
     @property
@@ -110,14 +115,16 @@ class SpeculationStats:
             num_drafts=self.num_drafts + other.num_drafts,
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             accepted_per_position=tuple(mine + theirs for mine, theirs in pairs),
+            num_lookup_tokens=self.num_lookup_tokens + other.num_lookup_tokens,
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The three counts, ready for JSON."""
+        """The counts, ready for JSON; that of a lookup only where there was one."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "accepted_per_position": list(self.accepted_per_position),
+            **({"num_lookup_tokens": self.num_lookup_tokens} if self.num_lookup_tokens else {}),
         }
 
     @classmethod
@@ -128,7 +135,7 @@ class SpeculationStats:
             ValueError: keys are missing or unknown, or the counts are not counts.
         """
         expected = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
-        if not isinstance(data, Mapping) or set(data) != expected:
+        if not isinstance(data, Mapping) or set(data) - {"num_lookup_tokens"} != expected:
             raise ValueError(f"speculation counts must have exactly the keys {sorted(expected)}, got {data!r}")
         per_position = data["accepted_per_position"]
         if not isinstance(per_position, list | tuple):
@@ -137,6 +144,7 @@ class SpeculationStats:
             num_drafts=data["num_drafts"],  # type: ignore[arg-type]  # __post_init__ checks
             num_draft_tokens=data["num_draft_tokens"],  # type: ignore[arg-type]
             accepted_per_position=tuple(per_position),
+            num_lookup_tokens=data.get("num_lookup_tokens", 0),  # type: ignore[arg-type]
         )
 
 
@@ -190,7 +198,6 @@ def note(stats: SpeculationStats, *, break_even: float | None = None) -> str | N
         break_even: the acceptance length this hardware needs at this concurrency, where somebody measured it.
             Without it only the hopeless case is known (`NEVER_PAYS_BELOW`).
     """
-    length = stats.acceptance_length
     if length is None:
         return None
     if break_even is not None and length < break_even:
@@ -204,3 +211,20 @@ def note(stats: SpeculationStats, *, break_even: float | None = None) -> str | N
             "rejected. Check that the drafter was trained for this model and this kind of prompt."
         )
     return None
+
+
+def sources_note(stats: SpeculationStats) -> str | None:
+    """The sentence on accepted tokens by source, where a lookup drafted beside a head.
+
+    >>> stats = SpeculationStats.from_histogram([1, 1, 1], num_draft_tokens=6, num_lookup_tokens=1)
+    >>> sources_note(stats)
+    'Of 3 accepted draft tokens, 1 was found by the prompt lookup; the other 2 are the head\'s.'
+    """
+    looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
+    if not looked_up:
+        return None
+    were = "was" if looked_up == 1 else "were"
+    return (
+        f"Of {accepted:,} accepted draft tokens, {looked_up:,} {were} found by the prompt lookup; "
+        f"the other {accepted - looked_up:,} are the head's."
+    )

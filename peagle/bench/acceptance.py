@@ -21,12 +21,12 @@ from peagle.bench.folder import SCHEMA
 from peagle.bench.loop import TokenizerOf
 from peagle.bench.plan import Pass, Plan
 from peagle.bench.prompts import Dataset
-from peagle.bench.record import PassRecord, acceptance
+from peagle.bench.record import PassRecord, acceptance, sources
 from peagle.bench.run import Bench
 from peagle.bench.setups import Setup, make_setup, require_capacity, target_spec
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
-from peagle.engine.keys import drafter_with
+from peagle.engine.keys import drafter_with, lookup_note
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError, DrafterError, EngineError
@@ -74,7 +74,7 @@ class Evaluation(Bench):
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
         labelled = list(zip(_labels(drafters), drafters, strict=True))
         spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
-        setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config)]
+        setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config, hardware)]
         precision = spec_precision(spec, hardware)
         require_capacity(setups, model, hardware)
         return Plan(
@@ -85,7 +85,7 @@ class Evaluation(Bench):
             precision=precision,
             setups=setups,
             price=None,
-            notes=[f"{drafter.name}: {drafter.note}" for drafter in drafters],
+            notes=[f"{drafter.name}: {drafter.note}{lookup_note(setups[0].drafter)}" for drafter in drafters],
             own={"precision": precision.describe(), "concurrency": config.concurrency},
             category_column=config.category_column,
         )
@@ -144,6 +144,7 @@ class Evaluation(Bench):
             "failed": dict(failed),
             "notes": [
                 *([_NOT_BY_CATEGORY] if categories and not is_split else []),
+                *sources((one.setup.label, record) for one, record in done.items()),
                 *(f"Not measured: {name}, whose engine failed: {message}" for name, message in failed.items()),
                 *([f"Not finished: {num_left} cells are left."] if num_left else []),
             ],
@@ -201,13 +202,15 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
     return drafter
 
 
-def _setups(label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig) -> list[Setup]:
+def _setups(
+    label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig, hardware: Hardware
+) -> list[Setup]:
     assert drafter.spec is not None, "_drafter() refuses none"
     assert drafter.fingerprint is not None, "a head has one"
     return [
         make_setup(
             spec,
-            replace(drafter_with(drafter.spec, config), num_speculative_tokens=k),
+            replace(drafter_with(drafter.spec, config, hardware), num_speculative_tokens=k),
             label=f"{label} K={k}",
             head=label,
             fingerprint=drafter.fingerprint,

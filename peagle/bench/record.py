@@ -11,7 +11,7 @@ and acceptance are of all requests of all passes.
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from peagle.bench.plan import Pass
 from peagle.bench.prompts import Prompt
 from peagle.engine.interface import Engine, Generation
 from peagle.engine.spec import DRAFT_METHODS
-from peagle.speculation import SpeculationStats
+from peagle.speculation import SpeculationStats, sources_note
 
 UNCATEGORISED = "(none)"
 
@@ -276,6 +276,14 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
         "acceptance_length": merged.acceptance_length,
         "acceptance_rates": list(merged.acceptance_rates),
     }
+
+
+def sources(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
+    """Accepted drafts by source for each label, where a lookup drafted beside a head."""
+    drafted: dict[str, SpeculationStats] = {}
+    for label, record in labelled:
+        drafted[label] = drafted.get(label, SpeculationStats.empty()) + record.speculation
+    return [f"{label}: {note}" for label, stats in drafted.items() if (note := sources_note(stats))]
 
 
 def step_s(records: Sequence[PassRecord]) -> float | None:

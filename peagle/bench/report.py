@@ -13,7 +13,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.folder import SCHEMA
 from peagle.bench.plan import MODEL_RUNNER, Pass, Plan, chosen_model_runner
 from peagle.bench.prompts import Dataset
-from peagle.bench.record import PassRecord, acceptance, summarise
+from peagle.bench.record import PassRecord, acceptance, sources, summarise
 from peagle.bench.setups import Setup
 from peagle.engine.slots import max_num_batched_tokens
 from peagle.errors import ConfigError
@@ -117,7 +117,7 @@ def make_report(
         "num_passes_left": num_left,
         "failed": dict(failed),
         "caveats": of_figures,
-        "notes": [*plan.notes, *of_figures],
+        "notes": [*plan.notes, *sources((one.setup.label, record) for one, record in done.items()), *of_figures],
     }
 
 

@@ -16,7 +16,7 @@ from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel, precision_for, target_fields
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import drafter_with, spec_fields, widest_head
+from peagle.engine.keys import drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
 from peagle.engine.slots import check_slots
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod
@@ -97,9 +97,11 @@ def make_setup(
     rates = drafter.synthetic_rates if drafter else None
     marks = [digest(fingerprint)] if fingerprint else []
     marks += [f"lot-{digest(repr(rates))}"] if rates else []
+    looks_up = drafter is not None and drafter.lookup
+    marks += ["lookup"] if looks_up else []
     return Setup(
         name="-".join([method, *marks, f"k{k}"]),
-        label=label or method_label(method, k),
+        label=(label or method_label(method, k)) + (" with lookup" if looks_up else ""),
         method=method,
         k=k,
         spec=replace(spec, drafter=drafter),
@@ -133,8 +135,8 @@ def make_setups(
         if method in DRAFT_METHODS:
             head = _head(method, config, model, hardware)
             assert head.spec is not None, "_head() gives one"
-            drafter, name, fingerprint = drafter_with(head.spec, config), head.name, head.fingerprint or ""
-            notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}")
+            drafter, name, fingerprint = drafter_with(head.spec, config, hardware), head.name, head.fingerprint or ""
+            notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{lookup_note(drafter)}")
         else:
             drafter, name, fingerprint = _lookup(method), None, ""
         for k in config.num_speculative_tokens:

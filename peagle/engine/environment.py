@@ -15,6 +15,7 @@ from pathlib import Path
 
 from peagle.engine import vllm_plugin
 from peagle.engine.compile_cache import cache_root
+from peagle.engine.lookup import MIN_NGRAM
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -56,7 +57,10 @@ def environment(
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
-    models = [spec.model] + ([spec.drafter.model] if spec.drafter and spec.drafter.has_head else [])
+    # Named without a lookup too: another engine of this process may have had one.
+    drafter = spec.drafter
+    variables[vllm_plugin.LOOKUP] = str(MIN_NGRAM[drafter.method]) if drafter and drafter.lookup else ""
+    models = [spec.model] + ([drafter.model] if drafter and drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up
     if (chosen := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in chosen.split(","):

@@ -16,8 +16,12 @@ from peagle.engine.extra import check_extra
 from peagle.engine.precision import Precision, PrecisionName
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
+from peagle.hardware import Hardware
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
+DraftLookup = Literal["auto", "on", "off"]
+# `--draft-lookup auto`, by platform: off until a benchmark shows that it pays there.
+_LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
 class TargetKeys(BaseModel):
@@ -46,6 +50,11 @@ class TargetKeys(BaseModel):
     draft_attention_backend: str | None = Field(
         None, min_length=1, description="vLLM's name of what computes the drafter's attention; default: vLLM's choice"
     )
+    draft_lookup: DraftLookup = Field(
+        "auto",
+        description="prompt lookup beside the head: later drafts are copied where the text continues itself; auto: "
+        "where that was measured to pay",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="a further argument of vLLM's engine, as JSON or text; may be repeated; a map in YAML",
@@ -72,7 +81,7 @@ class TargetKeys(BaseModel):
 TARGET_SIZES = tuple(
     name for name in TargetKeys.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
-DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend")
+DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
 # Fields of an EngineSpec that no key of a run or an endpoint names; measurements set them themselves.
 _SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
@@ -152,15 +161,40 @@ def require_known(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
 
 
-def drafter_with(drafter: DrafterSpec, keys: TargetKeys) -> DrafterSpec:
-    """The drafter with the KV cache and the attention of the keys, if it has a head."""
+def drafter_with(drafter: DrafterSpec, keys: TargetKeys, hardware: Hardware) -> DrafterSpec:
+    """The drafter with the KV cache, attention and lookup of the keys.
+
+    One without a head stays as it is.
+
+    Raises:
+        ConfigError: a lookup is asked for that this hardware's engines would not do.
+    """
     if not drafter.has_head:
         return drafter
     return replace(
         drafter,
         kv_cache_precision=keys.draft_kv_cache_precision,
         attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
+        lookup=_looks_up(keys, hardware),
     )
+
+
+def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
+    if keys.draft_lookup == "auto":
+        return _LOOKS_UP_BY_ITSELF[hardware.platform]
+    is_on = keys.draft_lookup == "on"
+    # vLLM then keeps drafts on the GPU from step to step, and looks at none; on CPUs it schedules one step at a time.
+    if is_on and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
+        raise ConfigError(
+            "drafts cannot be looked up while vLLM schedules asynchronously, as it does on GPUs",
+            hint="add --engine-arg async_scheduling=false, which costs time in each step; or leave --draft-lookup out",
+        )
+    return is_on
+
+
+def lookup_note(drafter: DrafterSpec | None) -> str:
+    """The end of a note on a head that has a lookup beside it; empty for any other."""
+    return "; with prompt lookup beside it" if drafter and drafter.lookup else ""
 
 
 def stated(keys: TargetKeys) -> dict[str, Any]:

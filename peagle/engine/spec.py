@@ -37,6 +37,7 @@ class DrafterSpec:
         revision: of a hub id, as an engine's.
         kv_cache_precision: of the head's own KV cache; "auto" is the target's.
         attention_backend: vLLM's name of what computes the head's attention; None is vLLM's choice.
+        lookup: copy later drafts where the request's text continues itself (`lookup.py`), beside a head.
     """
 
     method: DraftMethod | LookupMethod
@@ -46,6 +47,7 @@ class DrafterSpec:
     revision: str | None = None
     kv_cache_precision: str = "auto"
     attention_backend: str | None = None
+    lookup: bool = False
 
     def __post_init__(self) -> None:
         methods = DRAFT_METHODS + LOOKUP_METHODS
@@ -61,6 +63,10 @@ class DrafterSpec:
         _require_positive("num_speculative_tokens", self.num_speculative_tokens)
         if self.synthetic_rates is not None:
             _require_rates(self.synthetic_rates, self.num_speculative_tokens)
+        if self.lookup and not self.has_head:
+            raise ConfigError(f"{self.method} looks drafts up by itself; a lookup beside it needs a head")
+        if self.lookup and self.synthetic_rates is not None:
+            raise ConfigError("drafts that are accepted by lot cannot be looked up", hint="leave --draft-lookup out")
 
     @property
     def has_head(self) -> bool:

@@ -19,7 +19,15 @@ from peagle.engine.self_check import CheckableLlm, SelfCheck
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
 from peagle.engine.trials import trials_of, try_first
-from peagle.engine.vllm_internals import counters, engine_death, follow, model_runner, refusals, request_failure
+from peagle.engine.vllm_internals import (
+    counters,
+    drafts_of,
+    engine_death,
+    follow,
+    model_runner,
+    refusals,
+    request_failure,
+)
 from peagle.errors import ConfigError, EngineError, PeagleError
 from peagle.hardware import Hardware
 from peagle.plain_json import logprob_number
@@ -224,14 +232,8 @@ def _generation(output: Any, num_top: int = 0) -> Generation:
 
 
 def _speculation(completions: Sequence[Any]) -> SpeculationStats | None:
-    # vLLM 0.24 does not have the attribute.
-    drafts = [d for c in completions if (d := getattr(c, "spec_decode_metrics", None)) is not None]
-    if not drafts:
-        return None
-    return sum(
-        (SpeculationStats.from_histogram(d.histogram, d.num_draft_tokens) for d in drafts),
-        start=SpeculationStats.empty(),
-    )
+    drafts = [found for completion in completions if (found := drafts_of(completion)) is not None]
+    return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 
 
 def _completion(completion: Any, num_top: int) -> Completion:
@@ -295,7 +297,7 @@ def _prepare(
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
-    if spec.drafter and hardware.platform == "cpu":
+    if spec.drafter and (hardware.platform == "cpu" or spec.drafter.lookup):
         vllm_plugin.require()
     arguments = engine_args(
         spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()

@@ -11,6 +11,7 @@ from typing import Any
 
 from peagle.engine.startup import LATE
 from peagle.errors import EngineError
+from peagle.speculation import SpeculationStats
 
 
 def engine_death() -> type[Exception]:
@@ -46,6 +47,17 @@ def counters() -> list[Any]:
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     return list(get_metrics_snapshot())
+
+
+def drafts_of(sequence: Any) -> SpeculationStats | None:
+    """The drafts of a sequence that ended, by vLLM's `RequestSpecDecodeMetrics`.
+
+    `vllm_plugin.DraftLookup` adds its own count to them. None where vLLM states none; 0.24 lacks the attribute.
+    """
+    drafts = getattr(sequence, "spec_decode_metrics", None)
+    if drafts is None:
+        return None
+    return SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens, sum(drafts.per_step_drafted))
 
 
 def model_runner(client: Any) -> str | None:

@@ -1,18 +1,21 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
 
-Compiled code, sampling with drafts on CPUs, the priority of grammars, and the end of a core whose starter is gone.
+Compiled code, sampling with drafts on CPUs, the priority of grammars, prompt lookup beside a head, and the end of a
+core whose starter is gone.
 docs/upstream.md says of each what it is for, for which versions, and which test fails once vLLM has mended it.
 """
 
 import functools
+import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from peagle.engine.lookup import PromptLookup
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 NAME = "peagle"
 _GROUP = "vllm.general_plugins"
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"
+"""Variable of an engine: the shortest n-gram that is looked up beside its head. Empty for no lookup."""
 
 
 def register() -> None:
@@ -31,6 +36,8 @@ def register() -> None:
     end_with_starter()
 
     compile_behind_steps()
+
+    look_up_drafts()
 
     from vllm.platforms import current_platform
 
@@ -233,3 +240,110 @@ def compile_behind_steps() -> None:
 
 def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+class DraftLookup:
+    """Prompt lookup beside a head, for the requests of one scheduler.
+
+    Between two steps the scheduler has each request's tokens and its head's drafts, as lists. It keeps with the request
+    what it has indexed and how many of its drafts are the head's.
+
+    A fault of its own ends the lookup, not the engine: the head's drafts go on as they are.
+    """
+
+    def __init__(self, min_ngram: int) -> None:
+        self._min_ngram = min_ngram
+        self._has_failed = False
+
+    def redraft(self, requests: Mapping[str, Any], drafted: Any) -> None:
+        """Replace the ends of drafts where the requests' own texts continue themselves.
+
+        Args:
+            requests: the scheduler's, by id.
+            drafted: vLLM's `DraftTokenIds`; it is changed.
+        """
+        if self._has_failed:
+            return
+        try:
+            for place, request_id in enumerate(drafted.req_ids):
+                request = requests.get(request_id)
+                if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                    drafted.draft_token_ids[place] = self._redraft(request, drafted.draft_token_ids[place])
+        except Exception:
+            self._has_failed = True
+            logging.getLogger("vllm").warning(
+                "prompt lookup failed: it is off, and the head drafts alone", exc_info=True
+            )
+
+    def _redraft(self, request: Any, drafts: list[int]) -> list[int]:
+        tokens, lookup = request.all_token_ids, getattr(request, "peagle_lookup", None)
+        if lookup is None or len(lookup) > len(tokens):  # an input that is streamed may take tokens back
+            lookup = request.peagle_lookup = PromptLookup(self._min_ngram)
+        lookup.extend(tokens[len(lookup) :])
+        redrafted, request.peagle_num_head_drafts = lookup.redraft(drafts)
+        return redrafted
+
+    def count(self, request: Any, num_accepted: int) -> None:
+        """Count the accepted tokens that were looked up, beside vLLM's own counts.
+
+        The count travels in a list that vLLM's "summary" leaves empty and shows nobody.
+        """
+        counts = request.spec_decode_metrics
+        if counts is None or self._has_failed:
+            return
+        if not counts.per_step_drafted:
+            counts.per_step_drafted.append(0)
+        counts.per_step_drafted[0] += max(0, num_accepted - getattr(request, "peagle_num_head_drafts", num_accepted))
+
+
+def look_up_drafts() -> None:
+    """Have a scheduler of vLLM look drafts up beside its head, where `LOOKUP` says so.
+
+    Drafts stay exact above temperature 0: with `draft_sample_method` "greedy" vLLM's rejection sampler is given no
+    probabilities of drafts, and takes each for certain (one-hot), which a token that was looked up is, too.
+
+    Raises (when the scheduler is made):
+        RuntimeError: this scheduling or model runner keeps drafts on the device, where no lookup reaches them.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    begin, take, count = Scheduler.__init__, Scheduler.update_draft_token_ids, Scheduler.make_spec_decoding_stats
+    if getattr(begin, "looks_up", False):
+        return
+
+    @functools.wraps(begin)
+    def begin_with_lookup(self: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, vllm_config, *arguments, **options)
+        self.draft_lookup = _draft_lookup(vllm_config)
+
+    @functools.wraps(take)
+    def take_redrafted(self: Any, draft_token_ids: Any) -> None:
+        if self.draft_lookup is not None:
+            self.draft_lookup.redraft(self.requests, draft_token_ids)
+        take(self, draft_token_ids)
+
+    @functools.wraps(count)
+    def count_by_source(self: Any, *arguments: Any, num_accepted_tokens: int, request_id: str, **options: Any) -> Any:
+        if self.draft_lookup is not None:
+            self.draft_lookup.count(self.requests[request_id], num_accepted_tokens)
+        return count(self, *arguments, num_accepted_tokens=num_accepted_tokens, request_id=request_id, **options)
+
+    begin_with_lookup.looks_up = True  # type: ignore[attr-defined]
+    Scheduler.__init__ = begin_with_lookup
+    Scheduler.update_draft_token_ids = take_redrafted
+    Scheduler.make_spec_decoding_stats = count_by_source
+
+
+def _draft_lookup(vllm_config: Any) -> DraftLookup | None:
+    """The lookup that this process's environment asks for; None without one."""
+    min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
+    if not min_ngram or speculation is None:
+        return None
+    if vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner:
+        raise RuntimeError(
+            "draft lookup needs model runner V1 without asynchronous scheduling: else drafts never leave the device. "
+            "Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
+        )
+    if (speculation.draft_sample_method, speculation.rejection_sample_method) != ("greedy", "standard"):
+        raise RuntimeError("draft lookup needs greedy drafts and vLLM's standard rejection sampling")
+    return DraftLookup(int(min_ngram))

@@ -69,6 +69,7 @@ class ResolvedRun:
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
+                **({"lookup": True} if drafter and drafter.lookup else {}),  # so that older runs go on
             "corpus": {"content": corpus, "limit": self.config.limit},
         }
 

@@ -279,7 +279,7 @@ def _row(cell: Cell, sums: Sums) -> list[Any]:
         [cell.minute, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags],
         [sums.num_requests, sums.num_cut, sums.usd, sums.request_s, sums.shares_s],
         [usage.num_rows, usage.num_failed_rows, usage.num_prompt_tokens, usage.num_cached_tokens],
-        [usage.num_output_tokens, usage.busy_s, usage.started_at, usage.finished_at],
+        [usage.num_output_tokens, usage.busy_s, usage.started_at, usage.finished_at, speculation.num_lookup_tokens],
         [speculation.num_drafts, speculation.num_draft_tokens, *speculation.accepted_per_position],
     ]
 
@@ -298,7 +298,10 @@ def _from_row(row: list[Any]) -> tuple[Cell, Sums]:
         started_at=made[2],
         finished_at=made[3],
         speculation=SpeculationStats(
-            num_drafts=drafts[0], num_draft_tokens=drafts[1], accepted_per_position=tuple(drafts[2:])
+            num_drafts=drafts[0],
+            num_draft_tokens=drafts[1],
+            accepted_per_position=tuple(drafts[2:]),
+            num_lookup_tokens=made[4],
         ),
     )
     return cell, Sums(usage, *counts)

@@ -1,9 +1,10 @@
 """A process of its own that runs one vLLM engine and writes tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
-The job holds a drafter's `method`, K, a `prompt` (token ids), `sampling` parameters, `num_samples`, how many `tokens` of
-each count, and `greedy` (texts). Half of the samples are drawn alone, half while the greedy texts are asked, again and
-again. The answer has the tokens of both halves, `alone` and `beside`; every answer to the greedy texts, the first of
-them alone; and how many drafts were accepted, null without a drafter.
+The job holds a drafter's `method`, K, whether there is a `lookup` beside it, a `prompt` (token ids), `sampling`
+parameters, `num_samples`, how many `tokens` of each count, and `greedy` (texts). Half of the samples are drawn alone, half
+while the greedy texts are asked, again and again. The answer has the tokens of both halves, `alone` and `beside`; every
+answer to the greedy texts, the first of them alone; how many drafts were accepted, null without a drafter, and how many
+of those in sampled answers were looked up.
 """  # noqa: E501
 
 import asyncio
@@ -29,7 +30,8 @@ def main() -> None:
     model = resolve_model(job["model"])
     spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=SLOTS, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
-        spec = replace(spec, drafter=resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec)
+        drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
+        spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"]))
 
     async def use(engine: Any, _: float) -> dict[str, Any]:
         return await _sample(engine, job)
@@ -40,10 +42,11 @@ def main() -> None:
 
 async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     greedy = [await _greedy(engine, job)]
-    alone = await _draw(engine, job)
+    looked_up: list[int] = []
+    alone = await _draw(engine, job, looked_up)
     stop = asyncio.Event()
     asking = asyncio.create_task(_keep_asking(engine, job, stop))
-    beside = await _draw(engine, job)
+    beside = await _draw(engine, job, looked_up)
     stop.set()
     greedy += await asking
     totals = engine.speculation_totals()
@@ -52,14 +55,15 @@ async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
         "beside": beside,
         "greedy": greedy,
         "num_accepted": totals and totals.num_accepted_tokens,
+        "num_looked_up": sum(looked_up),
     }
 
 
-async def _draw(engine: Any, job: dict[str, Any]) -> list[list[int]]:
+async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[list[int]]:
     # A token more than counts: all that count are drafted for.
     asked = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
-    answers = await asyncio.gather(*(_ask(engine, job["prompt"], asked) for _ in range(num_requests)))
+    answers = await asyncio.gather(*(_ask(engine, job["prompt"], asked, looked_up) for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
 
 
@@ -76,12 +80,18 @@ async def _greedy(engine: Any, job: dict[str, Any]) -> list[Any]:
     return await asyncio.gather(*(_ask(engine, prompt, asked) for prompt in prompts))
 
 
-async def _ask(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> list[list[int]]:
+async def _ask(
+    engine: Any, prompt: list[int], sampling: dict[str, Any], looked_up: list[int] | None = None
+) -> list[list[int]]:
     from vllm import SamplingParams
+
+    from peagle.engine.vllm_internals import drafts_of
 
     params = SamplingParams(**sampling, ignore_eos=True)
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
     last = [answer async for answer in answers][-1]
+    if looked_up is not None:
+        looked_up += [drafts.num_lookup_tokens for one in last.outputs if (drafts := drafts_of(one))]
     return [list(completion.token_ids) for completion in last.outputs]
 
 

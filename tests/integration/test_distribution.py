@@ -1,4 +1,5 @@
-"""Above temperature 0 the text is the target's own in distribution: with P-EAGLE, with EAGLE-3 and without a drafter.
+"""Above temperature 0 the text is the target's own in distribution: with P-EAGLE, with EAGLE-3, with a prompt lookup
+beside either, and without a drafter.
 
 Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
 held against what transformers computes for the same target. The first token comes of the prompt, the others are drafted
@@ -18,9 +19,11 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
+# A lookup finds `(self` and what followed; the target may go on in other ways.
+REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
-LEVEL = 1e-4  # of each of the eighteen comparisons: one run in five hundred fails by chance
+LEVEL = 1e-4  # of each of the thirty comparisons: one run in three hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -33,19 +36,19 @@ def target(embedded_target):
 
 
 @pytest.fixture(scope="module")
-def prompt(embedded_target):
+def tokens_of(embedded_target):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(embedded_target).encode(TEXT)
+    return AutoTokenizer.from_pretrained(embedded_target).encode
 
 
 @pytest.fixture(scope="module")
-def chances(target, prompt):
+def chances(target, tokens_of):
     """The chance of each sequence of four tokens of which some samples are expected, with this top-p."""
 
     @functools.cache
-    def of(top_p):
-        return joint(target, prompt, top_p, FEWEST / NUM_SAMPLES)
+    def of(text, top_p):
+        return joint(target, tokens_of(text), top_p, FEWEST / NUM_SAMPLES)
 
     return of
 
@@ -76,13 +79,13 @@ def nucleus(row, top_p):
 
 
 @pytest.fixture
-def sampled(prompt, tmp_path):
+def sampled(tokens_of, tmp_path):
     """What `sampled_tokens.py` says of a drafter."""
 
-    def run(method, top_p):
+    def run(method, text, top_p, *, lookup):
         job = {
-            "model": MODEL, "method": method, "k": K, "prompt": prompt, "tokens": NUM_JOINT, "greedy": GREEDY,
-            "num_samples": NUM_SAMPLES, "sampling": {"temperature": 1.0, "top_p": top_p},
+            "model": MODEL, "method": method, "k": K, "lookup": lookup, "prompt": tokens_of(text), "tokens": NUM_JOINT,
+            "greedy": GREEDY, "num_samples": NUM_SAMPLES, "sampling": {"temperature": 1.0, "top_p": top_p},
         }  # fmt: skip
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
         paths[0].write_text(json.dumps(job))
@@ -95,10 +98,15 @@ def sampled(prompt, tmp_path):
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-@pytest.mark.parametrize("method", ["peagle", "eagle3", "none"])
-def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, top_p, sampled, chances):
-    found, known = sampled(method, top_p), chances(top_p)
+@pytest.mark.parametrize(
+    ("method", "lookup"),
+    [("peagle", False), ("eagle3", False), ("none", False), ("peagle", True), ("eagle3", True)],
+)
+def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, lookup, top_p, sampled, chances):
+    text = REPEATS if lookup else TEXT
+    found, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
     assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None
+    assert (found["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
     assert len(found["greedy"]) > 2
     assert len(set(map(str, found["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
     alone, beside = (Counter(map(tuple, found[half])) for half in ("alone", "beside"))

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +8,7 @@ from peagle.speculation import (
     break_even_acceptance_length,
     expected_acceptance_length,
     note,
+    sources_note,
     speedup,
 )
 
@@ -63,6 +65,24 @@ def test_adding_pads_the_shorter_and_empty_is_neutral():
 def test_json_and_back():
     original = stats(10, 6, 3, 1)
     assert SpeculationStats.from_dict(json.loads(json.dumps(original.to_dict()))) == original
+    assert "num_lookup_tokens" not in original.to_dict()  # as records are that were made without a lookup
+    looked_up = replace(original, num_lookup_tokens=4)
+    assert SpeculationStats.from_dict(json.loads(json.dumps(looked_up.to_dict()))) == looked_up
+    assert (looked_up + looked_up + original).num_lookup_tokens == 8
+
+
+def test_no_more_is_looked_up_than_is_accepted():
+    for num_lookup_tokens, reason in ((11, "11 of 10 accepted"), (-1, "negative"), ("3", "whole numbers")):
+        with pytest.raises(ValueError, match=reason):
+            replace(stats(10, 6, 3, 1), num_lookup_tokens=num_lookup_tokens)
+
+
+def test_who_drafted_what_was_accepted_is_said_where_a_lookup_did():
+    assert sources_note(stats(10, 6, 3, 1)) is None
+    said = sources_note(replace(stats(4000, 3000, 1000), num_lookup_tokens=1500))
+    assert said == (
+        "Of 4,000 accepted draft tokens, 1,500 were found by the prompt lookup; the other 2,500 are the head's."
+    )
 
 
 @pytest.mark.parametrize(

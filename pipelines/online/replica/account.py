@@ -297,5 +297,6 @@ def summary(record: RequestUsage) -> dict[str, Any]:
         "num_drafts": speculation.num_drafts,
         "num_draft_tokens": speculation.num_draft_tokens,
         "num_accepted_tokens": speculation.num_accepted_tokens,
+        "num_lookup_tokens": speculation.num_lookup_tokens,
         "acceptance_length": speculation.acceptance_length,
     }

@@ -69,6 +69,7 @@ class EngineMetrics:
             "num_drafts": counter("drafts_total", "Steps that verified a draft."),
             "num_draft_tokens": counter("draft_tokens_total", "Tokens drafted."),
             "num_accepted_tokens": counter("accepted_tokens_total", "Drafted tokens that were accepted."),
+            "num_lookup_tokens": counter("accepted_lookup_tokens_total", "Of those, tokens of the prompt lookup."),
         }
 
     def request(self, record: RequestUsage) -> None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.engine.vllm_internals import drafts_of
 from peagle.speculation import SpeculationStats
 
 
@@ -40,11 +41,7 @@ class Sequences:
 
         Without those that a string of the request's `stop` ended: of these, as of one that is cut, vLLM tells none.
         """
-        told = [
-            SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens)
-            for state in self._states
-            if (drafts := state.spec_decode_metrics) is not None
-        ]
+        told = [found for state in self._states if (found := drafts_of(state)) is not None]
         told += [self._drafts] if self._drafts is not None else []
         return sum(told, start=SpeculationStats.empty()) if told else None
 

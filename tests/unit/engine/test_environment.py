@@ -1,10 +1,12 @@
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peagle.engine.environment import environment, find_preload_libraries
 from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.vllm_plugin import LOOKUP
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
@@ -41,8 +43,17 @@ def test_nothing_is_reported_to_anyone() -> None:
 
 
 def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
-    ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"}
+    ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB", LOOKUP}
     assert environment(SPEC, GPU, inherited={}).keys() == ours
+
+
+def test_an_engine_is_told_the_n_grams_that_are_looked_up_and_the_next_that_none_are() -> None:
+    head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, lookup=True)
+    told = [
+        environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
+        for drafter in (head, replace(head, method="eagle3"), replace(head, lookup=False), None)
+    ]
+    assert told == ["2", "3", "", ""]
 
 
 def test_media_are_fetched_without_redirects_and_compiled_grammars_stay_small_unless_the_user_says_otherwise() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from peagle.engine.keys import (
     TargetKeys,
     drafter_with,
     extra_arguments,
+    lookup_note,
     parse_pairs,
     require_known,
     spec_fields,
@@ -15,11 +17,15 @@ from peagle.engine.keys import (
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
+from peagle.hardware import Hardware
 
 BF16 = Precision(dtype="bfloat16")
 FP8 = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
 SLIDING = {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}
 HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+NGRAM = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
+CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
+GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, compute_capability=(9, 0))
 
 
 @pytest.mark.parametrize(
@@ -82,17 +88,39 @@ def test_arguments_that_a_spec_has_fields_for_become_these() -> None:
 
 def test_a_head_has_a_cache_and_an_attention_of_its_own() -> None:
     keys = TargetKeys(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
-    found = drafter_with(HEAD, keys)
+    found = drafter_with(HEAD, keys, GPU)
     assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetKeys()) == HEAD
-    ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
-    assert drafter_with(ngram, keys) == ngram
+    assert drafter_with(HEAD, TargetKeys(), CPU) == HEAD
+    assert drafter_with(NGRAM, keys, CPU) == NGRAM
+
+
+def test_drafts_are_looked_up_beside_a_head_alone_and_where_it_is_asked_for() -> None:
+    on = TargetKeys(draft_lookup="on")
+    assert drafter_with(HEAD, on, CPU) == replace(HEAD, lookup=True)
+    assert drafter_with(NGRAM, on, CPU) == NGRAM
+    for other in ("auto", "off"):
+        keys = TargetKeys(draft_lookup=other)  # type: ignore[arg-type]
+        assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
+    assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup beside it"
+    assert lookup_note(HEAD) == lookup_note(None) == ""
+
+
+def test_on_a_gpu_a_lookup_needs_steps_that_wait_for_each_other() -> None:
+    with pytest.raises(ConfigError, match="schedules asynchronously") as caught:
+        drafter_with(HEAD, TargetKeys(draft_lookup="on"), GPU)
+    assert "--engine-arg async_scheduling=false" in caught.value.hint
+    waiting = TargetKeys(draft_lookup="on", engine_args={"async_scheduling": False})
+    assert drafter_with(HEAD, waiting, GPU).lookup
 
 
 def test_a_fingerprint_names_what_was_asked_for_alone() -> None:
     assert stated(TargetKeys(kv_cache_precision="fp8")) == {}  # the precision names it
-    keys = TargetKeys(draft_kv_cache_precision="bf16", engine_args={"block_size": 32})
-    assert stated(keys) == {"draft_kv_cache_precision": "bf16", "engine_args": {"block_size": 32}}
+    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
+    assert stated(keys) == {
+        "draft_kv_cache_precision": "bf16",
+        "draft_lookup": "on",
+        "engine_args": {"block_size": 32},
+    }
 
 
 def test_pairs_keep_what_is_no_json_as_text() -> None:

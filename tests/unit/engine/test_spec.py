@@ -60,6 +60,8 @@ def test_a_bad_value_is_named(changes: dict[str, Any], name: str) -> None:
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"method": "ngram"}, "drafts without a head"),
+        ({"method": "ngram", "model": "", "lookup": True}, "needs a head"),
+        ({"synthetic_rates": (0.5, 0.4, 0.2), "lookup": True}, "by lot"),
         ({"synthetic_rates": (0.5, 0.4)}, "3 shares"),
         ({"synthetic_rates": (0.5, 0.4, 0.6)}, "never rise"),
         ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 1 to 0"),

@@ -67,7 +67,9 @@ def output_of(*completions):
 
 
 def completion(token_ids, logprobs=None, histogram=None):
-    drafts = None if histogram is None else SimpleNamespace(histogram=histogram, num_draft_tokens=6)
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    drafts = None if histogram is None else RequestSpecDecodeMetrics(1, histogram, 6, per_step_drafted=[1])
     return SimpleNamespace(
         text=f"{token_ids}", finish_reason="stop", token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=drafts
     )
@@ -82,6 +84,7 @@ def test_several_completions_are_all_there_and_their_counts_add_up():
     assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
     assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
     assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
+    assert generation.speculation.num_lookup_tokens == 2  # one of each, as the plug-in counts them
 
 
 def test_the_sampled_token_is_among_the_likeliest_only_where_it_is_one_of_them():

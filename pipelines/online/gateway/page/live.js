@@ -138,7 +138,11 @@ function showAcceptance({ total }) {
   const drafted = total.num_draft_tokens;
   say(byId("acceptance"), decimals(total.acceptance_length, 2));
   const accepted = percent(total.num_accepted_tokens / drafted);
-  const share = drafted ? `${accepted} of ${count(drafted)} drafted tokens accepted` : "nothing drafted in the window";
+  const lookedUp = percent(total.num_lookup_tokens / total.num_accepted_tokens);
+  const source = total.num_lookup_tokens ? `, ${lookedUp} of them by the prompt lookup` : "";
+  const share = drafted
+    ? `${accepted} of ${count(drafted)} drafted tokens accepted${source}`
+    : "nothing drafted in the window";
   say(byId("acceptance-sub"), share);
   byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
 }

@@ -12,7 +12,7 @@ from pipelines.online import totals as module
 from pipelines.online.totals import Totals
 from tests.unit.pipelines.online.ledgers import a_request
 
-DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(15, 10, 5))
+DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(15, 10, 5), num_lookup_tokens=7)
 
 
 @pytest.fixture(autouse=True)

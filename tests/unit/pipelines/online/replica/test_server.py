@@ -77,7 +77,9 @@ def test_what_the_ledger_learns_is_counted(counted, clock, tmp_path):
         clock.now += 3
         request.tally.num_output_tokens = 7
         request.tally.num_prompt_tokens = 11
-        request.tally.speculation = SpeculationStats(num_drafts=3, num_draft_tokens=9, accepted_per_position=(2, 1, 1))
+        request.tally.speculation = SpeculationStats(
+            num_drafts=3, num_draft_tokens=9, accepted_per_position=(2, 1, 1), num_lookup_tokens=1
+        )
         request.finish("ok")
         request.write(outcome)
         account.heartbeat()
@@ -91,6 +93,7 @@ def test_what_the_ledger_learns_is_counted(counted, clock, tmp_path):
         ("peagle_drafts_total",): 6,
         ("peagle_draft_tokens_total",): 18,
         ("peagle_accepted_tokens_total",): 8,
+        ("peagle_accepted_lookup_tokens_total",): 2,
         ("peagle_engine_usd_total", "start"): pytest.approx(10),
         ("peagle_engine_usd_total", "idle"): pytest.approx(5),
         ("peagle_engine_usd_total", "busy"): pytest.approx(6),

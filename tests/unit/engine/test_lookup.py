@@ -1,0 +1,106 @@
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from peagle.engine.lookup import PromptLookup
+
+LONGEST = 8  # tokens beyond which a longer match says no more
+
+
+def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
+    lookup = PromptLookup(min_ngram)
+    lookup.extend(tokens)
+    return lookup
+
+
+def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
+    """The same by its definition: every earlier place is compared with the last tokens."""
+    text = [*tokens, *drafts[:1]]
+    for num_head in range(1, len(drafts)):
+        end = len(text)
+        lengths = {
+            behind: next(
+                n for n in range(LONGEST, -1, -1) if n <= behind and text[behind - n : behind] == text[end - n :]
+            )
+            for behind in range(1, len(tokens) + 1)
+        }  # of the last tokens, how many agree with those before each place
+        found = [behind for behind, length in lengths.items() if length == max(lengths.values())]
+        if found and lengths[found[-1]] >= min_ngram:
+            for behind in range(found[-1], found[-1] + len(drafts) - num_head):
+                text.append(text[behind])
+            return text[len(tokens) :], num_head
+        text.append(drafts[num_head])
+    return list(drafts), len(drafts)
+
+
+@pytest.mark.parametrize("min_ngram", [1, 2, 3])
+def test_it_copies_from_the_latest_of_the_longest_matches(min_ngram: int) -> None:
+    chance = random.Random(0)
+    num_copied = 0
+    for _ in range(300):
+        # Too few tokens for more candidates than are compared.
+        tokens = [chance.randrange(4) for _ in range(chance.randrange(14))]
+        drafts = [chance.randrange(4) for _ in range(chance.randrange(7))]
+        found = lookup_of(tokens, min_ngram).redraft(drafts)
+        assert found == slowly(tokens, drafts, min_ngram)
+        num_copied += found[1] < len(drafts)
+    assert num_copied > 20
+
+
+def test_the_first_draft_is_the_heads_whatever_was_found() -> None:
+    assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([9, 8, 7]) == ([9, 8, 7], 3)
+    assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([3, 8, 7]) == ([3, 4, 1], 1)
+
+
+def test_the_heads_drafts_lead_to_a_match() -> None:
+    assert lookup_of([1, 2, 3, 4, 5, 9], 2).redraft([1, 2, 8, 8]) == ([1, 2, 3, 4], 2)
+
+
+def test_a_copy_may_read_what_it_has_written() -> None:
+    assert lookup_of([5, 6, 5, 6], 2).redraft([5, 0, 0, 0, 0]) == ([5, 6, 5, 6, 5], 1)
+
+
+def test_a_longer_match_wins_over_a_later_one() -> None:
+    tokens = [1, 2, 3, 7, 9, 2, 3, 8, 1, 2]
+    assert lookup_of(tokens, 2).redraft([3, 0]) == ([3, 7], 1)
+
+
+@pytest.mark.parametrize("drafts", [[], [4]])
+def test_fewer_than_two_drafts_are_left_alone(drafts: list[int]) -> None:
+    assert lookup_of([4, 4, 4], 2).redraft(drafts) == (drafts, len(drafts))
+
+
+def test_tokens_may_come_in_any_pieces_and_drafts_leave_no_trace() -> None:
+    chance = random.Random(1)
+    tokens = [chance.randrange(5) for _ in range(60)]
+    whole, pieces = lookup_of(tokens, 3), PromptLookup(3)
+    for start in range(0, 60, 7):
+        pieces.redraft([1, 2, 3, 4])
+        pieces.extend(tokens[start : start + 7])
+    assert len(pieces) == 60
+    for first in range(5):
+        assert pieces.redraft([first, 9, 9, 9]) == whole.redraft([first, 9, 9, 9])
+
+
+def test_an_n_gram_has_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        PromptLookup(0)
+
+
+def test_a_step_costs_a_small_part_of_a_millisecond_whatever_the_context() -> None:
+    """The limit is 1 ms of a step; text of one word has the most candidates, and the longest comparisons."""
+    chance = random.Random(2)
+    worst: dict[str, float] = {}
+    for name, tokens in (("code", [chance.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
+        lookup = lookup_of(tokens, 2)
+        took_s = []
+        for step in range(200):
+            began = time.perf_counter()
+            lookup.extend(tokens[step : step + 3])
+            lookup.redraft(tokens[step + 3 : step + 10])
+            took_s.append(time.perf_counter() - began)
+        worst[name] = statistics.median(took_s)
+    assert max(worst.values()) < 0.001, worst

@@ -1,0 +1,215 @@
+"""The lookup beside a head, as it stands in vLLM's scheduler, and that its drafts leave the target's text as it is."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chi_square import p_value, power
+
+from peagle.engine import vllm_plugin
+
+
+class Scheduler:
+    """Where vLLM's scheduler is patched: what it is given after a step, and how it counts what was accepted."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.requests: dict[str, Any] = {}
+        self.taken: list[list[list[int]]] = []
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        self.taken.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, request_id: str
+    ) -> str:
+        return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
+
+    def accept(self, request_id: str, num_accepted: int) -> str:
+        """As vLLM calls it."""
+        return self.make_spec_decoding_stats(
+            None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
+        )
+
+
+def config_of(**other: Any) -> SimpleNamespace:
+    found = {
+        "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
+        "rejection_sample_method": "standard", **other,
+    }  # fmt: skip
+    speculation = SimpleNamespace(**{name: found[name] for name in ("draft_sample_method", "rejection_sample_method")})
+    return SimpleNamespace(
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(async_scheduling=found["is_async"]),
+        use_v2_model_runner=found["use_v2_model_runner"],
+    )
+
+
+@pytest.fixture
+def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
+    """A scheduler of an engine whose n-grams of two tokens are looked up."""
+    patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
+    monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.look_up_drafts()
+    monkeypatch.setenv(vllm_plugin.LOOKUP, "2")
+    return lambda **other: patched(config_of(**other))
+
+
+def request_of(*tokens: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+    from vllm.v1.request import Request
+
+    request = Request("one", list(tokens), SamplingParams(), None)
+    request.spec_decode_metrics = RequestSpecDecodeMetrics.new(3)
+    return request
+
+
+def drafted(*drafts: int, request_id: str = "one") -> Any:
+    from vllm.v1.outputs import DraftTokenIds
+
+    return DraftTokenIds([request_id], [list(drafts)])
+
+
+def test_a_scheduler_copies_where_a_request_continues_itself_and_counts_by_source(
+    make_scheduler: Callable[..., Scheduler],
+) -> None:
+    scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
+    scheduler.requests["one"] = request
+    scheduler.update_draft_token_ids(drafted(2, 9, 9))  # 1 2 occurred: 3 4 followed
+    assert scheduler.taken == [[[2, 3, 4]]]
+    assert scheduler.accept("one", 3) == "one: 3 of 3"
+    request.append_output_token_ids([2, 3, 4, 8])
+    scheduler.update_draft_token_ids(drafted(7, 9, 9))
+    assert scheduler.taken[-1] == [[7, 9, 9]]
+    scheduler.accept("one", 2)  # both are the head's
+    assert sum(request.spec_decode_metrics.per_step_drafted) == 2
+    request.spec_decode_metrics.observe(3, 3)
+    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
+
+
+def test_prompts_under_way_and_requests_that_are_gone_are_left_alone(make_scheduler: Callable[..., Scheduler]) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
+    scheduler.update_draft_token_ids(drafted(2, 9, 9))
+    scheduler.requests["one"] = request
+    request.is_prefill_chunk = True
+    scheduler.update_draft_token_ids(drafted(2, 9, 9))
+    request.is_prefill_chunk, request.status = False, RequestStatus.FINISHED_STOPPED
+    scheduler.update_draft_token_ids(drafted(2, 9, 9))
+    assert scheduler.taken == [[[2, 9, 9]]] * 3
+
+
+def test_a_lookup_that_fails_leaves_the_head_alone_and_says_so_once(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    scheduler = make_scheduler()
+    scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
+    monkeypatch.setattr(vllm_plugin.PromptLookup, "extend", fail)
+    for _ in range(3):
+        scheduler.update_draft_token_ids(drafted(2, 9, 9))
+        scheduler.accept("one", 3)
+    assert scheduler.taken == [[[2, 9, 9]]] * 3
+    assert [record.message for record in caplog.records] == [
+        "prompt lookup failed: it is off, and the head drafts alone"
+    ]
+    assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
+
+
+def test_without_the_variable_or_a_drafter_nothing_is_looked_up(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_drafts = config_of()
+    without_drafts.speculative_config = None
+    schedulers = [type(make_scheduler())(without_drafts)]
+    monkeypatch.setenv(vllm_plugin.LOOKUP, "")
+    schedulers.append(make_scheduler(is_async=True))
+    for scheduler in schedulers:
+        scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
+        scheduler.update_draft_token_ids(drafted(2, 9, 9))
+        assert (scheduler.taken, scheduler.accept("one", 3)) == ([[[2, 9, 9]]], "one: 3 of 3")
+        assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted == []
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"is_async": True}, "without asynchronous scheduling"),
+        ({"use_v2_model_runner": True}, "model runner V1"),
+        ({"draft_sample_method": "probabilistic"}, "greedy drafts"),
+        ({"rejection_sample_method": "block"}, "standard rejection sampling"),
+    ],
+)
+def test_an_engine_where_a_lookup_would_be_wrong_does_not_start(
+    make_scheduler: Callable[..., Scheduler], other: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        make_scheduler(**other)
+
+
+def test_vllms_scheduler_is_what_the_lookup_stands_before() -> None:
+    """Once this fails, vLLM hands drafts on in another way: look at `look_up_drafts` again."""
+    from vllm.v1.core.sched.scheduler import Scheduler as Vllms
+
+    assert list(inspect.signature(Vllms.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
+    counts = inspect.getsource(Vllms.update_from_output).partition("self.make_spec_decoding_stats(")[2]
+    assert re.search(r"num_accepted_tokens=num_accepted,.*request_id=req_id", counts.partition(")")[0], re.DOTALL)
+
+
+# A process of its own: vLLM's kernels are for this processor. Each row is a request of one draft of two tokens.
+_SAMPLES = """if True:
+    import json, sys, torch
+    from types import SimpleNamespace
+    from vllm.platforms import current_platform
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.import_kernels()
+    for name in ("rejection_random_sample_kernel", "sample_recovered_tokens_kernel"):
+        setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+    job = json.loads(sys.argv[1])
+    num, chances = job["num"], torch.tensor(job["chances"])
+    torch.manual_seed(0)
+    logits = chances[torch.tensor([0, 1])].log().repeat(num, 1)  # of the first token, and behind that draft
+    found = rejection_sampler.rejection_sample(
+        torch.tensor(job["drafts"], dtype=torch.int32).repeat(num), [2] * num, 2,
+        torch.arange(2, 2 * num + 1, 2, dtype=torch.int32), None, logits,
+        torch.zeros((num, 1), dtype=torch.int32),
+        SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(num), generators={}),
+    )
+    print(json.dumps(found[:, :2].tolist()))
+"""
+
+
+def test_drafts_that_are_certain_leave_the_targets_distribution_as_it_is() -> None:
+    """A token that was looked up is certain, as a head's greedy draft is: vLLM is given no probabilities of either.
+
+    The two tokens that were drafted are as frequent as the target has them, one after the other.
+    """
+    num, drafts = 6000, [1, 3]
+    chances = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
+    job = json.dumps({"num": num, "drafts": drafts, "chances": chances})
+    done = subprocess.run(
+        [sys.executable, "-c", _SAMPLES, job], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
+    # Behind another token than the draft a step ends.
+    known: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
+    known |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
+    assert seen.total() == num
+    assert p_value(seen, known) > 1e-4, seen
+    # A sampler that took a draft's share twice, as if the head had been unsure, would be found out.
+    twice = known | {(1, 3): known[1, 3] * 1.5, (1, 4): known[1, 4] - known[1, 3] / 2}
+    assert power(known, twice, num, 1e-4) > 0.98
