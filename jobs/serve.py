@@ -262,18 +262,19 @@ def _start(application: Any, state: Path) -> None:
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
-    """Until the endpoint is to stop; profiles are watched meanwhile."""
+    """Until the endpoint is to stop; profiles and drafters are watched meanwhile."""
     from pipelines.online.cost import CostView
-    from pipelines.online.live import watch_profiles
+    from pipelines.online.live import watch_engines
 
-    found = {one.keys.served_name: one.engine.watch(here) for one in served}
-    watches = {name: watch for name, watch in found.items() if watch is not None}
-    for name, watch in watches.items():
-        for note in watch.at_start():
+    watches = {}
+    for one in served:
+        name, tuned, drafter = one.keys.served_name, one.engine.watch(here), one.engine.drafter_watch(here)
+        for note in tuned.at_start() if tuned else ():
             print(f"{name}: {note}", flush=True)
-    if watches:
+        watches[name] = [watch for watch in (tuned, drafter) if watch is not None]
+    if any(watches.values()):
         view = CostView(config.state / "ledger", resolve_price(config, here))
-        watch_profiles(watches, view, stopped, print)
+        watch_engines(watches, view, stopped, print)
     stopped.wait()
 
 

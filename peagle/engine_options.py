@@ -26,7 +26,8 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
 from peagle.profiles.profile import Profile, read_profile, with_profile
-from peagle.profiles.watch import TunedWatch
+from peagle.profiles.ranges import break_evens
+from peagle.profiles.watch import DrafterWatch, TunedWatch
 from peagle.provenance import versions
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -74,9 +75,9 @@ class EngineKeys(TargetKeys):
             raise ValueError("num_speculative_tokens means nothing with drafter: none")
         if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
             raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
-        return self
         if self.drafter == "none" and self.draft_lookup == "on":
             raise ValueError("draft_lookup is beside a head, so it means nothing with drafter: none")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,37 @@ class ResolvedEngine:
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
+
+    def break_even(self, hardware: Hardware) -> dict[int, float]:
+        """The acceptance lengths below which its drafter costs more than it saves.
+
+        By requests at once: from the profile that it follows, else from its card's measurements with the card's own
+        head. Empty where there are none.
+        """
+        if self.follows_profile and (profile := self.profile) is not None:
+            own = [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
+            return break_evens(profile.chosen, own)
+        drafter, card = self.spec.drafter, self.model.card
+        if drafter is None or card is None or self.spec.enforce_eager:
+            return {}
+        heads = {str(method): head.id for method, head in card.heads.items()}
+        if self.drafter.name != heads.get(drafter.method):
+            return {}
+        here = (hardware.platform, self.precision.describe())
+        tables = [table for table in card.steps if (table.platform, table.precision) == here]
+        return tables[0].break_even(drafter.method, drafter.num_speculative_tokens) if tables else {}
+
+    def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
+        """The watch over its drafter.
+
+        None for an engine without a drafter, and for one that follows its profile: that is watched instead.
+
+        Args:
+            concurrency: as `DrafterWatch` takes it.
+        """
+        if self.spec.drafter is None or self.follows_profile:
+            return None
+        return DrafterWatch(self.break_even(hardware), concurrency)
 
     def watch(self, hardware: Hardware) -> TunedWatch | None:
         """The watch over its profile; None for an engine without one."""
@@ -209,6 +241,7 @@ def compose_engine(
     check_slots(spec)
     check_backends(spec, hardware, head_dim=widest_head(model.config))
     profile = read_profile(keys.profile) if keys.profile else None
+    drafter = replace(drafter, note=drafter.note + lookup_note(spec.drafter))
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 
@@ -225,4 +258,3 @@ def _reference(name: str, model: ResolvedModel) -> str:
     """
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path
-    drafter = replace(drafter, note=drafter.note + lookup_note(spec.drafter))

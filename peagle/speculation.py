@@ -190,11 +190,11 @@ def expected_acceptance_length(rates: Sequence[float], k: int) -> float:
     return 1 + sum(rates[:k])
 
 
-def note(stats: SpeculationStats, *, break_even: float | None = None) -> str | None:
-    """One sentence when the drafter is known to cost more than it saves, else None.
+def note(length: float | None, *, break_even: float | None = None) -> str | None:
+    """The sentence for a drafter that costs more than it saves; None for any other.
 
     Args:
-        stats: what was accepted.
+        length: the acceptance length; None before the first draft.
         break_even: the acceptance length this hardware needs at this concurrency, where somebody measured it.
             Without it only the hopeless case is known (`NEVER_PAYS_BELOW`).
     """
@@ -203,12 +203,14 @@ def note(stats: SpeculationStats, *, break_even: float | None = None) -> str | N
     if break_even is not None and length < break_even:
         return (
             f"The drafter costs more than it saves: {length:.2f} tokens a step, and this hardware needs "
-            f"{break_even:.2f} at this concurrency. Try fewer draft tokens, or no drafter."
+            f"{break_even:.2f} at this concurrency. --drafter none does without it; a smaller --num-speculative-tokens "
+            "costs less."
         )
     if length < NEVER_PAYS_BELOW:
         return (
             f"The drafter costs more than it saves: {length:.2f} tokens a step, so nearly every draft is "
-            "rejected. Check that the drafter was trained for this model and this kind of prompt."
+            "rejected. Check that the drafter was trained for this model and this kind of prompt; --drafter none does "
+            "without it."
         )
     return None
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peagle.catalog.folders import peagle_home
 from peagle.catalog.published import Deployment, Method, PublishedTable, Strict
+from peagle.catalog.step_times import StepTable
 from peagle.errors import CatalogError, did_you_mean
 from peagle.private import user_path
 
@@ -144,6 +145,7 @@ class ModelCard(Strict):
     Attributes:
         speculation: what `--drafter auto` goes by: method and K by concurrency.
         published: speeds that others measured with heads of their own; `peagle plan` can go by them.
+        steps: measured times of steps, by which a drafter that costs more than it saves is told.
     """
 
     name: str
@@ -157,6 +159,7 @@ class ModelCard(Strict):
     heads: dict[Literal["peagle", "eagle3"], HeadCard] = Field(default_factory=dict)
     speculation: list[SpeculationRow] = Field(default_factory=list)
     published: list[PublishedTable] = Field(default_factory=list)
+    steps: list[StepTable] = Field(default_factory=list)
 
     @property
     def context_tokens(self) -> int | None:

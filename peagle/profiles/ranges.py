@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 
 from peagle.profiles.measurements import Cell
+from peagle.speculation import break_even_acceptance_length
 
 _AS_GOOD = 0.02  # a choice this share behind the best is still the choice
 
@@ -68,6 +69,24 @@ def concurrency_range(chosen: Cell, cells: Sequence[Cell]) -> tuple[int, int]:
         high += 1
     assert low <= place <= high
     return measured[low], measured[high]
+
+
+def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
+    """The acceptance lengths below which no speculation is faster than the choice.
+
+    By concurrency, where both were measured; empty where the method does not draft in every step.
+    """
+    plain = {cell.concurrency: cell.output_tokens_per_s for cell in cells if not cell.drafts}
+    return {
+        cell.concurrency: break_even_acceptance_length(
+            cell.acceptance_length / cell.output_tokens_per_s, 1 / plain[cell.concurrency]
+        )
+        for cell in cells
+        if (cell.method, cell.k) == (chosen.method, chosen.k)
+        and cell.drafts_each_step
+        and cell.acceptance_length is not None
+        and cell.concurrency in plain
+    }
 
 
 def best_at(cells: Sequence[Cell], concurrency: float) -> Cell:

@@ -1,15 +1,16 @@
-"""Watch over a profile, with advice to a run or an endpoint that leaves its range.
+"""Watch over a drafter or a profile: advice where it no longer fits.
 
-Bulk runs and the endpoint share it. It knows profiles and two live figures, and says each thing once.
+Bulk runs and the endpoint share it. It knows break-evens, profiles and two live figures, and says each thing once.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from peagle.profiles.measurements import Cell, method_label
 from peagle.profiles.profile import MeasuredCell, Profile
 from peagle.profiles.ranges import best_at, best_with_acceptance, scale_of, tpot_s_at
-from peagle.speculation import SpeculationStats
+from peagle.speculation import SpeculationStats, note
 
 MIN_DRAFTS = 200
 """Before so many drafts an acceptance length says little."""
@@ -23,6 +24,57 @@ def label(cell: Cell) -> str:
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
     """The acceptance length, None before there are drafts enough to believe it."""
     return acceptance_length if num_drafts >= MIN_DRAFTS else None
+
+
+class Watch(Protocol):
+    """The watch over live figures."""
+
+    def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:
+        """The advice that they call for, each kind once."""
+
+
+def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
+    """The acceptance length that pays at a concurrency.
+
+    It is that of the nearest measured one, by ratio.
+
+    Args:
+        break_even: by requests at once.
+        concurrency: None where it is not known; then no length is.
+    """
+    if not break_even or concurrency is None:
+        return None
+    # Below one request at once an engine idles between them, and runs each alone.
+    nearest = min(break_even, key=lambda measured: abs(math.log(measured / max(concurrency, 1.0))))
+    return break_even[nearest]
+
+
+class DrafterWatch:
+    """The watch over whether a drafter saves more than it costs, without a profile.
+
+    Args:
+        break_even: by requests at once, the acceptance length below which it does not. Where nothing is known, only a
+            drafter whose drafts are nearly all rejected is told.
+        concurrency: requests at once, where live figures do not say.
+    """
+
+    def __init__(self, break_even: Mapping[int, float], concurrency: float | None = None) -> None:
+        self._break_even, self._concurrency = break_even, concurrency
+        self._has_said = False
+
+    @property
+    def needed(self) -> float | None:
+        """The acceptance length that pays at the concurrency that was given."""
+        return needed_at(self._break_even, self._concurrency)
+
+    def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:
+        """The advice that live figures call for, once."""
+        length = reliable_length(num_drafts, acceptance_length)
+        needed = self.needed if concurrency is None else needed_at(self._break_even, concurrency)
+        if self._has_said or (said := note(length, break_even=needed)) is None:
+            return []
+        self._has_said = True
+        return [said]
 
 
 def acceptance_advice(profile: Profile, length: float | None) -> str | None:

@@ -18,7 +18,7 @@ from peagle.engine.trials import check_schema
 from peagle.engine_options import compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
-from peagle.profiles.watch import TunedWatch
+from peagle.profiles.watch import DrafterWatch, TunedWatch, Watch
 from peagle.requests.builder import SamplingSpec
 from peagle.requests.prompts import PromptSpec, resolve_prompts
 from peagle.requests.sampling import SamplingLimits, conflict
@@ -37,6 +37,7 @@ class ResolvedRun:
         placement: what each engine takes of the cluster.
         places: under which name its engines number their places on a node; None is the run's own.
         tuned: watches the range of the run's profile; None without one.
+        drafter_watch: watches a drafter of which no profile speaks; None without one.
     """
 
     config: GenerateConfig
@@ -52,6 +53,12 @@ class ResolvedRun:
     placement: Placement
     places: str | None = None
     tuned: TunedWatch | None = None
+    drafter_watch: DrafterWatch | None = None
+
+    @property
+    def watches(self) -> list[Watch]:
+        """Both, where they are."""
+        return [watch for watch in (self.tuned, self.drafter_watch) if watch is not None]
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """The settings that must be equal for another attempt to continue this run."""
@@ -62,6 +69,7 @@ class ResolvedRun:
                 "name": self.drafter.name,
                 "weights": self.drafter.fingerprint,
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
+                **({"lookup": True} if drafter and drafter.lookup else {}),  # so that older runs go on
             },
             "precision": self.precision.describe(),
             # Any of them may change an answer; named only where there are some.
@@ -69,7 +77,6 @@ class ResolvedRun:
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
-                **({"lookup": True} if drafter and drafter.lookup else {}),  # so that older runs go on
             "corpus": {"content": corpus, "limit": self.config.limit},
         }
 
@@ -141,6 +148,7 @@ def resolve(
         placement=placement,
         places=neighbours.places if neighbours else None,
         tuned=engine.watch(hardware),
+        drafter_watch=engine.drafter_watch(hardware, engine.spec.max_num_seqs),
     )
 
 

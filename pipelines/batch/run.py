@@ -173,6 +173,7 @@ def manifest(decided: Decided) -> dict[str, Any]:
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             "precision": resolved.precision.describe(),
             "concurrency": resolved.spec.max_num_seqs,
+            "break_even_acceptance_length": resolved.drafter_watch.needed if resolved.drafter_watch else None,
             "num_engines": request.config.engine_range.fixed,
             "sampling": request.config.sampling(),
             # What is free at the moment is no property of the machine, and would tell equal machines apart.

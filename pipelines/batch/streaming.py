@@ -93,9 +93,9 @@ def _watch(
         _observe(supervisor)
         _tell_warnings(supervisor, progress)
         progress.show(supervisor.tally)
-        if resolved.tuned:
-            drafted = supervisor.tally.speculation
-            for note in resolved.tuned.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
+        drafted = supervisor.tally.speculation
+        for watch in resolved.watches:
+            for note in watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
             progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")

@@ -154,7 +154,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[one.keys.served_name] = model_card(one, job.sizes.counts.admitted)
+        cards[one.keys.served_name] = model_card(one, job.sizes.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # it counts the limits of keys
@@ -286,7 +286,7 @@ def _with_media(spec: EngineSpec, keys: ServedModelKeys) -> EngineSpec:
     )
 
 
-def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
+def model_card(one: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """A model's entry in `/v1/models`.
 
     OpenAI's fields, and under `peagle` its engines' settings.
@@ -298,6 +298,8 @@ def model_card(one: Served, max_requests_per_replica: int) -> dict[str, Any]:
         "drafter": one.engine.drafter.name,
         "method": spec.drafter.method if spec.drafter else None,
         "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
+        "draft_lookup": spec.drafter is not None and spec.drafter.lookup,
+        "break_even_acceptance_length": one.engine.break_even(hardware),  # by requests at once
         "max_model_len": spec.max_model_len,
         "max_replicas": keys.max_replicas,
         "max_requests_per_replica": max_requests_per_replica,

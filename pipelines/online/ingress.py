@@ -97,7 +97,8 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self.batches = self._make_batches(batches, settings) if batches else None
-        self._live = LiveView(self._cost)
+        needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
+        self._live = LiveView(self._cost, needed)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self._requires_key = settings.requires_key
 

@@ -1,6 +1,6 @@
 """The figures of the last minutes, for the page at `/` and `/v1/live`.
 
-Also the watch over profiles.
+Also the watch over profiles and drafters.
 
 Requests come from the ledger as `CostView` reads it, are added up as it adds them, and the account of the whole is its
 own; new here are only speeds, percentiles and how they went over the window. It knows records, no HTTP.
@@ -13,14 +13,16 @@ passes in steps, and only whole ones are shown.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from peagle.bench.record import percentile
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
-from peagle.profiles.watch import TunedWatch
+from peagle.profiles.watch import Watch, needed_at, reliable_length
+from peagle.speculation import note
 from pipelines.online.cost import CostView, totals
 from pipelines.online.sums import Sums
 from pipelines.online.totals import Totals
@@ -49,10 +51,21 @@ class _Cell:
 
 
 class LiveView:
-    """The last minutes of the ledger that a `CostView` reads."""
+    """The last minutes of the ledger that a `CostView` reads.
 
-    def __init__(self, cost: CostView, *, now: Callable[[], float] = time.time) -> None:
+    Args:
+        break_even: by model and by requests at once, the acceptance length that its drafter needs, where it is known.
+    """
+
+    def __init__(
+        self,
+        cost: CostView,
+        break_even: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._cost = cost
+        self._break_even = break_even
         self._now = now
         self._steps: dict[int, defaultdict[Whose, _Cell]] = {}
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
@@ -86,13 +99,21 @@ class LiveView:
         steps = range(last - window_s // STEP_S, last)
         seen = {whose for step in steps for whose in self._steps.get(step, ())}
         models = sorted({whose.model for whose in seen if key in (None, whose.key)})
+        by_model = {model: self._figures(steps, key, model) for model in models}
         return {
             "ends_at_s": last * STEP_S,
             "window_s": window_s,
             "total": self._figures(steps, key, None),
-            "by_model": {model: self._figures(steps, key, model) for model in models},
+            "by_model": by_model,
             "series": self._series(steps, key),
+            "notes": [said for model, found in by_model.items() for said in self._notes(model, found)],
         }
+
+    def _notes(self, model: str, found: Mapping[str, Any]) -> list[str]:
+        """That a model's drafter costs more than it saves, while it does."""
+        length = reliable_length(found["num_drafts"], found["acceptance_length"])
+        said = note(length, break_even=needed_at(self._break_even.get(model, {}), found["requests_at_once"]))
+        return [f"{model}: {said}"] if said else []
 
     def begin(self, totals: Totals) -> None:
         """Take what was read before and is not too old to be shown."""
@@ -179,8 +200,8 @@ def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
 _WINDOW_S = 600.0
 
 
-def watch_profiles(
-    watches: Mapping[str, TunedWatch],
+def watch_engines(
+    watches: Mapping[str, Sequence[Watch]],
     view: CostView,
     stopped: threading.Event,
     say: Callable[[str], None],
@@ -196,14 +217,15 @@ def watch_profiles(
         try:
             by_model = view.report(window_s=_WINDOW_S)["by_model"]
         except PeagleError as error:
-            say(f"the ledger cannot be read, so profiles are not watched now: {error}")
+            say(f"the ledger cannot be read, so profiles and drafters are not watched now: {error}")
             continue
         for name, found in by_model.items():
             if name not in watches:
                 continue
-            for note in watches[name].new(
-                num_drafts=found["num_drafts"],
-                acceptance_length=found["acceptance_length"],
-                concurrency=found["requests_at_once"],
-            ):
-                say(f"{name}: {note}")
+            for watch in watches[name]:
+                for sentence in watch.new(
+                    num_drafts=found["num_drafts"],
+                    acceptance_length=found["acceptance_length"],
+                    concurrency=found["requests_at_once"],
+                ):
+                    say(f"{name}: {sentence}")

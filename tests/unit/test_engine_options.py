@@ -31,6 +31,34 @@ def test_the_accelerators_of_an_engine_are_its_ranks():
     assert compose_engine(EngineKeys(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
 
 
+def test_an_engine_knows_from_which_acceptance_length_its_drafter_pays():
+    card = load_catalog().get("smollm2-135m")
+    model, name = replace(MODEL, card=card), card.heads["eagle3"].id
+    spec = DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3)
+    head = replace(HEAD, spec=spec, name=name)
+
+    def engine(keys=None, model=model, head=head):
+        return compose_engine(keys or EngineKeys(precision="bf16"), HERE, model, head)
+
+    assert engine().break_even(HERE) == card.steps[0].break_even("eagle3", 3)
+    assert engine().drafter_watch(HERE, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
+    assert engine().break_even(GPU) == {}
+    assert engine(EngineKeys(precision="float32")).break_even(HERE) == {}
+    assert engine(EngineKeys(precision="bf16", enforce_eager=True)).break_even(HERE) == {}
+    assert engine(head=replace(head, name="a head of one's own")).break_even(HERE) == {}
+    assert engine(model=MODEL).break_even(HERE) == {}
+    assert engine(head=NO_HEAD).drafter_watch(HERE) is None
+
+
+def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
+    engine = compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, HEAD)
+    assert engine.spec.drafter.lookup
+    assert engine.drafter.note == "; with prompt lookup beside it"
+    assert not compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
+    with pytest.raises(ValueError, match="draft_lookup is beside a head"):
+        EngineKeys(draft_lookup="on", drafter="none")
+
+
 def test_an_engine_loads_the_revision_of_its_model_and_tokenizer():
     spec = compose_engine(EngineKeys(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
     arguments = engine_args(spec, HERE)

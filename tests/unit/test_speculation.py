@@ -34,7 +34,7 @@ def test_without_drafts_nothing_is_claimed():
     assert none.acceptance_length is None
     assert none.draft_acceptance_rate is None
     assert none.acceptance_rates == ()
-    assert note(none, break_even=1.5) is None
+    assert note(none.acceptance_length, break_even=1.5) is None
 
 
 def test_a_histogram_agrees_with_counting_the_steps_one_by_one():
@@ -140,13 +140,13 @@ def test_a_smaller_k_keeps_the_first_rates():
 
 
 def test_the_note_speaks_only_when_the_drafter_is_known_to_cost():
-    measured = stats(100, 48, 10, 2)
-    assert note(measured) is None
-    assert note(measured, break_even=1.53) is None
-    sentence = note(measured, break_even=4.2)
+    assert note(1.6) is None
+    assert note(1.6, break_even=1.53) is None
+    sentence = note(1.6, break_even=4.2)
     assert sentence is not None
     assert "1.60" in sentence
     assert "4.20" in sentence
-    hopeless = note(stats(100, 1, 0, 0))
+    assert "--drafter none" in sentence
+    hopeless = note(1.01)
     assert hopeless is not None
     assert "rejected" in hopeless

@@ -166,7 +166,8 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
     candidates = (
         _completeness_note(account, info),
         f"{account.num_failed_rows:,} rows could not be done; failed/ says why." if account.num_failed_rows else None,
-        speculation.note(account.speculation, break_even=info.break_even_acceptance_length),
+        speculation.note(account.speculation.acceptance_length, break_even=info.break_even_acceptance_length),
+        speculation.sources_note(account.speculation),
         *_share_notes(shares, account),
         f"The price may be wrong: {account.price.doubt}." if account.price.doubt else None,
         _assumption_note(account.price),

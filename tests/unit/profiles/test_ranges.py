@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from peagle.profiles.ranges import acceptance_range, best_at, best_with_acceptance, concurrency_range
+from peagle.profiles.ranges import acceptance_range, best_at, best_with_acceptance, break_evens, concurrency_range
 
 
 def test_the_bounds_are_where_another_measured_configuration_is_as_fast(cell: Any) -> None:
@@ -32,6 +32,14 @@ def test_a_limit_bounds_it_where_the_time_per_token_would_break_it(cell: Any) ->
     assert acceptance_range(chosen, cells, max_tpot_ms=22)[0] == pytest.approx(1.6 * 20 / 22)
     assert acceptance_range(chosen, cells, max_tpot_ms=40)[0] == pytest.approx(1.28), "the other bound is the nearer"
     assert acceptance_range(chosen, cells, max_tpot_ms=19)[0] == 1.6, "what was measured is within"
+
+
+def test_drafts_break_even_where_a_token_takes_as_long_as_without_them(cell: Any, cells: Any) -> None:
+    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
+    assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
+    assert break_evens(cells[2], cells) == {}
+    ngram = cell("ngram", 3, 4, 50.0, 1.6)
+    assert break_evens(ngram, [*cells, ngram]) == {}
 
 
 def test_without_drafts_there_is_no_range_of_acceptance(cells: Any) -> None:

@@ -44,7 +44,7 @@ def stream(monkeypatch):
     progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
 
     def start(run):
-        streaming.stream(run, plan, plan.units, SimpleNamespace(tuned=None), Supervisor(), progress, threading.Event())
+        streaming.stream(run, plan, plan.units, SimpleNamespace(watches=[]), Supervisor(), progress, threading.Event())
 
     return start
 

@@ -29,7 +29,7 @@ def served(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
-        model=SimpleNamespace(name="m"),
+        model=SimpleNamespace(name="m", card=None),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
     )
     return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]
@@ -138,7 +138,7 @@ def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
 
 def test_a_models_card_says_what_its_engines_are(tmp_path):
     config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
-    card = model_card(served(config)[0], 9)
+    card = model_card(served(config)[0], 9, CPU)
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
     assert card["peagle"] == {
         "target": "m",
@@ -146,6 +146,8 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
         "drafter": "head",
         "method": "peagle",
         "num_speculative_tokens": 3,
+        "draft_lookup": False,
+        "break_even_acceptance_length": {},  # nobody measured this model
         "max_model_len": 512,
         "max_replicas": 3,
         "max_requests_per_replica": 9,

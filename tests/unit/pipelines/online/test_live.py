@@ -7,7 +7,7 @@ from peagle.economics.prices import Price
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
-from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps, watch_profiles
+from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps, watch_engines
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import Tally
 
@@ -176,16 +176,28 @@ class Watch:
 FIGURES = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
 
 
+def test_a_drafter_that_costs_more_than_it_saves_is_among_the_figures(ledger, tmp_path, now):
+    view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}}, now=now)
+    for number in range(20):  # of ten drafts each; two tokens a step
+        ledger(str(number), ended_s_ago=10)
+        ledger(f"other {number}", ended_s_ago=10, model="unknown")
+    assert view.report()["by_model"]["m"]["acceptance_length"] == 2.0
+    assert view.report()["notes"] == []
+    dear = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 4.0}}, now=now)
+    (said,) = dear.report()["notes"]
+    assert said.startswith("m: The drafter costs more than it saves: 2.00 tokens a step, and this hardware needs 4.00")
+
+
 def test_each_look_hands_the_figures_of_its_model_on():
     watch, said = Watch(), []
     ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
-    watch_profiles({"m": watch}, ledger, Stop(2), said.append)
+    watch_engines({"m": [watch]}, ledger, Stop(2), said.append)
     assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
     assert said == ["m: look 1"]
 
 
 def test_a_ledger_that_cannot_be_read_does_not_end_the_endpoint():
     watch, said = Watch(), []
-    watch_profiles({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
+    watch_engines({"m": [watch]}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
     assert "torn" in said[0]
     assert said[1] == "m: look 1"
