@@ -47,12 +47,12 @@ def prompts(embedded_target):
 def greedy_tokens(prompts, tmp_path_factory):
     """Greedy tokens in float32, with the shipped head or without, on otherwise equal engine settings."""
 
-    def run(*, drafter):
+    def run(*, drafter, lookup=False):
         here, model = hardware.detect(), resolve_model(MODEL)
         spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=1024, enforce_eager=True)
         if drafter:
             head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K)
-            spec = dataclasses.replace(spec, drafter=head.spec)
+            spec = dataclasses.replace(spec, drafter=dataclasses.replace(head.spec, lookup=lookup))
         folder = tmp_path_factory.mktemp("greedy")
         job, answers = folder / "job.json", folder / "answers.json"
         job.write_text(json.dumps({"engine": engine_args(spec, here), "prompts": prompts, "max_tokens": NUM_TOKENS}))
@@ -73,9 +73,13 @@ def greedy_tokens(prompts, tmp_path_factory):
 @pytest.mark.soak
 def test_float32_greedy_text_is_the_targets_own(greedy_tokens):
     without, with_drafter = greedy_tokens(drafter=False), greedy_tokens(drafter=True)
+    with_lookup = greedy_tokens(drafter=True, lookup=True)
     assert len(with_drafter) == NUM_PROMPTS
-    assert sum(answer["num_accepted"] for answer in with_drafter) > 0, "nothing was accepted, so nothing was tested"
-    assert [a["tokens"] for a in with_drafter] == [a["tokens"] for a in without]
+    num_accepted = [sum(answer["num_accepted"] for answer in answers) for answers in (with_drafter, with_lookup)]
+    assert num_accepted[0] > 0, "nothing was accepted, so nothing was tested"
+    assert num_accepted[1] > num_accepted[0], "a lookup beside the head finds more than the head alone"
+    for answers in (with_drafter, with_lookup):
+        assert [a["tokens"] for a in answers] == [a["tokens"] for a in without]
 
 
 def rows_of(output):
@@ -87,7 +91,8 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     run = RunDirectory(tmp_path / "run")
     arguments = [
         "generate", "--input", corpus, "--output", run, "--max-tokens", 20, "--max-num-seqs", 2,
-        "--drafter", "peagle", "--num-speculative-tokens", K, "--enforce-eager", "--rows-per-unit", 2,
+        "--drafter", "peagle", "--num-speculative-tokens", K, "--draft-lookup", "on", "--enforce-eager",
+        "--rows-per-unit", 2,
     ]  # fmt: skip
     first = peagle(*arguments)
     deadline = time.monotonic() + 300
@@ -115,6 +120,7 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
     accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
     assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
+    assert 0 < report["account"]["speculation"]["num_lookup_tokens"] < sum(row["num_accepted_tokens"] for row in rows)
     assert not leftover_processes(run.root)
 
     audit = audited(peagle, run)
