@@ -183,7 +183,7 @@ def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
     if keys.draft_lookup == "auto":
         return _LOOKS_UP_BY_ITSELF[hardware.platform]
     is_on = keys.draft_lookup == "on"
-    # vLLM then keeps drafts on the GPU from step to step, and looks at none; on CPUs it schedules one step at a time.
+    # While it schedules asynchronously, vLLM keeps drafts on the GPU from step to step. On CPUs it never does (0.29).
     if is_on and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
         raise ConfigError(
             "drafts cannot be looked up while vLLM schedules asynchronously, as it does on GPUs",

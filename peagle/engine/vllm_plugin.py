@@ -302,8 +302,7 @@ def look_up_drafts() -> None:
     Drafts stay exact above temperature 0: with `draft_sample_method` "greedy" vLLM's rejection sampler is given no
     probabilities of drafts, and takes each for certain (one-hot), which a token that was looked up is, too.
 
-    Raises (when the scheduler is made):
-        RuntimeError: this scheduling or model runner keeps drafts on the device, where no lookup reaches them.
+    An engine does not start where scheduling or the model runner keeps drafts on the device: no lookup reaches them.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
