@@ -21,6 +21,20 @@ def test_a_column_named_sampling_holds_a_rows_own_parameters():
     assert resolved().sampling.column is None
 
 
+def test_a_run_goes_on_with_the_lookup_that_it_began_with():
+    def drafter(**keys):
+        return resolved(num_speculative_tokens=3, **keys).fingerprint("corpus")["drafter"]
+
+    assert drafter(draft_lookup="on") == {**drafter(), "lookup": True}
+    assert drafter(draft_lookup="off") == drafter()
+
+
+def test_a_drafter_of_which_no_profile_speaks_is_watched():
+    assert resolved().watches == []
+    run = resolved(num_speculative_tokens=3)
+    assert run.watches == [run.drafter_watch]
+
+
 @pytest.mark.parametrize(
     ("columns", "keys", "message"),
     [

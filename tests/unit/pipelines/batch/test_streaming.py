@@ -5,6 +5,8 @@ import pyarrow as pa
 import pytest
 
 from peagle.errors import EngineError, PeagleError, StoppedEarly, StorageError
+from peagle.profiles.watch import DrafterWatch
+from peagle.speculation import SpeculationStats
 from pipelines.batch import streaming
 from pipelines.cluster import ray as cluster
 
@@ -54,6 +56,17 @@ def test_a_run_has_ended_when_every_unit_of_its_plan_is_committed(stream):
     for run in (Run(0), Run(0, 7)):  # a unit that no plan has stands for none that is missing
         with pytest.raises(EngineError, match="before its last unit"):
             stream(run)
+
+
+def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes_on(monkeypatch):
+    monkeypatch.setattr(streaming, "_POLL_S", 0.0)
+    supervisor, said = Supervisor(), []
+    supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
+    progress = SimpleNamespace(show=lambda *_: None, say=said.append)
+    resolved = SimpleNamespace(watches=[DrafterWatch({1: 1.2, 8: 2.0}, 8)])
+    streaming._watch(Run(0, 1), [None, None], resolved, supervisor, progress, threading.Event())
+    assert len(said) == 1
+    assert "1.33 tokens a step, and this hardware needs 2.00" in said[0]
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
