@@ -84,12 +84,14 @@ async def _ask(
     engine: Any, prompt: list[int], sampling: dict[str, Any], looked_up: list[int] | None = None
 ) -> list[list[int]]:
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     from peagle.engine.vllm_internals import drafts_of
 
-    params = SamplingParams(**sampling, ignore_eos=True)
+    # All samples of a request come in one output: an output of a stream has only those that have just grown.
+    params = SamplingParams(**sampling, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
-    last = [answer async for answer in answers][-1]
+    (last,) = [answer async for answer in answers]
     if looked_up is not None:
         looked_up += [drafts.num_lookup_tokens for one in last.outputs if (drafts := drafts_of(one))]
     return [list(completion.token_ids) for completion in last.outputs]
