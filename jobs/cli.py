@@ -46,6 +46,8 @@ COMMANDS = {
     "tune": "find method, K, concurrency and precision for a target, prompts and hardware: a profile for runs",
     "plan": "machines, hours and dollars for tokens wanted, from what was measured",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
+    "config show": "print what a configuration comes to, and where each value came from",
+    "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "say what this machine can do",
 }
 _SHARED = ("models add", "quantize-drafter")  # a catalog and its heads may be for all users of a machine
@@ -104,7 +106,9 @@ def _run(args: argparse.Namespace) -> int:
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; a flag that is not known ends the process, with the nearest one."""
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if getattr(args.module, "PASSES_ON", False):  # flags of another command
+        args.passed_on = unknown
+    elif unknown:
         flag = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", args.usage), n=1)
         parser.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))

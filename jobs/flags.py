@@ -81,10 +81,53 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
     set_there = _from_environment(known)
     flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
     args.variables = [_variable(name) for name in set_there if name not in flags]
+    args.in_yaml = frozenset(values)
+    return _checked(model, values | set_there | flags, args.variables)
+
+
+def load_file(model: type[Model], path: Path) -> Model:
+    """The configuration of a YAML file alone, as it will be read on another machine.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return _checked(model, _from_yaml(path, model.model_fields), ())
+
+
+def keys_of(path: Path) -> frozenset[str]:
+    """The keys of a YAML file, whatever command they are for.
+
+    Raises:
+        ConfigError: it is unreadable, or holds no keys.
+    """
+    return frozenset(map(str, _mapping(path)))
+
+
+def origins(config: pydantic.BaseModel, args: argparse.Namespace) -> dict[str, str]:
+    """Where each key's value came from: flag, environment, YAML, profile or default.
+
+    Args:
+        config: as `load` made it of `args`.
+    """
+    return {name: _origin(name, config, args) for name in type(config).model_fields}
+
+
+def _origin(name: str, config: pydantic.BaseModel, args: argparse.Namespace) -> str:
+    if hasattr(args, name):
+        return "flag"
+    if _variable(name) in args.variables:
+        return f"environment, {_variable(name)}"
+    if name in args.in_yaml:
+        return str(args.config)
+    # Keys that nobody said are set by a profile alone.
+    return f"profile {getattr(config, 'profile', None)}" if name in config.model_fields_set else "default"
+
+
+def _checked(model: type[Model], values: Mapping[str, Any], variables: Collection[str]) -> Model:
     try:
-        return model(**values | set_there | flags)
+        return model(**values)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n  ".join(_explain(e, args.variables) for e in error.errors())) from None
+        raise ConfigError("\n  ".join(_explain(e, variables) for e in error.errors())) from None
 
 
 _METAVARS = {int: "N", float: "X", Path: "PATH", Place: "PATH", str: "TEXT"}
@@ -119,6 +162,14 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    values = _mapping(path)
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
+    return values
+
+
+def _mapping(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -127,9 +178,6 @@ def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: it must hold keys and values, one a line")
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
     return values
 
 

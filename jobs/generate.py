@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from jobs import flags
+from jobs.dry_run import DRY_RUN_HELP, print_dry_run
 from jobs.streams import console
 from peagle.economics.price_options import PRICE_KEYS
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
@@ -16,6 +17,7 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
 
   peagle generate --input prompts.jsonl --output runs/first --max-tokens 128
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
+  peagle generate --config job.yaml --dry-run
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
 The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
@@ -51,11 +53,14 @@ _GROUPS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle generate`."""
     flags.add_flags(parser, GenerateConfig, _GROUPS, hidden=["fake"])
+    parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Generate, and print the summary."""
     config = flags.load(GenerateConfig, args)
+    if args.dry_run:
+        return _dry_run(config, args.command_line)
 
     from peagle.economics.report.text import text_summary
     from peagle.runs.directory import RunDirectory
@@ -75,6 +80,15 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         print(f"exported {outcome.export.describe()}")
     print(f"report: {config.output / 'report.html'}")
     return 0, outcome.report
+
+
+def _dry_run(config: GenerateConfig, command_line: list[str]) -> tuple[int, dict[str, Any]]:
+    from pipelines.batch.forecast import forecast
+    from pipelines.batch.request import RunRequest
+
+    found = forecast(RunRequest(config=config, command=command_line), print)
+    print_dry_run(found.lines())
+    return 0, found.to_dict()
 
 
 if __name__ == "__main__":

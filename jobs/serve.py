@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags
+from jobs.dry_run import DRY_RUN_HELP, print_dry_run
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
@@ -25,6 +26,7 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
   peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
   peagle serve keys add alice --keys keys.json --requests-per-min 60
   peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json --batches runs/batches
+  peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
@@ -98,11 +100,14 @@ _GROUPS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle serve`."""
     flags.add_flags(parser, ServeConfig, _GROUPS, yaml_only=["models"], hidden=["fake"])
+    parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
     config = flags.load(ServeConfig, args)
+    if args.dry_run:
+        return _dry_run(config)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
     from peagle import hardware
     from peagle.machine import identified
@@ -111,7 +116,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
-    from pipelines.online.app import endpoint_price, gate_settings, resolve
+    from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
 
@@ -122,6 +127,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         is_remote = cluster.is_remote()
         if not is_remote:
             cluster.require_startable()
+        prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
         if not is_remote:
@@ -153,6 +159,14 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 print("stopping: requests under way go on for a while; once more ends it at once", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [one.keys.served_name for one in served]}
+
+
+def _dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
+    from pipelines.online.forecast import forecast
+
+    found = forecast(config, print)
+    print_dry_run(found.lines())
+    return 0, found.to_dict()
 
 
 def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:

@@ -20,7 +20,7 @@ from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
-from peagle.engine.slots import check_slots
+from peagle.engine.slots import check_slots, max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
@@ -243,6 +243,26 @@ def compose_engine(
     profile = read_profile(keys.profile) if keys.profile else None
     drafter = replace(drafter, note=drafter.note + lookup_note(spec.drafter))
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
+
+
+Settled = dict[str, tuple[Any, str]]
+"""Values by key, each with where it came from."""
+
+
+def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware) -> Settled:
+    """Values for keys left open, from the catalog, the model and the machine."""
+    spec, drafter, on = engine.spec, engine.drafter, hardware.describe()
+    k = spec.drafter.num_speculative_tokens if spec.drafter else None
+    found: Settled = {
+        "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
+        "num_speculative_tokens": (k, "the drafter's" if k else "no drafter"),
+        "precision": (spec.precision, f"detected: {on}"),
+        "kv_cache_precision": (engine.precision.kv_cache, f"detected: {on}"),
+        "max_num_seqs": (spec.max_num_seqs, f"default on {hardware.platform}"),
+        "max_model_len": (spec.max_model_len, "the model's own"),
+        "max_num_batched_tokens": (max_num_batched_tokens(spec, hardware), "from max_num_seqs and K"),
+    }
+    return {name: found[name] for name in found if getattr(keys, name) in (None, "auto")}
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:

@@ -47,6 +47,15 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
     return _of_table(keys, hardware.accelerator, hardware.machine_names)
 
 
+def settled_price(keys: PriceKeys, price: Price) -> dict[str, tuple[Any, str]]:
+    """The keys of the price that a user left open: value, and how it is known."""
+    if price.market == "fixed":
+        return {}
+    found = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}
+    found["usd_per_hour"] = (price.usd_per_hour, f"price table, {price.as_of}")
+    return {name: value for name, value in found.items() if getattr(keys, name) is None}
+
+
 def require_price(keys: PriceKeys, accelerator: str | None) -> None:
     """Require a price for machines that are not there yet, before any is bought.
 

@@ -72,21 +72,44 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
     _require_sense(request, directory, cluster)
     cluster.prepare()
     here, plan = _hardware_and_plan(request, directory, announce)
+    num_nodes = _num_nodes(request, here) if cluster.is_remote else 1
+    decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
+    announce(decided.describe())
+    tuned = decided.resolved.tuned
+    for note in tuned.at_start(decided.concurrency) if tuned else ():
+        announce(note)
+    return decided
+
+
+def decided_on(
+    request: RunRequest,
+    directory: RunDirectory,
+    plan: Plan,
+    here: Hardware,
+    *,
+    num_nodes: int,
+    announce: Callable[[str], None],
+) -> Decided:
+    """Decide a planned run for nodes that are known, whether they are there or not.
+
+    Args:
+        here: the hardware of a node.
+        num_nodes: among which engines are divided.
+
+    Raises:
+        PeagleError: of the kind that fits; `resolve` lists them.
+    """
     resolved = resolve(
         request.config,
         here,
         plan.schema.names,
         is_batch=plan.is_batch,
-        num_nodes=_num_nodes(request, here) if cluster.is_remote else 1,
+        num_nodes=num_nodes,
         neighbours=request.neighbours,
         commits=EngineSpec.from_dict(directory.manifest()["engine"]).commits if directory.exists else request.commits,
         announce=announce,
     )
-    decided = Decided(request=request, directory=directory, plan=plan, resolved=resolved)
-    announce(decided.describe())
-    for note in resolved.tuned.at_start(decided.concurrency) if resolved.tuned else ():
-        announce(note)
-    return decided
+    return Decided(request=request, directory=directory, plan=plan, resolved=resolved)
 
 
 def _require_sense(request: RunRequest, directory: RunDirectory, cluster: Connection) -> None:
@@ -97,14 +120,23 @@ def _require_sense(request: RunRequest, directory: RunDirectory, cluster: Connec
     """
     config = request.config
     directory.require_usable()
-    directory.require_own()
-    if config.retry_failed and not directory.exists:
-        raise ConfigError(f"{directory} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
+    require_run_fits(request, directory)
     if config.nodes_per_engine > 1 and not cluster.is_remote:
         raise ConfigError(
             f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS names no cluster, so there is one node",
             hint="set RAY_ADDRESS to a cluster's address, or leave --nodes-per-engine out",
         )
+
+
+def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
+    """Refuse a directory that cannot hold this run, or holds none to take up.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    directory.require_own()
+    if request.config.retry_failed and not directory.exists:
+        raise ConfigError(f"{directory} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
 
 
 # --- the plan

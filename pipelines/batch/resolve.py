@@ -15,7 +15,7 @@ from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import check_schema
-from peagle.engine_options import compose_fake_engine, resolve_engine
+from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.profiles.watch import DrafterWatch, TunedWatch, Watch
@@ -31,8 +31,7 @@ class ResolvedRun:
     """Everything that a run is, decided.
 
     Attributes:
-        spec: the engine, its models by names that any node can resolve.
-        precision: what the engine computes in on this hardware.
+        engine: with its models by names that any node can resolve.
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
         places: under which name its engines number their places on a node; None is the run's own.
@@ -42,10 +41,7 @@ class ResolvedRun:
 
     config: GenerateConfig
     hardware: Hardware
-    spec: EngineSpec
-    precision: Precision
-    model: ResolvedModel
-    drafter: ResolvedDrafter
+    engine: ResolvedEngine
     tokenizer: str | None
     prompts: PromptSpec
     sampling: SamplingSpec
@@ -59,6 +55,26 @@ class ResolvedRun:
     def watches(self) -> list[Watch]:
         """Both, where they are."""
         return [watch for watch in (self.tuned, self.drafter_watch) if watch is not None]
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine as its processes are told."""
+        return self.engine.spec
+
+    @property
+    def precision(self) -> Precision:
+        """The formats that the engine computes in on this hardware."""
+        return self.engine.precision
+
+    @property
+    def model(self) -> ResolvedModel:
+        """The target."""
+        return self.engine.model
+
+    @property
+    def drafter(self) -> ResolvedDrafter:
+        """The drafter, or why there is none."""
+        return self.engine.drafter
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """The settings that must be equal for another attempt to continue this run."""
@@ -106,20 +122,10 @@ def resolve(
         ConfigError: of the kind that fits (model, drafter, precision, price, prompts).
         CapacityError: the hardware cannot hold the engines.
     """
-    placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
-    price = resolve_price(config, hardware)
-    require_device(price, placement.device, "engines here")
-    if config.engine == "fake":
-        engine = compose_fake_engine(config, hardware)
-    else:
-        engine = resolve_engine(
-            config,
-            hardware,
-            num_engines_on_node=placement.num_engines_on_node,
-            num_nodes=config.nodes_per_engine,
-            commits=commits,
-            announce=announce,
-        )
+    machines = resolve_machines(
+        config, hardware, num_nodes=num_nodes, neighbours=neighbours, commits=commits, announce=announce
+    )
+    engine = machines.engine
     tokenizer = None if config.engine == "fake" else engine.spec.model
     if tokenizer is not None and config.json_schema is not None and find_spec("xgrammar") is not None:
         check_schema(
@@ -131,10 +137,7 @@ def resolve(
     return ResolvedRun(
         config=config,
         hardware=hardware,
-        spec=engine.spec,
-        precision=engine.precision,
-        model=engine.model,
-        drafter=engine.drafter,
+        engine=engine,
         tokenizer=tokenizer,
         prompts=resolve_prompts(
             config,
@@ -144,12 +147,51 @@ def resolve(
             where=f"input {config.input}",
         ),
         sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
-        price=price,
-        placement=placement,
+        price=machines.price,
+        placement=machines.placement,
         places=neighbours.places if neighbours else None,
         tuned=engine.watch(hardware),
         drafter_watch=engine.drafter_watch(hardware, engine.spec.max_num_seqs),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The part of a run that no corpus is needed for."""
+
+    placement: Placement
+    price: Price
+    engine: ResolvedEngine
+
+
+def resolve_machines(
+    config: GenerateConfig,
+    hardware: Hardware,
+    *,
+    num_nodes: int = 1,
+    neighbours: Neighbours | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
+    announce: Callable[[str], None],
+) -> Machines:
+    """Decide placement, price and engine, with the arguments of `resolve`.
+
+    Raises:
+        PeagleError: as `resolve`.
+    """
+    placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
+    price = resolve_price(config, hardware)
+    require_device(price, placement.device, "engines here")
+    if config.engine == "fake":
+        return Machines(placement=placement, price=price, engine=compose_fake_engine(config, hardware))
+    engine = resolve_engine(
+        config,
+        hardware,
+        num_engines_on_node=placement.num_engines_on_node,
+        num_nodes=config.nodes_per_engine,
+        commits=commits,
+        announce=announce,
+    )
+    return Machines(placement=placement, price=price, engine=engine)
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int | None:

@@ -73,8 +73,19 @@ def build(arguments: ServeConfig) -> Any:
             hint="name the files under http_options, as ssl_certfile and ssl_keyfile: deploy/serve.yaml shows it",
         )
     require_token()
+    prepare_batches(arguments)
     here = inspect()
     return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))
+
+
+def prepare_batches(config: ServeConfig) -> None:
+    """Make the folder of batches ready, where there is one.
+
+    Raises:
+        ConfigError: it cannot be written, or lets two writers create the same name.
+    """
+    if config.batches is not None:
+        BatchStore(config.batches).prepare()
 
 
 def resolve(
@@ -86,8 +97,6 @@ def resolve(
         ConfigError: of the kind that fits.
         CapacityError: the engines do not fit, all models' largest numbers together (`placements`).
     """
-    if config.batches is not None:
-        BatchStore(config.batches).prepare()
     placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
     for keys in config.served:

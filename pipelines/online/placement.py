@@ -41,13 +41,13 @@ def _placement(
     if keys.engine == "fake":
         return _fake_placement(hardware)
     if hardware.platform == "cuda":
-        return on_accelerators(_size(keys))
+        return on_accelerators(size_of(keys))
     batches = num_engines(config)
     return place(
         hardware,
         num_engines=num_replicas + batches[0],
         most_engines=num_replicas + batches[1],
-        accelerators_per_engine=_size(keys),
+        accelerators_per_engine=size_of(keys),
         num_nodes=num_nodes,
         ask_for_fewer=_ASK_FOR_FEWER,
     )
@@ -55,9 +55,9 @@ def _placement(
 
 def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardware: Hardware, num_nodes: int) -> None:
     found = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
-    needed = sum(keys.max_replicas * _size(keys) for keys in real)
+    needed = sum(keys.max_replicas * size_of(keys) for keys in real)
     if needed > num_nodes * hardware.num_accelerators:
-        each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {_size(keys)}" for keys in real)
+        each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {size_of(keys)}" for keys in real)
         raise CapacityError(
             f"the models' engines need {needed} accelerators at once ({each}); {found}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
@@ -66,15 +66,15 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
         return
     at_start = EngineRange.parse(config.batch_engines).smallest
     for keys in real:
-        if at_start > num_nodes * (hardware.num_accelerators // _size(keys)):
+        if at_start > num_nodes * (hardware.num_accelerators // size_of(keys)):
             raise CapacityError(
                 f"batch_engines {config.batch_engines}: a batch of {keys.served_name} begins with {at_start}"
-                f" engine(s) of {_size(keys)} accelerator(s), which could never run at once; {found}",
+                f" engine(s) of {size_of(keys)} accelerator(s), which could never run at once; {found}",
                 hint="use a smaller --batch-engines",
             )
 
 
-def _size(keys: ServedModelKeys) -> int:
+def size_of(keys: ServedModelKeys) -> int:
     """Accelerators of an engine."""
     return keys.tensor_parallel_size * keys.pipeline_parallel_size
 

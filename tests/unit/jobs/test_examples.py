@@ -6,22 +6,38 @@ from pathlib import Path
 import pytest
 
 from jobs import flags
+from jobs.configurations import command_of, model_of, read_configuration
 from peagle.catalog.cards import load_catalog
 from peagle.economics.prices import PriceTable
-from pipelines.batch.config import GenerateConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CONFIGS = {"job.yaml": GenerateConfig}
+COMMANDS = {"job.yaml": "generate", "serve.yaml": "serve"}
 
 
 def test_every_example_is_known_here():
-    assert {path.name for path in EXAMPLES.iterdir()} == CONFIGS.keys()
+    assert {path.name for path in EXAMPLES.iterdir()} == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_an_example_is_a_configuration(name):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_example_is_a_configuration_of_its_command(name):
+    command, path = COMMANDS[name], EXAMPLES / name
+    assert command_of(path) == command
     parser = argparse.ArgumentParser()
-    flags.add_flags(parser, CONFIGS[name], {})
-    config = flags.load(CONFIGS[name], parser.parse_args(["--config", str(EXAMPLES / name)]))
+    flags.add_flags(parser, model_of(command), {}, yaml_only=["models"])
+    config = flags.load(model_of(command), parser.parse_args(["--config", str(path)]))
+    assert config == read_configuration(path)
     assert load_catalog().get(config.model).heads
-    assert PriceTable.load().price(config.instance_type, market=config.market).num_devices == int(config.engines)
+    assert PriceTable.load().price(config.instance_type, market=config.market)
+
+
+def test_the_job_has_an_engine_for_each_gpu_of_its_machine():
+    config = read_configuration(EXAMPLES / "job.yaml")
+    price = PriceTable.load().price(config.instance_type, market=config.market)
+    assert price.num_devices == int(config.engines) == 8
+    assert (config.input[:5], str(config.output)[:5], config.budget_usd) == ("s3://", "s3://", 200)
+
+
+def test_the_endpoint_is_open_to_others_by_keys_alone():
+    config = read_configuration(EXAMPLES / "serve.yaml")
+    assert (config.host, str(config.keys)) == ("0.0.0.0", "keys.json")
+    assert [one.served_name for one in config.served] == ["coder", "coder-plain"]

@@ -98,6 +98,8 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert placement(batches=folder) == Placement(
         num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2
     )
+    assert not folder.exists()
+    app.prepare_batches(ServeConfig(batches=folder))
     assert (folder / "runs").is_dir()
     with pytest.raises(CapacityError, match="3 engines need a CPU core each"):
         placement(batches=folder, batches_at_once=2)

@@ -1,0 +1,96 @@
+"""The hardware of a machine that is not here, by its instance type or its card.
+
+The price table says what an instance type has, and `CARDS` what its card is. Nothing of it was looked at: whoever plans
+with it says so.
+"""
+
+from dataclasses import dataclass
+
+from peagle.economics.accelerators import is_accelerator
+from peagle.economics.price_options import PriceKeys
+from peagle.economics.prices import PriceTable
+from peagle.errors import ConfigError
+from peagle.hardware import Hardware, detect
+from peagle.machine import identified
+
+_ANY = "any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """An accelerator as `nvidia-smi` names and measures it.
+
+    Attributes:
+        name: without the maker's.
+        memory_mib: as `nvidia-smi --query-gpu=memory.total` says it.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_mib: int
+
+
+CARDS = {
+    "L4": Card(name="L4", capability=(8, 9), memory_mib=23034),
+    "A10G": Card(name="A10G", capability=(8, 6), memory_mib=23028),
+    "L40S": Card(name="L40S", capability=(8, 9), memory_mib=46068),
+    "A100-40": Card(name="A100-SXM4-40GB", capability=(8, 0), memory_mib=40960),
+    "A100-80": Card(name="A100-SXM4-80GB", capability=(8, 0), memory_mib=81920),
+    "H100": Card(name="H100 80GB HBM3", capability=(9, 0), memory_mib=81559),
+    "H200": Card(name="H200", capability=(9, 0), memory_mib=143771),
+    "B200": Card(name="B200", capability=(10, 0), memory_mib=183359),
+    "RTX-PRO-6000": Card(
+        name="RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), memory_mib=97887
+    ),
+}  # fmt: skip
+
+
+def machine_for(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
+    """The machine of engines that nothing is started for, and whether it is this one.
+
+    The arguments and errors are those of `named_machine`.
+    """
+    named = named_machine(keys, accelerator, num_accelerators=num_accelerators)
+    return (named, False) if named else (identified(detect()), True)
+
+
+def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
+    """The machine with accelerators that a configuration names, or None.
+
+    Args:
+        accelerator: the kind that engines need, by Ray's name; None and `any` name none.
+        num_accelerators: of a machine, where the kind alone is named.
+
+    Raises:
+        ConfigError: the instance type has other accelerators, or nobody has written down what its card is.
+    """
+    kind = None if accelerator == _ANY else accelerator
+    offer = next((one for one in PriceTable.load(keys.prices).offers if one.instance_type == keys.instance_type), None)
+    if offer is not None and offer.accelerator:
+        if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
+            raise ConfigError(
+                f"instance_type {offer.instance_type} has {offer.accelerator}, and accelerator_type is {kind}",
+                hint="name another instance type, or leave accelerator_type out",
+            )
+        return _machine(offer.accelerator, offer.num_accelerators, offer.num_vcpus)
+    # Placement asks for one CPU an engine, and nothing else is asked of them.
+    return None if kind is None else _machine(kind, num_accelerators, num_cpus=num_accelerators)
+
+
+def _machine(accelerator: str, num_accelerators: int, num_cpus: int) -> Hardware:
+    card = next((card for card in CARDS.values() if is_accelerator(accelerator, card.name)), None)
+    if card is None:
+        raise ConfigError(
+            f"nothing is known here of the accelerator {accelerator}: neither its memory nor what it computes in",
+            hint=f"known are {', '.join(CARDS)}; on the machine itself peagle asks the driver",
+        )
+    memory_gib = card.memory_mib / 1024
+    return Hardware(
+        platform="cuda",
+        accelerator=card.name,
+        num_accelerators=num_accelerators,
+        compute_capability=card.capability,
+        memory_gib=memory_gib,
+        free_memory_gib=memory_gib,
+        num_cpus=num_cpus,
+    )

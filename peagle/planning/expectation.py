@@ -1,0 +1,62 @@
+"""Expected speed of an engine, by its profile or as published for its model.
+
+A speed counts only where method, K, precision and hardware are the engine's own. It starts nothing.
+"""
+
+from dataclasses import dataclass
+
+from peagle.economics.accelerators import is_accelerator
+from peagle.engine_options import ResolvedEngine
+from peagle.hardware import Hardware
+from peagle.profiles.measurements import NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Output tokens/s of one engine.
+
+    Attributes:
+        concurrency: requests at once that it was seen with.
+        source: who measured it, and on what.
+    """
+
+    tokens_per_s: float
+    concurrency: int
+    source: str
+
+    def describe(self) -> str:
+        """The speed with its source, for people."""
+        return f"{self.tokens_per_s:,.0f} tokens/s an engine with {self.concurrency} requests at once ({self.source})"
+
+
+def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
+    """The speed of this very engine, None where nobody has measured or published one.
+
+    Args:
+        concurrency: requests that it will have at once.
+    """
+    profile = engine.profile
+    if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
+        cell = profile.chosen
+        source = f"measured, {profile.made_at}, {profile.hardware}"
+        return Speed(tokens_per_s=cell.output_tokens_per_s, concurrency=cell.concurrency, source=source)
+    found = _published(engine, hardware, concurrency)
+    return max(found, key=lambda speed: speed.concurrency, default=None)
+
+
+def _published(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> list[Speed]:
+    """Published speeds of the engine, with no more requests than it will have."""
+    spec, card, accelerator = engine.spec, engine.model.card, hardware.accelerator
+    if card is None or accelerator is None:
+        return []
+    drafting = (spec.drafter.method, spec.drafter.num_speculative_tokens) if spec.drafter else (NONE, 0)
+    return [
+        Speed(tokens_per_s=tokens_per_s, concurrency=at_once, source=f"{table.label}, {table.dataset}; {table.source}")
+        for table in card.published
+        if is_accelerator(table.accelerator, accelerator)
+        and (table.num_accelerators, table.precision) == (spec.num_accelerators, engine.precision.weights)
+        for row in table.speeds
+        if (row.method, row.num_speculative_tokens) == drafting
+        for at_once, tokens_per_s in zip(table.concurrency, row.output_tokens_per_s, strict=True)
+        if at_once <= concurrency
+    ]

@@ -1,0 +1,233 @@
+"""A bulk run that is only thought through: `peagle generate --dry-run`.
+
+It decides by the same functions as a run, on the machine that the configuration names or else on this one. Nothing is
+started and nothing is written; Ray is not asked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peagle.economics.machines import machine_for
+from peagle.economics.price_options import settled_price
+from peagle.economics.prices import Price
+from peagle.economics.report.figures import in_words_count, in_words_s, in_words_usd, price_in_words
+from peagle.engine.fit import memory_in_words
+from peagle.engine_options import FAKE_MODEL, ResolvedEngine, Settled, footprint_of, settled_keys
+from peagle.hardware import Hardware
+from peagle.planning.expectation import Speed, known_speed
+from peagle.runs.directory import RunDirectory
+from peagle.runs.prepare import PrepareJob
+from peagle.runs.sample import Sample, sample
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.decide import Decided, decided_on, planned, require_run_fits
+from pipelines.batch.request import RunRequest
+from pipelines.batch.resolve import resolve_machines
+from pipelines.cluster.placement import Placement, num_engine_nodes
+
+Lines = list[tuple[str, str]]
+UNKNOWN_SPEED = "unknown: nobody has measured or published this engine on this hardware (`peagle tune` measures it)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A run as it would be.
+
+    Attributes:
+        is_here: the engines would run on this machine, which was looked at.
+        num_rows_left: of a run that is there; all of a new one.
+        speed: None where nobody knows it.
+    """
+
+    decided: Decided
+    is_here: bool
+    num_nodes: int
+    num_rows_left: int
+    sample: Sample
+    speed: Speed | None
+    memory: str
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that the run begins with."""
+        return self.decided.request.config.engine_range.smallest
+
+    @property
+    def usd_per_h(self) -> float:
+        """The price of an hour of these engines."""
+        resolved = self.decided.resolved
+        return resolved.price.usd_per_device_s * 3600 * resolved.placement.num_devices * self.num_engines
+
+    @property
+    def most_s(self) -> float | None:
+        """Time of generation with answers of full length; None without a known speed."""
+        if self.speed is None:
+            return None
+        left = self.num_rows_left / self.sample.num_rows
+        return left * self.sample.most_output_tokens / self.speed.tokens_per_s / self.num_engines
+
+    def lines(self) -> Lines:
+        """The facts to show, by label."""
+        decided, config = self.decided, self.decided.request.config
+        resolved, plan = decided.resolved, decided.plan
+        is_new = not decided.directory.exists
+        drafter = resolved.spec.drafter
+        where = "this machine" if self.is_here else f"{self.num_nodes} of these machines, as the tables have them"
+        return [
+            ("run", f"{decided.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
+            ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
+            ("prompts", _prompts(self.sample)),
+            ("answers", f"at most {in_words_count(self.sample.most_output_tokens)} tokens in all"),
+            ("model", f"{resolved.model.name}, {resolved.precision.describe()}, context {resolved.spec.max_model_len}"),
+            (
+                "drafter",
+                (f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
+                + f" ({resolved.drafter.note})",
+            ),
+            ("machine", f"{resolved.hardware.describe()}; {where}"),
+            (
+                "engines",
+                f"{config.engines} of {devices_of(resolved.placement)}, {decided.concurrency} requests at once in each",
+            ),
+            ("memory", self.memory),
+            ("price", price_in_words(resolved.price.to_dict())),
+            ("engines cost", f"{in_words_usd(self.usd_per_h)} an hour{doubt_of(resolved.price)}"),
+            ("expected", self._expected()),
+            *_limits(config, self.usd_per_h),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as data."""
+        resolved = self.decided.resolved
+        most_s = self.most_s
+        return {
+            "rows": self.decided.plan.num_rows,
+            "rows_left": self.num_rows_left,
+            "prompt_tokens": round(self.sample.prompt_tokens),
+            "most_output_tokens": round(self.sample.most_output_tokens),
+            "sampled_rows": self.sample.num_sampled,
+            "sampled_dead_letters": self.sample.num_failed,
+            "model": resolved.model.name,
+            "drafter": resolved.drafter.name,
+            "num_speculative_tokens": resolved.spec.drafter.num_speculative_tokens if resolved.spec.drafter else None,
+            "precision": resolved.precision.describe(),
+            "hardware": resolved.hardware.to_dict(),
+            "is_here": self.is_here,
+            "engines": self.num_engines,
+            "concurrency": self.decided.concurrency,
+            "memory": self.memory,
+            "price": resolved.price.to_dict(),
+            "usd_per_h": self.usd_per_h,
+            "speed": self.speed.describe() if self.speed else None,
+            "most_s": most_s,
+            "most_usd": None if most_s is None else most_s / 3600 * self.usd_per_h,
+        }
+
+    def _expected(self) -> str:
+        if self.num_rows_left == 0:
+            return "nothing is left to do"
+        if self.speed is None or self.most_s is None:
+            return UNKNOWN_SPEED
+        usd = in_words_usd(self.most_s / 3600 * self.usd_per_h)
+        return (
+            f"at most {in_words_s(self.most_s)} and {usd} once engines are up, with answers as long as they may be: "
+            f"{self.speed.describe()}"
+        )
+
+
+def forecast(request: RunRequest, announce: Callable[[str], None]) -> Forecast:
+    """Think a run through.
+
+    Args:
+        announce: told what takes long.
+
+    Raises:
+        PeagleError: what would refuse the run, as far as this machine can tell.
+    """
+    config = request.config
+    directory = RunDirectory(config.output)
+    require_run_fits(request, directory)
+    here, is_here, num_nodes = _machines(config)
+    plan = planned(request, directory, here.platform)
+    decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
+    resolved = decided.resolved
+    left = plan.left(directory.committed()) if directory.exists else plan.units
+    job = PrepareJob(
+        run_dir=str(directory),
+        model=resolved.tokenizer,
+        prompts=resolved.prompts,
+        sampling=resolved.sampling,
+        schema=plan.schema,
+        revision=resolved.spec.revision,
+    )
+    return Forecast(
+        decided=decided,
+        is_here=is_here,
+        num_nodes=num_nodes,
+        num_rows_left=sum(unit.num_rows for unit in left),
+        sample=sample(plan, job),
+        speed=known_speed(resolved.engine, here, decided.concurrency),
+        memory=memory_of(resolved.engine, here, resolved.placement),
+    )
+
+
+def settled(config: GenerateConfig) -> Settled:
+    """Values for the keys that a bulk run's configuration leaves open.
+
+    Raises:
+        PeagleError: what would refuse the run before its corpus is read.
+    """
+    here, _, num_nodes = _machines(config)
+    machines = resolve_machines(config, here, num_nodes=num_nodes, announce=print)
+    return settled_keys(config, machines.engine, here) | settled_price(config, machines.price)
+
+
+def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
+    """The machine of the engines, whether it is this one, and their number."""
+    per_node = config.accelerators_per_engine // config.nodes_per_engine
+    here, is_here = machine_for(config, config.accelerator_type, num_accelerators=per_node)
+    num_nodes = num_engine_nodes(
+        [],
+        here,
+        num_engines=config.engine_range.smallest,
+        accelerators_per_engine=config.accelerators_per_engine,
+        nodes_per_engine=config.nodes_per_engine,
+    )
+    return here, is_here, num_nodes
+
+
+def memory_of(engine: ResolvedEngine, here: Hardware, placement: Placement) -> str:
+    """The memory of an engine in words."""
+    if engine.model is FAKE_MODEL:
+        return "none: no model is loaded"
+    return memory_in_words(
+        replace(engine.spec, model=engine.model.path),
+        here,
+        footprint_of(engine.model),
+        num_engines_on_node=placement.num_engines_on_node,
+    )
+
+
+def _prompts(found: Sample) -> str:
+    mean = found.prompt_tokens / found.num_rows
+    how = "all rows" if found.is_whole else f"{found.num_sampled:,} rows sampled"
+    failed = f"; {found.num_failed:,} of them would be dead letters ({found.example})" if found.num_failed else ""
+    about = "" if found.is_whole else "about "
+    return f"{about}{in_words_count(found.prompt_tokens)} tokens, {mean:,.0f} a row ({how}{failed})"
+
+
+def devices_of(placement: Placement) -> str:
+    """The devices of an engine in words."""
+    return f"{placement.num_devices} {placement.device}{'s' if placement.num_devices > 1 else ''}"
+
+
+def doubt_of(price: Price) -> str:
+    """Why the price may be wrong, in brackets; empty where nothing speaks against it."""
+    return f" (the price may be wrong: {price.doubt})" if price.doubt else ""
+
+
+def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
+    if config.budget_usd is None:
+        return []
+    hours = in_words_s(config.budget_usd / usd_per_h * 3600)
+    return [("budget", f"{in_words_usd(config.budget_usd)} pays these engines for {hours}")]

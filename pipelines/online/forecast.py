@@ -1,0 +1,125 @@
+"""An endpoint that is only thought through: `peagle serve --dry-run`.
+
+It decides by the same functions as an endpoint, on the machine that the configuration names or else on this one.
+Nothing is started and nothing is written; Ray is not asked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.economics.machines import machine_for
+from peagle.economics.price_options import settled_price
+from peagle.economics.prices import Price
+from peagle.economics.report.figures import in_words_usd, price_in_words
+from peagle.engine_options import Settled, settled_keys
+from peagle.hardware import Hardware
+from peagle.planning.expectation import known_speed
+from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, memory_of
+from pipelines.online.app import Served, endpoint_price, gate_settings, resolve
+from pipelines.online.config import ServeConfig
+from pipelines.online.placement import size_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """An endpoint as it would be.
+
+    Attributes:
+        is_here: the engines would run on this machine, which was looked at.
+        requires_key: clients need an API key.
+    """
+
+    config: ServeConfig
+    hardware: Hardware
+    is_here: bool
+    num_nodes: int
+    served: list[Served]
+    price: Price
+    requires_key: bool
+
+    def usd_per_h(self, *, at_most: bool) -> float:
+        """The price of an hour of all engines, by their smallest or largest number."""
+        num_devices = sum(
+            one.placement.num_devices * (one.keys.max_replicas if at_most else one.keys.min_replicas)
+            for one in self.served
+        )
+        return self.price.usd_per_device_s * 3600 * num_devices
+
+    def lines(self) -> Lines:
+        """The facts to show, by label."""
+        where = "this machine" if self.is_here else f"{self.num_nodes} of these machines, as the tables have them"
+        least, most = (in_words_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
+        models = [line for one in self.served for line in self._model(one)]
+        return [
+            ("address", self.config.url),
+            ("API keys", "required" if self.requires_key else "none: for this machine alone"),
+            *models,
+            ("machine", f"{self.hardware.describe()}; {where}"),
+            ("price", price_in_words(self.price.to_dict())),
+            ("engines cost", f"{least} to {most} an hour{doubt_of(self.price)}"),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as data."""
+        return {
+            "url": self.config.url,
+            "requires_key": self.requires_key,
+            "models": [dict(self._model(one)) | {"name": one.keys.served_name} for one in self.served],
+            "hardware": self.hardware.to_dict(),
+            "is_here": self.is_here,
+            "price": self.price.to_dict(),
+            "usd_per_h": [self.usd_per_h(at_most=at_most) for at_most in (False, True)],
+        }
+
+    def _model(self, one: Served) -> Lines:
+        concurrency = one.engine.spec.max_num_seqs
+        speed = known_speed(one.engine, self.hardware, concurrency)
+        return [
+            ("model", one.describe()),
+            ("engine", f"{devices_of(one.placement)}, {concurrency} requests at once"),
+            ("memory", memory_of(one.engine, self.hardware, one.placement)),
+            ("expected", speed.describe() if speed else UNKNOWN_SPEED),
+        ]
+
+
+def forecast(config: ServeConfig, announce: Callable[[str], None]) -> Forecast:
+    """Think an endpoint through.
+
+    Args:
+        announce: told what takes long.
+
+    Raises:
+        PeagleError: what would refuse the endpoint, as far as this machine can tell.
+    """
+    sizes = [size_of(keys) for keys in config.served]
+    here, is_here = machine_for(config, None, num_accelerators=max(sizes))
+    wanted = sum(keys.max_replicas * size for keys, size in zip(config.served, sizes, strict=True))
+    num_nodes = 1 if is_here else -(-wanted // here.num_accelerators)
+    served = resolve(config, here, num_nodes=num_nodes, announce=announce)
+    return Forecast(
+        config=config,
+        hardware=here,
+        is_here=is_here,
+        num_nodes=num_nodes,
+        served=served,
+        price=endpoint_price(config, here, served),
+        requires_key=gate_settings(config, here, served).requires_key,
+    )
+
+
+def settled(config: ServeConfig) -> Settled:
+    """Values for the keys that an endpoint's configuration leaves open.
+
+    Those of one of several models have its name before them: "plain.drafter".
+
+    Raises:
+        PeagleError: what would refuse the endpoint.
+    """
+    found = forecast(config, print)
+    rows: Settled = {}
+    for one in found.served:
+        prefix = f"{one.keys.served_name}." if config.models else ""
+        of_model = settled_keys(one.keys, one.engine, found.hardware)
+        rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
+    return rows | settled_price(config, found.price)

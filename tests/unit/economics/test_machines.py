@@ -1,0 +1,52 @@
+import pytest
+
+from peagle import hardware
+from peagle.economics.machines import CARDS, machine_for, named_machine
+from peagle.economics.price_options import PriceKeys, resolve_price
+from peagle.economics.prices import PriceTable
+from peagle.errors import ConfigError
+
+
+def named(accelerator=None, **keys):
+    return named_machine(PriceKeys(**keys), accelerator, num_accelerators=2)
+
+
+def test_an_instance_type_has_its_cards_and_its_price():
+    found = named(instance_type="p5.48xlarge")
+    assert (found.platform, found.accelerator, found.num_accelerators) == ("cuda", "H100 80GB HBM3", 8)
+    assert (found.compute_capability, found.num_cpus, round(found.memory_gib)) == ((9, 0), 192, 80)
+    price = resolve_price(PriceKeys(instance_type="p5.48xlarge"), found)
+    assert (price.num_devices, price.basis) == (8, "stated")
+
+
+def test_a_kind_alone_is_a_machine_with_as_many_as_one_engine_takes():
+    found = named("RTX-PRO-6000")
+    assert (found.accelerator, found.num_accelerators) == (CARDS["RTX-PRO-6000"].name, 2)
+
+
+@pytest.mark.parametrize("keys", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
+def test_what_names_no_accelerator_is_this_machine(keys):
+    assert named(**keys) is None
+    assert named("any", **keys) is None
+    found, is_here = machine_for(PriceKeys(**keys), None, num_accelerators=1)
+    assert (found.num_cpus, is_here) == (hardware.detect().num_cpus, True)
+
+
+OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, offer in OFFERS.items() if offer.accelerator != "B300"))
+def test_every_machine_of_the_price_table_is_known(name):
+    assert named(instance_type=name).num_accelerators == OFFERS[name].num_accelerators
+
+
+def test_a_card_that_nobody_has_written_down_is_refused_by_name():
+    with pytest.raises(ConfigError, match="nothing is known here of the accelerator B300"):
+        named(instance_type="p6-b300.48xlarge")
+
+
+def test_an_instance_type_with_another_accelerator_than_was_asked_for_is_refused():
+    with pytest.raises(ConfigError, match=r"p5\.48xlarge has H100, and accelerator_type is L40S"):
+        named("L40S", instance_type="p5.48xlarge")
+    assert named("H100", instance_type="p5.48xlarge") is not None
+    assert named("A100-80G", instance_type="p4de.24xlarge") is not None

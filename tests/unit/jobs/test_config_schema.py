@@ -1,0 +1,37 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from jobs import cli
+from jobs.configurations import MODELS, model_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture
+def schema_of(capsys):
+    def schema_of(command):
+        assert cli.run(["config", "schema", command]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return schema_of
+
+
+@pytest.mark.parametrize("command", MODELS)
+def test_every_command_has_a_schema_with_its_keys_and_their_help(schema_of, command):
+    schema = schema_of(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    fields = model_of(command).model_fields
+    assert schema["properties"].keys() == fields.keys()
+    assert all(schema["properties"][name]["description"] for name in fields)
+
+
+@pytest.mark.parametrize(("command", "name"), [("generate", "job.yaml"), ("serve", "serve.yaml")])
+def test_the_examples_are_valid_and_a_key_that_is_not_there_is_refused(schema_of, command, name):
+    schema, values = schema_of(command), yaml.safe_load((EXAMPLES / name).read_text())
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError, match="temprature"):
+        jsonschema.validate(values | {"temprature": 1}, schema)

@@ -1,0 +1,77 @@
+import json
+from pathlib import Path
+
+import pytest
+from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
+
+from jobs import cli
+from peagle.profiles.profile import write_profile
+
+
+@pytest.fixture
+def job(tmp_path, speaking_target):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {speaking_target}\nmax_tokens: 7\ntop_k: 2\n")
+    return path
+
+
+@pytest.fixture
+def shown(capsys):
+    def shown(*argv):
+        assert cli.run(["config", "show", *map(str, argv), "--json", "-"]) == 0
+        return {name: (one["value"], one["from"]) for name, one in json.loads(capsys.readouterr().out).items()}
+
+    return shown
+
+
+def test_each_value_has_its_origin(job, shown, monkeypatch):
+    monkeypatch.setenv("PEAGLE_TOP_K", "3")
+    monkeypatch.setenv("PEAGLE_SEED", "4")
+    found = shown(job, "--max-tokens", "9", "--engines", "2")
+    assert found["max_tokens"] == (9, "flag")
+    assert found["engines"] == ("2", "flag")
+    assert found["top_k"] == (3, "environment, PEAGLE_TOP_K")
+    assert found["output"] == (str(Path("runs/a").absolute()), str(job))
+    assert found["temperature"] == (0.0, "default")
+    assert found["max_num_seqs"] == (8, "default on cpu")
+    assert found["precision"][1].startswith("detected: ")
+    assert found["drafter"][1].startswith("catalog: ")
+    assert found["instance_type"] == ("c7a.large", "assumed")
+
+
+def test_what_a_profile_says_is_named_as_its(shown, tmp_path, embedded_target, profile):  # noqa: F811
+    write_profile(tmp_path / "profile.yaml", profile)
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"profile: {tmp_path / 'profile.yaml'}\n")
+    found = shown(path)
+    assert found["max_num_seqs"][1] == f"profile {tmp_path / 'profile.yaml'}"
+    assert found["profile"][1] == str(path)
+    assert found["max_replicas"] == (1, "default")
+
+
+def test_an_endpoints_file_is_known_by_its_keys_and_each_model_has_its_own_rows(shown, tmp_path, speaking_target):
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"model: {speaking_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
+    found = shown(path)
+    assert found["a.max_num_seqs"] == (8, "default on cpu")
+    assert "b.max_num_seqs" not in found
+    assert [one["name"] for one in found["models"][0]] == ["a", "b"]
+
+
+def test_a_wrong_file_is_refused_as_by_its_command(tmp_path, capsys):
+    path = tmp_path / "job.yaml"
+    path.write_text("input: a\noutput: b\ntemprature: 1\n")
+    assert cli.run(["config", "show", str(path)]) == 2
+    assert "did you mean temperature?" in capsys.readouterr().err
+    assert cli.run(["config", "show", str(tmp_path / "none.yaml")]) == 2
+    path.write_text("input: a\noutput: b\nmodel: nobody/has/it\n")
+    assert cli.run(["config", "show", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "nobody/has/it" in printed.err
+    assert "temperature" in printed.out  # the keys are shown all the same
+
+
+def test_a_flag_that_the_command_does_not_have_is_bad_usage(job):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(["config", "show", str(job), "--max-replicas", "2"])
+    assert stopped.value.code == 2

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+
+from peagle.errors import CapacityError, ConfigError, InputError
+from pipelines.batch import forecast as module
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.forecast import forecast, settled
+from pipelines.batch.request import RunRequest
+from pipelines.batch.run import begin_or_continue
+
+
+@pytest.fixture
+def foretold(tmp_path, speaking_target, write_jsonl):
+    def foretold(rows=20, **keys):
+        corpus = write_jsonl([{"prompt": "What is it?"}] * rows)
+        keys = {"model": str(speaking_target), "max_tokens": 50, "temperature": 0.0, **keys}
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **keys)
+        found = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
+        assert not (tmp_path / "run").exists()
+        return found, dict(found.lines())
+
+    return foretold
+
+
+def test_a_run_on_this_machine_is_told_with_rows_tokens_and_its_assumed_price(foretold):
+    found, lines = foretold(usd_per_hour=None)
+    assert (found.is_here, found.num_rows_left, found.num_engines) == (True, 20, 1)
+    assert lines["rows"].startswith("20 in ")
+    assert lines["prompts"] == "260 tokens, 13 a row (all rows)"
+    assert lines["answers"] == "at most 1,000 tokens in all"
+    assert lines["drafter"].startswith("none (")
+    assert lines["price"].endswith("; assumed)")
+    assert lines["memory"].startswith("fits by estimate")
+    assert lines["expected"].startswith("unknown")
+    assert "budget" not in lines
+
+
+def test_a_run_on_machines_that_are_not_here_has_their_memory_and_price(foretold):
+    found, lines = foretold(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
+    assert (found.is_here, found.num_nodes) == (False, 2)
+    assert "8 x H100 80GB HBM3" in lines["machine"]
+    assert "2 of these machines" in lines["machine"]
+    assert lines["memory"].endswith("CUDA graphs 0.6)") or "of 71.7 GiB" in lines["memory"]
+    assert lines["price"] == "$55.04 per hour for 8 H100 (p5.48xlarge, on-demand, aws us-east-1; stated)"
+    assert lines["engines cost"] == "$110.08 an hour"
+    assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
+
+
+def test_a_known_speed_gives_time_and_dollars_at_most(foretold, monkeypatch):
+    from peagle.planning.expectation import Speed
+
+    monkeypatch.setattr(
+        module, "known_speed", lambda *_: Speed(tokens_per_s=10, concurrency=8, source="measured, a test")
+    )
+    found, lines = foretold(usd_per_hour=36.0)
+    share = found.decided.resolved.placement.num_devices / found.decided.resolved.price.num_devices
+    assert found.most_s == 100
+    assert found.to_dict()["most_usd"] == pytest.approx(1.0 * share)
+    assert lines["expected"].startswith("at most 1 min 40 s and $")
+    assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
+
+
+def test_the_data_is_json(foretold):
+    assert json.loads(json.dumps(foretold()[0].to_dict()))["rows"] == 20
+
+
+def test_a_run_that_is_there_is_continued(decided):
+    run = decided()
+    begin_or_continue(run)
+    found = forecast(run.request, print)
+    assert dict(found.lines())["run"] == f"{run.directory}: continues, 12 rows left"
+    assert run.directory.committed() == set()
+
+
+def test_what_would_refuse_a_run_refuses_its_dry_run(foretold, tmp_path, write_jsonl):
+    with pytest.raises(CapacityError, match="10000 engines need a CPU core each"):
+        foretold(engines="10000")
+    with pytest.raises(ConfigError, match="holds no run whose failed rows"):
+        foretold(retry_failed=True)
+    with pytest.raises(InputError, match="no column 'text'"):
+        foretold(prompt_column="text")
+
+
+def test_keys_that_are_left_open_are_settled_with_the_reason(speaking_target, tmp_path):
+    config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(speaking_target), precision="bf16")
+    found = settled(config)
+    assert found["drafter"][0] == "none"
+    assert found["drafter"][1].startswith("catalog: ")
+    assert found["max_num_seqs"] == (8, "default on cpu")
+    assert found["max_model_len"] == (512, "the model's own")
+    assert found["instance_type"] == ("c7a.large", "assumed")
+    assert "precision" not in found

@@ -1,0 +1,37 @@
+import pytest
+
+from peagle.errors import ConfigError
+from pipelines.online.config import ServeConfig
+from pipelines.online.forecast import forecast, settled
+
+
+def config(tmp_path, **keys):
+    return ServeConfig(engine="fake", state=tmp_path / "state", batches=tmp_path / "batches", **keys)
+
+
+def test_an_endpoint_is_told_and_nothing_is_written(tmp_path):
+    found = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
+    lines = dict(found.lines())
+    assert lines["address"] == "http://127.0.0.1:8000/v1"
+    assert lines["API keys"] == "none: for this machine alone"
+    assert "0 to 3 engine(s)" in lines["model"]
+    assert lines["engines cost"].startswith("$0 to $")
+    assert found.usd_per_h(at_most=True) == pytest.approx(3 / found.price.num_devices)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endpoint_on_machines_that_are_not_here(tmp_path, speaking_target):
+    models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
+    keys = {"model": str(speaking_target), "models": models, "instance_type": "g7e.2xlarge"}
+    found = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
+    assert (found.is_here, found.num_nodes) == (False, 3)
+    assert found.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)
+    assert [model["name"] for model in found.to_dict()["models"]] == ["a", "b"]
+    rows = settled(ServeConfig(state=tmp_path / "state", **keys))
+    assert rows["b.max_num_seqs"] == (256, "default on cuda")
+    assert "instance_type" not in rows
+
+
+def test_what_would_refuse_an_endpoint_refuses_its_dry_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0: without API keys"):
+        forecast(config(tmp_path, host="0.0.0.0", usd_per_hour=1), print)

@@ -1,0 +1,54 @@
+from dataclasses import replace
+
+import pytest
+
+from peagle.catalog.cards import load_catalog
+from peagle.catalog.drafters import ResolvedDrafter
+from peagle.catalog.targets import ResolvedModel
+from peagle.economics.machines import named_machine
+from peagle.economics.price_options import PriceKeys
+from peagle.engine.precision import Precision
+from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine_options import ResolvedEngine
+from peagle.planning.expectation import known_speed
+
+B200 = named_machine(PriceKeys(instance_type="p6-b200.48xlarge"), None, num_accelerators=1)
+H100 = named_machine(PriceKeys(instance_type="p5.48xlarge"), None, num_accelerators=1)
+FP8, BF16 = Precision(dtype="bfloat16", quantization="fp8"), Precision(dtype="bfloat16")
+
+
+def engine(model="qwen3-coder-30b-a3b-instruct", k=7, precision=FP8, **keys):
+    card = load_catalog().get(model)
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k) if k else None
+    return ResolvedEngine(
+        spec=EngineSpec(model=card.source.id, drafter=drafter, precision=precision.name, **keys),
+        precision=precision,
+        model=ResolvedModel(name=model, path=card.source.id, card=card, fingerprint="x", config={}),
+        drafter=ResolvedDrafter(spec=drafter, name="head", note="", fingerprint="x"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "at_once", "tokens_per_s", "published_at"),
+    [(7, 64, 10643, 32), (7, 128, 23329, 128), (11, 8, 6252, 8), (0, 4, 889, 4), (7, 3, 1032, 1)],
+)
+def test_a_published_speed_is_the_one_of_the_same_engine_with_no_more_requests(k, at_once, tokens_per_s, published_at):
+    speed = known_speed(engine(k=k), B200, at_once)
+    assert (speed.tokens_per_s, speed.concurrency) == (tokens_per_s, published_at)
+    assert "published, one B200" in speed.describe()
+    assert "AWS machine learning blog" in speed.describe()
+
+
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [
+        (engine(), H100),
+        (engine(k=5), B200),
+        (engine(precision=BF16), B200),
+        (engine(tensor_parallel_size=2), B200),
+        (engine("smollm2-135m"), B200),
+        (engine(), replace(B200, platform="cpu", accelerator=None)),
+    ],
+)
+def test_the_speed_of_another_engine_or_machine_says_nothing(other, where):
+    assert known_speed(other, where, 64) is None

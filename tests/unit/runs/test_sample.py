@@ -1,0 +1,54 @@
+import json
+
+import pytest
+
+from peagle.requests.builder import SamplingSpec
+from peagle.requests.prompts import resolve_prompts
+from peagle.requests.sampling import SamplingLimits
+from peagle.runs.plan import make_plan
+from peagle.runs.prepare import PrepareJob
+from peagle.runs.sample import sample
+from pipelines.batch.config import GenerateConfig
+
+
+@pytest.fixture
+def sampled(tmp_path):
+    def sampled(rows, **keys):
+        path = tmp_path / "in.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = GenerateConfig(input=str(path), output=tmp_path / "run", max_tokens=10, **keys)
+        plan = make_plan(config)
+        limits = SamplingLimits(max_model_len=100, has_drafter=False, can_seed=True)
+        job = PrepareJob(
+            run_dir=str(tmp_path / "run"),
+            model=None,
+            prompts=resolve_prompts(config, plan.schema.names, False, body_column=None, where="input"),
+            sampling=SamplingSpec(base=config.sampling(), column="sampling", limits=limits),
+            schema=plan.schema,
+        )
+        found = sample(plan, job)
+        assert not (tmp_path / "run").exists()
+        return found
+
+    return sampled
+
+
+def test_a_small_corpus_is_counted_whole(sampled):
+    rows = [{"prompt": "x" * 7}, {"prompt": "x" * 5, "sampling": {"max_tokens": 4, "n": 3, "temperature": 1.0}}]
+    found = sampled(rows)
+    assert (found.num_rows, found.is_whole, found.num_failed) == (2, True, 0)
+    assert (found.prompt_tokens, found.most_output_tokens) == (7 + 5, 10 + 4 * 3)
+
+
+def test_a_large_corpus_is_estimated_from_rows_all_over_it(sampled):
+    found = sampled([{"prompt": "x" * (10 if n < 1000 else 30)} for n in range(2000)], rows_per_unit=50)
+    assert (found.num_rows, found.is_whole) == (2000, False)
+    assert 200 <= found.num_sampled <= 220
+    assert found.prompt_tokens == pytest.approx(2000 * 20, rel=0.1)
+    assert found.most_output_tokens == pytest.approx(2000 * 10)
+
+
+def test_rows_that_could_not_be_done_are_told_with_an_example(sampled):
+    found = sampled([{"prompt": "x"}, {"prompt": "x" * 500}])
+    assert (found.num_failed, found.prompt_tokens) == (1, 1)
+    assert "500" in found.example
