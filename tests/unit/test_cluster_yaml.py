@@ -1,4 +1,4 @@
-"""`cluster.yaml` against the schema of Ray's own autoscaler."""
+"""`cluster.yaml`: as `peagle deploy cluster` writes it, and by the schema of Ray's own autoscaler."""
 
 import json
 import re
@@ -9,12 +9,31 @@ import pytest
 import ray.autoscaler
 import yaml
 
+from jobs import cli
+from jobs.configurations import read_configuration
+from peagle.economics.machines import machine_for
+from peagle.economics.price_options import resolve_price
+from pipelines.cluster.placement import on_accelerators, room_on
+
 ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "cluster.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    return yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    return yaml.safe_load(TEXT)
+
+
+@pytest.fixture(scope="module")
+def job():
+    return read_configuration(ROOT / "examples/job.yaml")
+
+
+def test_it_is_what_the_command_in_it_writes(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command = re.search(r"^# Written by: peagle (.*)$", TEXT, re.MULTILINE)[1]
+    assert cli.run(command.split()) == 0
+    assert capsys.readouterr().out == TEXT
 
 
 def test_it_is_valid_by_rays_schema(cluster):
@@ -25,41 +44,44 @@ def test_it_is_valid_by_rays_schema(cluster):
 def test_gpu_workers_exist_only_while_there_is_work(cluster):
     types = cluster["available_node_types"]
     assert types[cluster["head_node_type"]]["resources"]["GPU"] == 0
-    workers = {name: node for name, node in types.items() if name != cluster["head_node_type"]}
-    assert set(workers) == {"g7e", "p5"}
-    for node in workers.values():
-        assert node["min_workers"] == 0
-        assert node["resources"]["GPU"] >= 1
-        assert 1 <= node["max_workers"] <= cluster["max_workers"]
+    assert types["engines"]["min_workers"] == 0
+    assert types["engines"]["max_workers"] == cluster["max_workers"] == 1
 
 
-def test_its_instances_have_a_price(cluster):
-    from peagle.economics.prices import PriceTable
+def test_its_machines_and_their_market_are_those_of_the_price(cluster, job):
+    here, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
+    price = resolve_price(job, here)
+    node = cluster["available_node_types"]["engines"]
+    assert (price.instance_type, price.market) == (
+        node["node_config"]["InstanceType"],
+        node["node_config"]["InstanceMarketOptions"]["MarketType"],
+    )
+    assert (price.provider, price.region) == (cluster["provider"]["type"], cluster["provider"]["region"])
+    assert price.num_devices == node["resources"]["GPU"]
 
-    table = PriceTable.load()
-    region = cluster["provider"]["region"]
-    for name in ("g7e", "p5"):
-        instance = cluster["available_node_types"][name]["node_config"]["InstanceType"]
-        price = table.price(instance, market="spot", provider="aws", region=region)
-        assert price.num_devices == cluster["available_node_types"][name]["resources"]["GPU"]
 
-
-def test_its_command_waits_for_accelerators_that_one_of_its_node_types_has(cluster):
-    from pipelines.cluster.placement import on_accelerators, room_on
-
-    kind = re.search(r"--accelerator-type (\S+) --cluster-wait-s \d", (ROOT / "cluster.yaml").read_text())[1]
-    engine = on_accelerators(1, accelerator_type=kind)
+def test_the_run_asks_for_accelerators_that_its_machines_have_and_waits_for_them(cluster, job):
+    engine = on_accelerators(1, accelerator_type=job.accelerator_type)
     types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
-    assert {name: room_on(node, engine) for name, node in types.items()} == {"head": 0, "g7e": 1, "p5": 0}
-    assert room_on(types["p5"], on_accelerators(1, accelerator_type="H100")) == 8
+    assert {name: room_on(node, engine) for name, node in types.items()} == {"head": 0, "engines": int(job.engines)}
+    assert job.cluster_wait_s > 0
+    assert job.input.startswith("s3://")
+    assert str(job.output).startswith("s3://")
 
 
-def test_its_command_states_the_price_of_the_nodes_that_it_asks_for(cluster):
-    text = (ROOT / "cluster.yaml").read_text()
-    name, market, region = re.search(r"--instance-type (\S+) --market (\S+) --region (\S+)", text).groups()
-    node = cluster["available_node_types"]["g7e"]["node_config"]
-    assert (name, market) == (node["InstanceType"], node["InstanceMarketOptions"]["MarketType"])
-    assert region == cluster["provider"]["region"]
+def test_its_command_runs_dry_without_an_account(speaking_target, write_jsonl, tmp_path, monkeypatch, capsys):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+    arguments = re.search(r"python -m jobs\.(generate .*)$", TEXT, re.MULTILINE)[1].split()
+    corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
+    ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(speaking_target)]
+    assert cli.run([*arguments, *ours, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "8 x H100 80GB HBM3" in said
+    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in said
+    assert "budget" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +99,7 @@ def test_each_node_has_the_token_and_starts_with_none_else(cluster):
 
 
 def test_every_command_of_its_comments_that_talks_to_ray_presents_the_token():
-    text = (ROOT / "cluster.yaml").read_text()
-    assert re.findall(r"^#   (.*)ray job submit", text, re.MULTILINE) == [
+    assert re.findall(r"^#   (.*)ray job submit", TEXT, re.MULTILINE) == [
         "RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 "
     ]
 

@@ -1,0 +1,52 @@
+"""`peagle deploy cluster`: the file for `ray up` of a bulk run's cluster on AWS."""
+
+import argparse
+from typing import Any
+
+from jobs.deploying import add_common_arguments, read_workload, result_of, run_client, write_file
+from peagle.errors import ConfigError
+
+HELP = """\
+Write the file for `ray up`: a Ray cluster on AWS for a bulk run, as its instance_type and engines ask for.
+
+  peagle deploy cluster examples/job.yaml > cluster.yaml
+  peagle deploy cluster job.yaml --ami ami-0abc --security-group sg-0abc --head-profile ARN --worker-profile ARN \\
+      --output cluster.yaml --apply
+
+The file's first lines say how to submit the run. Machines of market: spot are asked for as spot, in the configuration's
+region. docs/deploy.md has the commands that make the account's names.
+"""
+_MOST_OF_NAME = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `peagle deploy cluster`."""
+    add_common_arguments(parser, client="ray up")
+    names = parser.add_argument_group("names of the account")
+    names.add_argument("--ami", metavar="ID", help="image with NVIDIA's driver and Python 3.12")
+    names.add_argument("--security-group", metavar="ID", help="which lets its own members in, and SSH from one address")
+    names.add_argument("--head-profile", metavar="ARN", help="instance profile of the head")
+    names.add_argument("--worker-profile", metavar="ARN", help="instance profile of the others")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Write the file, and start the cluster where that is asked for."""
+    from peagle.deploy.cluster import AwsNames, cluster, cluster_file
+
+    given = {
+        "image": args.ami,
+        "security_group": args.security_group,
+        "head_profile": args.head_profile,
+        "worker_profile": args.worker_profile,
+    }
+    names = AwsNames(**{name: value for name, value in given.items() if value})
+    if args.apply and names.missing:
+        raise ConfigError(f"--apply needs {', '.join(names.missing)}", hint="docs/deploy.md has the commands for them")
+    if args.apply and args.output is None:
+        raise ConfigError("--apply needs --output: `ray down` will want the same file", hint="--output cluster.yaml")
+    workload = read_workload(args.config, args.name, most_of_name=_MOST_OF_NAME)
+    text = cluster_file(workload, names, config=str(args.config), output=str(args.output or "cluster.yaml"))
+    write_file(text, args.output)
+    if args.apply:
+        run_client(["ray", "up", "--yes", str(args.output)], "", hint="install Ray here, or run: ray up FILE")
+    return 0, result_of(workload, cluster=cluster(workload, names), is_applied=args.apply)

@@ -1,0 +1,105 @@
+"""`peagle deploy kuberay`: a bulk run or an endpoint as KubeRay's objects."""
+
+import argparse
+import sys
+from typing import Any
+
+import yaml
+
+from jobs.deploying import add_common_arguments, read_workload, result_of, run_client, write_file
+
+HELP = """\
+Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJob for a bulk run, a RayCronJob with
+--schedule, a RayService for an endpoint.
+
+  peagle deploy kuberay examples/job.yaml --image registry.example/peagle:cuda > job.k8s.yaml
+  peagle deploy kuberay job.yaml --image registry.example/peagle:cuda --env-secret peagle-aws --apply
+  peagle deploy kuberay job.yaml --image registry.example/peagle:cuda --schedule "0 2 * * *" --time-zone Etc/UTC
+  peagle deploy kuberay serve.yaml --image registry.example/peagle:cuda --namespace team --apply
+
+Pods are sized by the instance_type of the configuration, a pod for each machine. Secrets are named and never read:
+the commands that make them are printed on standard error. docs/deploy.md shows all of it.
+"""
+
+
+class _Block(yaml.SafeDumper):
+    """Text of several lines stands as it is."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Block.add_representer(str, _text)
+# Parts that several pods have stand in each of them.
+_Block.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `peagle deploy kuberay`."""
+    add_common_arguments(parser, client="kubectl apply")
+    parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with peagle installed")
+    parser.add_argument("--namespace", metavar="TEXT", help="default: kubectl's own")
+    parser.add_argument(
+        "--claim",
+        default="peagle",
+        metavar="TEXT",
+        help="PersistentVolumeClaim (ReadWriteMany) for weights and an endpoint's ledger (default: %(default)s)",
+    )
+    secrets = parser.add_argument_group("secrets, by their names")
+    secrets.add_argument(
+        "--env-secret",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="Secret whose entries are environment variables, as AWS_ACCESS_KEY_ID or HF_TOKEN; may be repeated",
+    )
+    secrets.add_argument("--service-account", metavar="TEXT", help="whose rights pods have, in place of AWS's keys")
+    secrets.add_argument(
+        "--token-secret", default="peagle-ray", metavar="TEXT", help="Ray's token, as auth_token (default: %(default)s)"
+    )
+    secrets.add_argument(
+        "--keys-secret", default="peagle-keys", metavar="TEXT", help="API keys, as keys.json (default: %(default)s)"
+    )
+    bulk = parser.add_argument_group("bulk runs")
+    bulk.add_argument(
+        "--retries", type=int, default=3, metavar="N", help="continue a run that ended early so often (default: 3)"
+    )
+    bulk.add_argument("--schedule", metavar="CRON", help="a run each time, in a folder of its own below output")
+    bulk.add_argument("--time-zone", metavar="NAME", help="of the schedule (default: the operator's)")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Write the objects, and apply them where that is asked for."""
+    from peagle.deploy.kuberay import MOST_OF_CRON_NAME, MOST_OF_NAME, KubeRayOptions, manifests, secrets_of
+    from peagle.deploy.pods import PodOptions
+    from pipelines.online.serve.proxy import ENVIRONMENT
+
+    workload = read_workload(args.config, args.name, most_of_name=MOST_OF_CRON_NAME if args.schedule else MOST_OF_NAME)
+    options = KubeRayOptions(
+        pods=PodOptions(
+            image=args.image,
+            claim=args.claim,
+            env_secrets=args.env_secret,
+            service_account=args.service_account,
+            token_secret=args.token_secret,
+        ),
+        namespace=args.namespace,
+        retries=args.retries,
+        schedule=args.schedule,
+        time_zone=args.time_zone,
+        keys_secret=args.keys_secret,
+        serve_env=ENVIRONMENT,
+    )
+    objects = manifests(workload, options)
+    text = yaml.dump_all(objects, Dumper=_Block, sort_keys=False, allow_unicode=True, width=120)
+    write_file(text, args.output)
+    secrets = secrets_of(workload, options)
+    print("needed there, once:", *secrets, sep="\n  ", file=sys.stderr)
+    if args.apply:
+        run_client(
+            ["kubectl", "apply", "-f", "-"],
+            text,
+            hint="install kubectl, or carry the file to where it is: kubectl apply -f FILE",
+        )
+    return 0, result_of(workload, objects=objects, secrets=secrets, is_applied=args.apply)

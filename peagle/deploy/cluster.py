@@ -1,0 +1,165 @@
+"""The file for `ray up`: a Ray cluster on AWS for a bulk run.
+
+A CPU head that drives, and machines with engines that exist only while there is work. Pure: nothing is written, and no
+account is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from peagle.deploy.workload import Workload, require_reachable
+from peagle.errors import ConfigError
+
+REPLACE_ME = "REPLACE-ME"
+SHARED_FOLDER = "/mnt/peagle"  # as docs/security.md mounts it, where somebody does
+_HOME = "/home/ubuntu/peagle"
+_RAY = f"{_HOME}/.venv/bin/ray"
+_HEAD_TYPE = "m7i.xlarge"
+_HEAD_GB, _WORKER_GB = 200, 500
+_MOST_OF_LINE = 10_000  # commands stand on a line each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwsNames:
+    """Names of an account's parts; docs/deploy.md has the commands that make them.
+
+    Attributes:
+        image: an AMI of the region with NVIDIA's driver and Python 3.12.
+        security_group: it lets its own members in, and SSH from one address.
+        head_profile, worker_profile: ARNs of instance profiles.
+    """
+
+    image: str = f"ami-{REPLACE_ME}"
+    security_group: str = f"sg-{REPLACE_ME}"
+    head_profile: str = f"arn:aws:iam::{REPLACE_ME}:instance-profile/peagle-head"
+    worker_profile: str = f"arn:aws:iam::{REPLACE_ME}:instance-profile/peagle-worker"
+
+    @property
+    def missing(self) -> list[str]:
+        """The flags of those that were not given."""
+        flags = {
+            "--ami": self.image,
+            "--security-group": self.security_group,
+            "--head-profile": self.head_profile,
+            "--worker-profile": self.worker_profile,
+        }
+        return [flag for flag, value in flags.items() if REPLACE_ME in value]
+
+
+def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: str) -> str:
+    """The text of the file, with its commands at its head.
+
+    Args:
+        config: the configuration's path, for the commands.
+        output: the file's own.
+
+    Raises:
+        ConfigError: an endpoint, a machine of another provider, or paths of this machine.
+    """
+    offer = workload.offer
+    if workload.command == "serve":
+        raise ConfigError(
+            "an endpoint's state needs a folder that all nodes share, which `ray up` does not set up",
+            hint="peagle deploy kuberay, or `peagle serve` on a cluster that has such a folder (docs/online.md)",
+        )
+    if offer.provider != "aws":
+        raise ConfigError(
+            f"{offer.instance_type} is {offer.provider}'s, and this file is for AWS",
+            hint="name an instance_type of AWS, or start Ray on the machines yourself (docs/deploy.md)",
+        )
+    require_reachable(workload.keys, ("input", "output", "model", "drafter"), SHARED_FOLDER)
+    text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=_MOST_OF_LINE)
+    return "\n".join(_head(workload, config=config, output=output)) + "\n" + text
+
+
+def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
+    """The file's content as `ray-schema.json` has it."""
+    offer, (fewest, most) = workload.offer, workload.num_machines
+    # A run asks for machines itself where it names their accelerator, and waits for them.
+    asks = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
+    market = {"InstanceMarketOptions": {"MarketType": "spot"}} if workload.market == "spot" else {}
+    return {
+        "cluster_name": workload.name,
+        "max_workers": most,
+        "idle_timeout_minutes": 5,
+        "provider": {"type": "aws", "region": offer.region, "cache_stopped_nodes": False},
+        "auth": {"ssh_user": "ubuntu"},
+        "available_node_types": {
+            "head": {
+                # GPU 0 keeps engines off it: the driver holds units, not rows.
+                "resources": {"CPU": 4, "GPU": 0},
+                "node_config": _node(names, _HEAD_TYPE, names.head_profile, _HEAD_GB),
+            },
+            "engines": {
+                "min_workers": 0 if asks else fewest,
+                "max_workers": most,
+                "resources": _resources(workload),
+                "node_config": _node(names, offer.instance_type, names.worker_profile, _WORKER_GB) | market,
+            },
+        },
+        "head_node_type": "head",
+        "file_mounts": {_HOME: ".", "/home/ubuntu/.ray/auth_token": "~/.ray/auth_token"},
+        "rsync_exclude": [".venv", ".git", "runs", "keys.json"],
+        "setup_commands": [
+            "chmod 700 ~/.ray && chmod 600 ~/.ray/auth_token",
+            "sudo apt-get update -q && sudo apt-get install -qy make python3-venv",
+            f"cd {_HOME} && make setup LOCK=cuda PYTHON=python3.12",
+        ],
+        "head_start_ray_commands": [
+            f"{_RAY} stop",
+            _start("--head --port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"),
+        ],
+        "worker_start_ray_commands": [f"{_RAY} stop", _start("--address=$RAY_HEAD_IP:6379")],
+    }
+
+
+def _resources(workload: Workload) -> dict[str, float]:
+    offer = workload.offer
+    kind = workload.keys.get("accelerator_type")
+    named = {f"accelerator_type:{kind}": 1} if kind and kind != "any" else {}
+    return {"CPU": offer.num_vcpus, **({"GPU": offer.num_accelerators} if offer.num_accelerators else {}), **named}
+
+
+def _node(names: AwsNames, instance_type: str, profile: str, disk_gb: int) -> dict[str, Any]:
+    """A machine with an encrypted disk and credentials for its own processes alone."""
+    disk: Mapping[str, Any] = {"VolumeSize": disk_gb, "VolumeType": "gp3", "Encrypted": True}
+    return {
+        "ImageId": names.image,
+        "InstanceType": instance_type,
+        "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
+        "SecurityGroupIds": [names.security_group],
+        "IamInstanceProfile": {"Arn": profile},
+        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": dict(disk)}],
+    }
+
+
+def _start(arguments: str) -> str:
+    """The command that starts Ray, in the environment that asks for its token."""
+    return f"ulimit -n 65536; umask 077; set -a; . {_HOME}/deploy/ray.env; set +a; {_RAY} start {arguments}"
+
+
+def _head(workload: Workload, *, config: str, output: str) -> list[str]:
+    offer, (fewest, most) = workload.offer, workload.num_machines
+    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    has = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
+    return [
+        f"# A Ray cluster on AWS for {config}: a CPU head that drives, and {count} x {offer.instance_type}{has}",
+        f"# ({workload.market.replace('_', '-')}), which exist only while there is work.",
+        f"# Written by: peagle deploy cluster {config}",
+        "# A test checks such files against Ray's own schema; none was run on AWS yet.",
+        "#",
+        "#   (umask 077; ray get-auth-token --generate > /dev/null)   # once; each node gets a copy",
+        f"#   ray up {output}",
+        f"#   ray dashboard {output}        # forwards the head's port 8265; leave it open",
+        "#   RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 ray job submit --working-dir . -- \\",
+        f"#       python -m jobs.generate --config {config}",
+        f"#   ray down {output}",
+        "#",
+        f"# Names of your account stand where it says {REPLACE_ME}; docs/deploy.md has the commands that make them: an",
+        "# image with NVIDIA's driver and Python 3.12, a security group that lets its own members in and SSH from your",
+        "# address, and two instance profiles. Ray's own would open SSH to everybody and let the head do anything with",
+        "# EC2 and S3.",
+    ]

@@ -1,0 +1,255 @@
+import json
+import os
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from jobs import flags
+from jobs.deploying import read_workload
+from peagle.deploy.kuberay import MOST_OF_NAME, KubeRayOptions, manifests, secrets_of
+from peagle.deploy.pods import PodOptions
+from peagle.errors import ConfigError
+from pipelines.batch.config import GenerateConfig
+from pipelines.online.config import ServeConfig
+from pipelines.online.serve.proxy import ENVIRONMENT
+
+ROOT = Path(__file__).parents[3]
+CRDS = json.loads((Path(__file__).parent / "kuberay_crds.json").read_text())
+POD_OPTIONS = PodOptions(
+    image="registry.example/peagle:1",
+    claim="weights",
+    env_secrets=["peagle-aws"],
+    service_account=None,
+    token_secret="peagle-ray",
+)
+
+
+def made(path, pods=POD_OPTIONS, **options):
+    workload = read_workload(path, None, most_of_name=MOST_OF_NAME)
+    return manifests(workload, KubeRayOptions(pods=pods, serve_env=ENVIRONMENT, **options))
+
+
+def job(**options):
+    return made(ROOT / "examples/job.yaml", **options)
+
+
+def service(**options):
+    return made(ROOT / "examples/serve.yaml", **options)
+
+
+def check(one):
+    jsonschema.validate(one, {"$ref": f"#/$defs/{one['kind']}", "$defs": CRDS["$defs"]})
+
+
+def test_all_objects_are_valid_by_kuberays_schemas():
+    for one in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
+        check(one)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (("spec",), "backofLimit"),
+        (("spec", "rayClusterSpec"), "headGroupSpecs"),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0), "replica"),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "template", "spec", "containers", 0), "environment"),
+    ],
+)
+def test_the_schemas_refuse_a_field_that_is_not_there(place, name):
+    one = job()[1]
+    inner = one
+    for step in place:
+        inner = inner[step]
+    inner[name] = 1
+    with pytest.raises(jsonschema.ValidationError, match=name):
+        check(one)
+
+
+def pods(cluster):
+    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
+    return head["template"]["spec"], workers["template"]["spec"]
+
+
+def test_a_bulk_run_has_its_configuration_and_a_pod_for_each_machine(tmp_path):
+    config, one = job()
+    cluster = one["spec"]["rayClusterSpec"]
+    head, worker = pods(cluster)
+    (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
+    assert flags.load_file(GenerateConfig, tmp_path / "job.yaml") == flags.load_file(
+        GenerateConfig, ROOT / "examples/job.yaml"
+    )
+    group = cluster["workerGroupSpecs"][0]
+    assert (group["minReplicas"], group["maxReplicas"]) == (1, 1)
+    assert "enableInTreeAutoscaling" not in cluster
+    assert worker["containers"][0]["resources"]["limits"] == {"cpu": "172", "memory": "1740Gi", "nvidia.com/gpu": "8"}
+    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    assert worker["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
+    assert one["spec"]["shutdownAfterJobFinishes"] is True
+
+
+def test_every_pod_has_shared_memory_the_shared_volume_and_few_rights():
+    for spec in (*pods(job()[1]["spec"]["rayClusterSpec"]), *pods(service()[0]["spec"]["rayClusterConfig"])):
+        (container,) = spec["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume.pop("name"): volume for volume in json.loads(json.dumps(spec["volumes"]))}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert volumes[mounts["/mnt/peagle"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
+        assert {"name": "HF_HOME", "value": "/mnt/peagle/huggingface"} in container["env"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_secrets_are_named_and_none_is_written(tmp_path):
+    for one in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
+        assert one["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
+        assert pods(one)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
+    workload = read_workload(ROOT / "examples/serve.yaml", None, most_of_name=MOST_OF_NAME)
+    told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, serve_env={}, namespace="team"))
+    assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
+    assert all("-n team" in command for command in told)
+
+
+@pytest.mark.parametrize(
+    ("machine", "labels", "taints"),
+    [
+        ("p5.48xlarge", {"eks.amazonaws.com/capacityType", "karpenter.sh/capacity-type"}, set()),
+        ("a3-highgpu-8g", {"cloud.google.com/gke-spot"}, {"cloud.google.com/gke-spot"}),
+    ],
+)
+def test_spot_machines_are_asked_for_where_the_price_is_theirs(tmp_path, machine, labels, taints):
+    path = tmp_path / "run.yaml"
+    text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {machine}\nmarket: "
+    path.write_text(text + "spot\n")
+    worker = pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
+    required = worker["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert {term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]} == labels
+    assert {one["key"] for one in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
+    path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if machine.startswith("p5") else "us-east4\n"))
+    assert "affinity" not in pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
+
+
+def test_engines_that_come_and_go_have_pods_that_do(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\nengines: 1:4\n")
+    cluster = made(path)[1]["spec"]["rayClusterSpec"]
+    group = cluster["workerGroupSpecs"][0]
+    assert (cluster["enableInTreeAutoscaling"], group["minReplicas"], group["maxReplicas"]) == (True, 1, 4)
+
+
+def test_a_nightly_run_is_the_same_job_in_a_folder_of_its_own():
+    config, nightly = job(schedule="0 2 * * *", time_zone="Etc/UTC")
+    assert (nightly["kind"], nightly["spec"]["schedule"], nightly["spec"]["timeZone"]) == (
+        "RayCronJob", "0 2 * * *", "Etc/UTC",
+    )  # fmt: skip
+    assert nightly["spec"]["jobTemplate"] == job()[1]["spec"]
+    assert "s3://my-bucket/runs/unit-tests/${RAY_CLUSTER_NAME%-*}" in config["data"]["run.sh"]
+
+
+def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
+    (one,) = service()
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(one["spec"]["serveConfigV2"]))
+    (application,) = schema.applications
+    config = ServeConfig(**application.args)
+    assert [model.served_name for model in config.served] == ["coder", "coder-plain"]
+    assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
+    assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
+    head, worker = pods(one["spec"]["rayClusterConfig"])
+    for spec in (head, worker):  # the ingress may land on any of them
+        assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
+        env = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
+        assert env.items() >= ENVIRONMENT.items()
+    group = one["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert (group["minReplicas"], group["maxReplicas"]) == (1, 4)
+    assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "15"]
+    assert head["terminationGracePeriodSeconds"] > 15
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("instance_type: g7e.2xlarge\n", "names no file of keys"),
+        ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress's there"),
+        (
+            "instance_type: g7e.2xlarge\nkeys: k.json\nbatches: runs/batches\n",
+            "batches .*: it is a path of this machine",
+        ),
+        ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: it is a path of this"),
+    ],
+)
+def test_what_pods_cannot_have_is_refused(tmp_path, text, said):
+    (tmp_path / "some.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        made(tmp_path / "some.yaml")
+    with pytest.raises(ConfigError, match="a schedule is for bulk runs"):
+        service(schedule="0 2 * * *")
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """Run the scripts of a job with stand-ins for the commands that they call; each call is a line of `calls`."""
+    data = job(schedule="0 2 * * *")[0]["data"]
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    calls = tmp_path / "calls"
+
+    def stand_in(name, body):
+        path = folder / name
+        path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\n{body}\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    for name in ("run.sh", "stop.sh"):
+        text = data[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
+        (tmp_path / name).write_text(text)
+    stand_in("ray", "")
+    stand_in("sleep", "/bin/sleep 0.1")
+    env = {
+        "PATH": f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": "job-abc12"}}),
+        "RAY_CLUSTER_NAME": "job-29400000-x7k2p",
+    }
+
+    def start(name, peagle=None):
+        if peagle is not None:
+            stand_in("peagle", peagle)
+        return subprocess.Popen(["sh", str(tmp_path / name)], env=env)
+
+    start.calls = lambda: calls.read_text().splitlines() if calls.exists() else []
+    return start
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_job_ends_with_the_code_of_the_run(scripts, code):
+    assert scripts("run.sh", f"exit {code}").wait(20) == code
+    assert scripts.calls() == [
+        "peagle generate --config /etc/peagle/job.yaml --output s3://my-bucket/runs/unit-tests/job-29400000"
+    ]
+
+
+def test_a_job_that_would_fail_again_stops_itself_so_that_it_is_not_retried(scripts):
+    assert scripts("run.sh", "exit 2").wait(20) == 2
+    assert scripts.calls()[1:] == [
+        "ray job stop --address http://127.0.0.1:8265 --no-wait job-abc12",
+        "sleep 60",
+    ]
+
+
+def test_before_the_heads_pod_ends_the_run_is_stopped_and_waited_for(scripts):
+    run = scripts("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
+    try:
+        while not scripts.calls():
+            assert run.poll() is None
+            time.sleep(0.05)
+        assert scripts("stop.sh").wait(20) == 0
+        assert run.wait(20) == 3
+    finally:
+        run.kill()
+
+
+def test_there_is_nothing_to_stop_where_no_run_is(scripts):
+    assert scripts("stop.sh").wait(20) == 0
