@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.deploying import read_workload
+from peagle.deploy.kuberay import MOST_OF_NAME, KubeRayOptions, manifests
+from peagle.deploy.pods import PodOptions
 from peagle.ports import free_port
 from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
@@ -59,13 +62,17 @@ def job_server():
     head.communicate(timeout=60)
 
 
-def submit(address, module, config):
+def ray_job(action, address, *arguments):
+    return subprocess.run(
+        [RAY, "job", action, "--address", address, *arguments],
+        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False, timeout=180,
+    )  # fmt: skip
+
+
+def submit(address, *arguments):
     while True:
-        done = subprocess.run(
-            [RAY, "job", "submit", "--address", address, "--", sys.executable, "-m", module, "--config", str(config)],
-            cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            check=False, timeout=180,
-        )  # fmt: skip
+        done = ray_job("submit", address, *arguments)
         if "No available agent" not in done.stderr:
             break
         time.sleep(2)  # the server answers before it can run anything
@@ -73,11 +80,15 @@ def submit(address, module, config):
     return done.stdout
 
 
+def submit_module(address, module, config):
+    return submit(address, "--", sys.executable, "-m", module, "--config", str(config))
+
+
 def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
-    said = submit(job_server, "jobs.generate", config)
+    said = submit_module(job_server, "jobs.generate", config)
     assert re.search(r"9 of 9 committed", said), said[-3000:]
     run = RunDirectory(output)
     assert run.committed() == {0, 1, 2, 3, 4}
@@ -92,6 +103,55 @@ def test_a_submitted_training_runs_on_the_cluster(job_server, speaking_target, w
         "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu",
     }  # fmt: skip
     config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
-    said = submit(job_server, "jobs.train", config)
+    said = submit_module(job_server, "jobs.train", config)
     assert f"head: {output / 'head'}" in said
     assert json.loads((output / "run.json").read_text())["documents"] == 12
+
+
+@pytest.fixture
+def kuberay_job(job_server, write_jsonl, tmp_path):
+    """Submits a run as KubeRay would: by the files that `peagle deploy kuberay` puts into the head's pod."""
+    options = PodOptions(image="i", claim="c", env_secrets=[], service_account=None, token_secret="t")
+    corpus = write_jsonl([{"prompt": str(n)} for n in range(40)])
+    path = tmp_path / "run.yaml"
+    # In a pod neither is a path of this machine.
+    path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
+    config, _ = manifests(
+        read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, serve_env={})
+    )
+    for name in ("run.sh", "stop.sh"):
+        text = config["data"][name].replace("/etc/peagle", str(tmp_path)).replace("/tmp/peagle.pid", f"{tmp_path}/pid")
+        (tmp_path / name).write_text(text.replace("http://127.0.0.1:8265", job_server))
+
+    def submitted(name, **keys):
+        values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
+        (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+        variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
+        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
+
+        def ended():
+            while not (found := re.search(r"SUCCEEDED|FAILED|STOPPED", ray_job("status", job_server, name).stdout)):
+                time.sleep(1)
+            return found[0]
+
+        return ended
+
+    return submitted
+
+
+def test_a_run_with_a_bad_configuration_stops_its_job_for_kuberay_retries_what_failed(kuberay_job, tmp_path):
+    assert kuberay_job("bad", temprature=1)() == "STOPPED"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_pod_ends_commits_its_units_and_fails_its_job_to_be_retried(kuberay_job, tmp_path):
+    ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
+    run = RunDirectory(tmp_path / "run")
+    while not (run.exists and run.committed()):
+        time.sleep(0.5)
+    subprocess.run(["sh", str(tmp_path / "stop.sh")], check=True, timeout=60)
+    assert ended() == "FAILED"
+    assert 0 < len(run.committed()) < 40
+    assert kuberay_job("retried", max_num_seqs=1, max_tokens=10)() == "SUCCEEDED"
+    assert len(run.committed()) == 40

@@ -1,5 +1,6 @@
 """The files under deploy/ are what their readers take."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -28,3 +29,36 @@ def test_rays_nodes_get_what_peagle_serve_gives_its_own():
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
     assert variables == {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **proxy.ENVIRONMENT}
+
+
+def statements(name):
+    return json.loads((DEPLOY / "aws" / name).read_text())["Statement"]
+
+
+def test_the_head_ends_machines_of_its_own_clusters_alone():
+    found = {one["Sid"]: one for one in statements("peagle-head.json")}
+    ending = found["EndMachinesOfThisCluster"]
+    assert ending["Condition"] == {"StringLike": {"aws:ResourceTag/ray-cluster-name": "peagle-*"}}
+    cluster = yaml.safe_load((DEPLOY.parent / "cluster.yaml").read_text())
+    assert cluster["cluster_name"].startswith("peagle-")
+    role = cluster["available_node_types"]["engines"]["node_config"]["IamInstanceProfile"]["Arn"].rpartition("/")[2]
+    assert found["GiveWorkersTheirRole"]["Resource"].endswith(f":role/{role}")
+    everywhere = [action for one in found.values() if one["Resource"] == "*" for action in one["Action"]]
+    assert all(action.startswith("ec2:Describe") for action in everywhere)
+    assert not [action for one in found.values() for action in one["Action"] if "*" in action]
+
+
+def test_the_bucket_is_all_of_s3_that_machines_may_use():
+    found = statements("bucket.json")
+    assert {one["Resource"] for one in found} == {"arn:aws:s3:::BUCKET/*", "arn:aws:s3:::BUCKET"}
+    actions = {action for one in found for action in one["Action"]}
+    needed = {
+        "GetObject",
+        "PutObject",
+        "DeleteObject",
+        "AbortMultipartUpload",
+        "ListBucket",
+        "ListBucketMultipartUploads",
+    }
+    assert actions >= {f"s3:{action}" for action in needed}
+    assert "s3:*" not in actions
