@@ -47,7 +47,7 @@ COMMANDS = {
     "plan": "machines, hours and dollars for tokens wanted, from what was measured",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "deploy kuberay": "write the Kubernetes objects of a bulk run or an endpoint, and apply them",
-    "deploy cluster": "write the file for `ray up` of a bulk run's or an endpoint's cluster",
+    "deploy cluster": "write the file for `ray up` of a bulk run's cluster on AWS, and start it",
     "config show": "print what a configuration comes to, and where each value came from",
     "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "say what this machine can do",

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the objects, and apply them where that is asked for."""
     from peagle.deploy.kuberay import MOST_OF_CRON_NAME, MOST_OF_NAME, KubeRayOptions, manifests, secrets_of
     from peagle.deploy.pods import PodOptions
+    from pipelines.cluster.ray import NODE_ENVIRONMENT
     from pipelines.online.serve.proxy import ENVIRONMENT
 
     workload = read_workload(args.config, args.name, most_of_name=MOST_OF_CRON_NAME if args.schedule else MOST_OF_NAME)
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         schedule=args.schedule,
         time_zone=args.time_zone,
         keys_secret=args.keys_secret,
-        serve_env=ENVIRONMENT,
+        env={**NODE_ENVIRONMENT, **ENVIRONMENT},
     )
     objects = manifests(workload, options)
     text = yaml.dump_all(objects, Dumper=_Block, sort_keys=False, allow_unicode=True, width=120)

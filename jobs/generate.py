@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from jobs import flags
-from jobs.dry_run import DRY_RUN_HELP, print_dry_run
+from jobs.dry_run import DRY_RUN_HELP, told
 from jobs.streams import console
 from peagle.economics.price_options import PRICE_KEYS
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
@@ -86,9 +86,7 @@ def _dry_run(config: GenerateConfig, command_line: list[str]) -> tuple[int, dict
     from pipelines.batch.forecast import forecast
     from pipelines.batch.request import RunRequest
 
-    found = forecast(RunRequest(config=config, command=command_line), print)
-    print_dry_run(found.lines())
-    return 0, found.to_dict()
+    return told(forecast(RunRequest(config=config, command=command_line), print))
 
 
 if __name__ == "__main__":

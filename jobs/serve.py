@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags
-from jobs.dry_run import DRY_RUN_HELP, print_dry_run
+from jobs.dry_run import DRY_RUN_HELP, told
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
@@ -164,9 +164,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def _dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
     from pipelines.online.forecast import forecast
 
-    found = forecast(config, print)
-    print_dry_run(found.lines())
-    return 0, found.to_dict()
+    return told(forecast(config, print))
 
 
 def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:

@@ -6,6 +6,7 @@ Their fields are those of KubeRay 1.7 (`helm-chart/kuberay-operator/crds` of ray
 Secret of one's own, and RayCronJob, exist since 1.6. Pure: nothing is written, and no cluster is asked.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,15 +32,13 @@ wait "$pid"
 code=$?
 rm -f /tmp/peagle.pid
 if [ "$code" = 2 ]; then
-  job=$(python -c 'import json, os
-print(json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"])')
-  ray job stop --address http://127.0.0.1:8265 --no-wait "$job"
+  ray job stop --address http://127.0.0.1:8265 --no-wait {job}
   sleep 60
 fi
 exit "$code"
 """
 # The name of the RayJob, which its retries share, is that of its cluster without the suffix.
-_NIGHTLY = 'set -- --output "{output}/${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
+_NIGHTLY = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
 _STOP = """\
 # Before the head's pod ends: units under way are committed.
 [ -f /tmp/peagle.pid ] || exit 0
@@ -59,7 +58,7 @@ class KubeRayOptions:
         schedule: of a nightly run, as cron has it; None for a run now.
         time_zone: of the schedule; None is the operator's own.
         keys_secret: the Secret with the endpoint's file of keys, under `keys.json`.
-        serve_env: in which Ray must be started for the endpoint.
+        env: of every pod, in which Ray is started.
     """
 
     pods: PodOptions
@@ -68,15 +67,23 @@ class KubeRayOptions:
     schedule: str | None = None
     time_zone: str | None = None
     keys_secret: str = "peagle-keys"
-    serve_env: Mapping[str, str]
+    env: Mapping[str, str]
 
 
 def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     """The objects, in the order in which they are applied.
 
     Raises:
-        ConfigError: the configuration names what no pod has, or an endpoint without keys.
+        ConfigError: the configuration names what no pod has, or an endpoint without keys; an option means nothing.
     """
+    if options.retries < 0:
+        raise ConfigError(f"--retries {options.retries}: a run is retried 0 times or more")
+    if options.schedule is None and options.time_zone is not None:
+        raise ConfigError("--time-zone is of a --schedule, and there is none")
+    if options.schedule is not None and not (options.schedule.startswith("@") or len(options.schedule.split()) == 5):
+        raise ConfigError(
+            f"--schedule {options.schedule!r}: cron has five fields", hint='every night at two: --schedule "0 2 * * *"'
+        )
     if workload.command == "generate":
         return _bulk(workload, options)
     if options.schedule is not None:
@@ -97,15 +104,16 @@ def secrets_of(workload: Workload, options: KubeRayOptions) -> list[str]:
 
 def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     require_reachable(workload.keys, ("input", "output", "model", "drafter"), FOLDER)
-    nightly = _NIGHTLY.format(output=workload.keys["output"]) if options.schedule else ""
+    nightly = _NIGHTLY.format(output=shlex.quote(str(workload.keys["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
         "job.yaml": workload.with_keys(),
-        "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly),
+        "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
         "stop.sh": _STOP,
     }
     job = {
         "entrypoint": f"sh {CONFIG_FOLDER}/run.sh",
+        "jobId": workload.name,  # a cluster has one job, so the script knows its own
         "backoffLimit": options.retries,
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": ray_cluster(
@@ -113,7 +121,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
             options.pods,
             head={"lifecycle": {"preStop": {"exec": {"command": ["sh", f"{CONFIG_FOLDER}/stop.sh"]}}}},
             # `ray job stop` kills after it, so it is what the driver needs to commit units under way.
-            env={"RAY_JOB_STOP_WAIT_TIME_S": str(int(workload.grace_s))},
+            env={**options.env, "RAY_JOB_STOP_WAIT_TIME_S": str(int(workload.grace_s))},
             volumes={CONFIG_FOLDER: {"configMap": {"name": name}}},
         ),
     }
@@ -160,7 +168,7 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
                 "ports": [{"name": "serve", "containerPort": port}],
                 "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}},
             },
-            env=options.serve_env,
+            env=options.env,
             volumes={KEYS_FOLDER: {"secret": {"secretName": options.keys_secret, "defaultMode": 0o440}}},
         ),
     }

@@ -1,4 +1,4 @@
-"""A bulk run that is only thought through: `peagle generate --dry-run`.
+"""Forecast of a bulk run, for `peagle generate --dry-run`.
 
 It decides by the same functions as a run, on the machine that the configuration names or else on this one. Nothing is
 started and nothing is written; Ray is not asked.
@@ -23,6 +23,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.decide import Decided, decided_on, planned, require_run_fits
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import resolve_machines
+from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
 Lines = list[tuple[str, str]]
@@ -72,7 +73,6 @@ class Forecast:
         resolved, plan = decided.resolved, decided.plan
         is_new = not decided.directory.exists
         drafter = resolved.spec.drafter
-        where = "this machine" if self.is_here else f"{self.num_nodes} of these machines, as the tables have them"
         return [
             ("run", f"{decided.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
@@ -84,7 +84,7 @@ class Forecast:
                 (f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
                 + f" ({resolved.drafter.note})",
             ),
-            ("machine", f"{resolved.hardware.describe()}; {where}"),
+            ("machine", machine_in_words(resolved.hardware, self.is_here, self.num_nodes)),
             (
                 "engines",
                 f"{config.engines} of {devices_of(resolved.placement)}, {decided.concurrency} requests at once in each",
@@ -136,7 +136,7 @@ class Forecast:
 
 
 def forecast(request: RunRequest, announce: Callable[[str], None]) -> Forecast:
-    """Think a run through.
+    """Decide a run, and start nothing of it.
 
     Args:
         announce: told what takes long.
@@ -214,6 +214,14 @@ def _prompts(found: Sample) -> str:
     failed = f"; {found.num_failed:,} of them would be dead letters ({found.example})" if found.num_failed else ""
     about = "" if found.is_whole else "about "
     return f"{about}{in_words_count(found.prompt_tokens)} tokens, {mean:,.0f} a row ({how}{failed})"
+
+
+def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
+    """The machine of the engines, and how it is known."""
+    if not is_here:
+        return f"{here.describe()}; {num_nodes} of these machines, as the tables have them"
+    unasked = "; the cluster of RAY_ADDRESS is not asked: name its instance_type" if ray.is_remote() else ""
+    return f"{here.describe()}; this machine{unasked}"
 
 
 def devices_of(placement: Placement) -> str:

@@ -33,6 +33,8 @@ _NO_JOIN = (
     "docs/security.md says how it gets there"
 )
 _RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
+# For nodes that others start, as in deploy/ray.env: engines do not give way to all else (Ray's own default is 15).
+NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 _abandoned = False
 _exit_code = StoppedEarly.exit_code
 _asked = False

@@ -1,4 +1,4 @@
-"""An endpoint that is only thought through: `peagle serve --dry-run`.
+"""Forecast of an endpoint, for `peagle serve --dry-run`.
 
 It decides by the same functions as an endpoint, on the machine that the configuration names or else on this one.
 Nothing is started and nothing is written; Ray is not asked.
@@ -15,7 +15,7 @@ from peagle.economics.report.figures import in_words_usd, price_in_words
 from peagle.engine_options import Settled, settled_keys
 from peagle.hardware import Hardware
 from peagle.planning.expectation import known_speed
-from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, memory_of
+from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, machine_in_words, memory_of
 from pipelines.online.app import Served, endpoint_price, gate_settings, resolve
 from pipelines.online.config import ServeConfig
 from pipelines.online.placement import size_of
@@ -48,14 +48,13 @@ class Forecast:
 
     def lines(self) -> Lines:
         """The facts to show, by label."""
-        where = "this machine" if self.is_here else f"{self.num_nodes} of these machines, as the tables have them"
         least, most = (in_words_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
         models = [line for one in self.served for line in self._model(one)]
         return [
             ("address", self.config.url),
             ("API keys", "required" if self.requires_key else "none: for this machine alone"),
             *models,
-            ("machine", f"{self.hardware.describe()}; {where}"),
+            ("machine", machine_in_words(self.hardware, self.is_here, self.num_nodes)),
             ("price", price_in_words(self.price.to_dict())),
             ("engines cost", f"{least} to {most} an hour{doubt_of(self.price)}"),
         ]
@@ -84,7 +83,7 @@ class Forecast:
 
 
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> Forecast:
-    """Think an endpoint through.
+    """Decide an endpoint, and start nothing of it.
 
     Args:
         announce: told what takes long.

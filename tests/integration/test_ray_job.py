@@ -116,9 +116,7 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     path = tmp_path / "run.yaml"
     # In a pod neither is a path of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
-    config, _ = manifests(
-        read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, serve_env={})
-    )
+    config, _ = manifests(read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, env={}))
     for name in ("run.sh", "stop.sh"):
         text = config["data"][name].replace("/etc/peagle", str(tmp_path)).replace("/tmp/peagle.pid", f"{tmp_path}/pid")
         (tmp_path / name).write_text(text.replace("http://127.0.0.1:8265", job_server))
@@ -128,7 +126,9 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
         variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
-        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
+        script = tmp_path / "run.sh"
+        script.write_text(script.read_text().replace("peagle-run", name))  # a cluster of KubeRay's has one job
+        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(script))
 
         def ended():
             while not (found := re.search(r"SUCCEEDED|FAILED|STOPPED", ray_job("status", job_server, name).stdout)):

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from pipelines.cluster.ray import NODE_ENVIRONMENT
 from pipelines.online.config import ServeConfig
 from pipelines.online.serve import proxy
 
@@ -28,7 +29,7 @@ def test_rays_nodes_get_what_peagle_serve_gives_its_own():
     script = f"set -a; . {DEPLOY / 'ray.env'}; set +a; env -0"
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
-    assert variables == {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **proxy.ENVIRONMENT}
+    assert variables == {"RAY_AUTH_MODE": "token", **NODE_ENVIRONMENT, **proxy.ENVIRONMENT}
 
 
 def statements(name):

@@ -32,7 +32,7 @@ POD_OPTIONS = PodOptions(
 
 def made(path, pods=POD_OPTIONS, **options):
     workload = read_workload(path, None, most_of_name=MOST_OF_NAME)
-    return manifests(workload, KubeRayOptions(pods=pods, serve_env=ENVIRONMENT, **options))
+    return manifests(workload, KubeRayOptions(pods=pods, env=ENVIRONMENT, **options))
 
 
 def job(**options):
@@ -110,7 +110,7 @@ def test_secrets_are_named_and_none_is_written(tmp_path):
         assert one["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
         assert pods(one)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, most_of_name=MOST_OF_NAME)
-    told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, serve_env={}, namespace="team"))
+    told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
     assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
     assert all("-n team" in command for command in told)
 
@@ -148,7 +148,7 @@ def test_a_nightly_run_is_the_same_job_in_a_folder_of_its_own():
         "RayCronJob", "0 2 * * *", "Etc/UTC",
     )  # fmt: skip
     assert nightly["spec"]["jobTemplate"] == job()[1]["spec"]
-    assert "s3://my-bucket/runs/unit-tests/${RAY_CLUSTER_NAME%-*}" in config["data"]["run.sh"]
+    assert 's3://my-bucket/runs/unit-tests/"${RAY_CLUSTER_NAME%-*}"' in config["data"]["run.sh"]
 
 
 def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
@@ -186,6 +186,20 @@ def test_what_pods_cannot_have_is_refused(tmp_path, text, said):
     (tmp_path / "some.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         made(tmp_path / "some.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"retries": -1}, "retried 0 times or more"),
+        ({"time_zone": "Etc/UTC"}, "--time-zone is of a --schedule"),
+        ({"schedule": "nightly"}, "cron has five fields"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        job(**options)
+    assert job(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="a schedule is for bulk runs"):
         service(schedule="0 2 * * *")
 
@@ -210,7 +224,6 @@ def scripts(tmp_path):
     stand_in("sleep", "/bin/sleep 0.1")
     env = {
         "PATH": f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin",
-        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": "job-abc12"}}),
         "RAY_CLUSTER_NAME": "job-29400000-x7k2p",
     }
 
@@ -234,7 +247,7 @@ def test_the_job_ends_with_the_code_of_the_run(scripts, code):
 def test_a_job_that_would_fail_again_stops_itself_so_that_it_is_not_retried(scripts):
     assert scripts("run.sh", "exit 2").wait(20) == 2
     assert scripts.calls()[1:] == [
-        "ray job stop --address http://127.0.0.1:8265 --no-wait job-abc12",
+        "ray job stop --address http://127.0.0.1:8265 --no-wait peagle-job",
         "sleep 60",
     ]
 

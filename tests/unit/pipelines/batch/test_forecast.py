@@ -41,10 +41,16 @@ def test_a_run_on_machines_that_are_not_here_has_their_memory_and_price(foretold
     assert (found.is_here, found.num_nodes) == (False, 2)
     assert "8 x H100 80GB HBM3" in lines["machine"]
     assert "2 of these machines" in lines["machine"]
-    assert lines["memory"].endswith("CUDA graphs 0.6)") or "of 71.7 GiB" in lines["memory"]
+    assert "of 71.7 GiB (weights " in lines["memory"]
     assert lines["price"] == "$55.04 per hour for 8 H100 (p5.48xlarge, on-demand, aws us-east-1; stated)"
     assert lines["engines cost"] == "$110.08 an hour"
     assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
+
+
+def test_a_cluster_that_is_not_asked_is_named(foretold, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    assert "RAY_ADDRESS is not asked" in foretold(usd_per_hour=1)[1]["machine"]
+    assert "RAY_ADDRESS" not in foretold(instance_type="p5.48xlarge")[1]["machine"]
 
 
 def test_a_known_speed_gives_time_and_dollars_at_most(foretold, monkeypatch):
