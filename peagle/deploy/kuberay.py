@@ -146,28 +146,22 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     require_reachable(keys, ("batches",), FOLDER)
     for model in keys.get("models") or [keys]:
         require_reachable(model, ("model", "drafter"), FOLDER)
-    ours = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", "host": "0.0.0.0"}
+    # Without ports of its own a head has KubeRay's usual ones, this one among them; with some it has no others.
+    address = {"host": "0.0.0.0", "port": 8000}
+    ours = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}
     application = {
         "name": "peagle",
         "route_prefix": "/",
         "import_path": "pipelines.online.app:build",
         "args": {**keys, **ours},
     }
-    port = keys.get("port", 8000)
-    serve = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "0.0.0.0", "port": port},
-        "applications": [application],
-    }
+    serve = {"proxy_location": "HeadOnly", "http_options": address, "applications": [application]}
     spec = {
         "serveConfigV2": yaml.safe_dump(serve, sort_keys=False, allow_unicode=True, width=120),
         "rayClusterConfig": ray_cluster(
             workload,
             options.pods,
-            head={
-                "ports": [{"name": "serve", "containerPort": port}],
-                "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}},
-            },
+            head={"lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}}},
             env=options.env,
             volumes={KEYS_FOLDER: {"secret": {"secretName": options.keys_secret, "defaultMode": 0o440}}},
         ),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
@@ -134,6 +135,10 @@ def test_spot_machines_are_asked_for_where_the_price_is_theirs(tmp_path, machine
     assert "affinity" not in pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
 
 
+def test_its_ray_is_the_one_that_is_installed():
+    assert job()[1]["spec"]["rayClusterSpec"]["rayVersion"] == ray.__version__
+
+
 def test_engines_that_come_and_go_have_pods_that_do(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\nengines: 1:4\n")
@@ -160,6 +165,7 @@ def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
     head, worker = pods(one["spec"]["rayClusterConfig"])
+    assert "ports" not in head["containers"][0]  # else KubeRay's Service would have none of the others
     for spec in (head, worker):  # the ingress may land on any of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
