@@ -43,7 +43,7 @@ def read_workload(path: Path, name: str | None, *, most_of_name: int) -> Workloa
     config = read_configuration(path)
     is_bulk = isinstance(config, GenerateConfig)
     offer = offer_of(config)
-    counts = _bulk_parts(config) if isinstance(config, GenerateConfig) else _endpoint_parts(config)
+    fewest, most = _bulk_parts(config) if isinstance(config, GenerateConfig) else _endpoint_parts(config)
     grace_s = config.grace_s if isinstance(config, GenerateConfig) else max(one.drain_s for one in config.served)
     return Workload(
         name=label_of(name or f"peagle-{path.stem}", most=most_of_name),
@@ -52,7 +52,8 @@ def read_workload(path: Path, name: str | None, *, most_of_name: int) -> Workloa
         keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
-        num_machines=(machines_for(offer, counts[0]), max(1, machines_for(offer, counts[1]))),
+        # An endpoint without engines has a machine, too: what its engines are is decided by looking at one.
+        num_machines=(max(1, machines_for(offer, fewest)), machines_for(offer, most)),
         grace_s=grace_s + _SPARE_S,
     )
 

@@ -7,6 +7,7 @@ with it says so.
 from dataclasses import dataclass
 
 from peagle.economics.accelerators import is_accelerator
+from peagle.economics.offers import Offer
 from peagle.economics.price_options import PriceKeys
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
@@ -65,7 +66,7 @@ def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators:
         ConfigError: the instance type has other accelerators, or nobody has written down what its card is.
     """
     kind = None if accelerator == _ANY else accelerator
-    offer = next((one for one in PriceTable.load(keys.prices).offers if one.instance_type == keys.instance_type), None)
+    offer = _offer(keys)
     if offer is not None and offer.accelerator:
         if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
             raise ConfigError(
@@ -75,6 +76,16 @@ def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators:
         return _machine(offer.accelerator, offer.num_accelerators, offer.num_vcpus)
     # Placement asks for one CPU an engine, and nothing else is asked of them.
     return None if kind is None else _machine(kind, num_accelerators, num_cpus=num_accelerators)
+
+
+def names_accelerators(keys: PriceKeys) -> bool:
+    """Whether the instance type that is named, if one is, has accelerators."""
+    offer = _offer(keys)
+    return offer is not None and offer.accelerator is not None
+
+
+def _offer(keys: PriceKeys) -> Offer | None:
+    return next((one for one in PriceTable.load(keys.prices).offers if one.instance_type == keys.instance_type), None)
 
 
 def _machine(accelerator: str, num_accelerators: int, num_cpus: int) -> Hardware:

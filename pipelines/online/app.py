@@ -16,6 +16,7 @@ from typing import Any
 
 from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
+from peagle.economics.machines import names_accelerators
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.economics.sessions import EngineFacts
@@ -39,6 +40,8 @@ from pipelines.online.serve.deployment import Sizes, pieces_per_s, request_count
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
 INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
+_MACHINES_WAIT_S = 1200.0  # a machine comes in minutes, and then its image is fetched
+_POLL_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -74,8 +77,21 @@ def build(arguments: ServeConfig) -> Any:
         )
     require_token()
     prepare_batches(arguments)
-    here = inspect()
+    here = _inspect(arguments)
     return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))
+
+
+def _inspect(config: ServeConfig) -> Hardware:
+    """A node's hardware, with accelerators where the configuration's machines have some.
+
+    On Kubernetes the application is built as soon as the head is up, which is before the machines of its engines are.
+    """
+    give_up_at = time.monotonic() + _MACHINES_WAIT_S
+    while True:
+        here = inspect()
+        if here.platform == "cuda" or not names_accelerators(config) or time.monotonic() >= give_up_at:
+            return here
+        time.sleep(_POLL_S)
 
 
 def prepare_batches(config: ServeConfig) -> None:

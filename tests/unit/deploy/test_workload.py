@@ -87,3 +87,5 @@ def test_an_endpoint_has_machines_for_all_its_models(tmp_path):
         "- {name: b, min_replicas: 0, max_replicas: 3}\n"
     )
     assert read_workload(path, "team", most_of_name=20).num_machines == (1, 4)
+    path.write_text("instance_type: g7e.12xlarge\nmin_replicas: 0\n")
+    assert read_workload(path, "team", most_of_name=20).num_machines == (1, 1)

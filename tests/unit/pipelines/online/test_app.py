@@ -154,3 +154,20 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
         "max_replicas": 3,
         "max_requests_per_replica": 9,
     }
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "seen", "num_looks"),
+    [("g7e.2xlarge", [CPU, CPU, GPU], 3), ("c7a.large", [CPU, GPU], 1), (None, [CPU, GPU], 1)],
+)
+def test_an_application_waits_for_machines_whose_accelerators_are_named(monkeypatch, instance_type, seen, num_looks):
+    looks = iter(seen)
+    monkeypatch.setattr(app, "inspect", lambda: next(looks))
+    monkeypatch.setattr(app, "_POLL_S", 0.0)
+    assert app._inspect(ServeConfig(instance_type=instance_type)) is seen[num_looks - 1]
+
+
+def test_an_application_waits_for_machines_for_so_long(monkeypatch):
+    monkeypatch.setattr(app, "inspect", lambda: CPU)
+    monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
+    assert app._inspect(ServeConfig(instance_type="g7e.2xlarge")) is CPU
