@@ -8,7 +8,16 @@ import json
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
 
 from peagle.economics.price_options import PriceKeys
 from peagle.economics.tags import TagKeys
@@ -23,6 +32,7 @@ from peagle.runs.scaling import EngineRange
 from peagle.storage import Place, place
 from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 
+NUMBER_OR_RANGE: dict[str, JsonValue] = {"type": ["string", "integer"]}  # for editors; it is text from then on
 PROMPT_KEYS = tuple(PromptKeys.model_fields)
 
 
@@ -99,6 +109,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
 
     engines: str = Field(
         "1",
+        json_schema_extra=NUMBER_OR_RANGE,
         description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
     )
     nodes_per_engine: int = Field(

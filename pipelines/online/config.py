@@ -19,7 +19,7 @@ from peagle.engine_options import FAKE_MODEL, EngineKeys
 from peagle.private import user_path
 from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
-from pipelines.batch.config import FolderKey, StandInKeys
+from pipelines.batch.config import NUMBER_OR_RANGE, FolderKey, StandInKeys
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):
@@ -177,7 +177,9 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     )
     batches_at_once: int = Field(1, ge=1, description="batches that have engines at the same time; others wait")
     batch_engines: str = Field(
-        "1", description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run"
+        "1",
+        json_schema_extra=NUMBER_OR_RANGE,
+        description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run",
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     max_stored_mib: int = Field(

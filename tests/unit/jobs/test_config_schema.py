@@ -35,3 +35,10 @@ def test_the_examples_are_valid_and_a_key_that_is_not_there_is_refused(schema_of
     jsonschema.validate(values, schema)
     with pytest.raises(jsonschema.ValidationError, match="temprature"):
         jsonschema.validate(values | {"temprature": 1}, schema)
+
+
+def test_a_number_of_engines_may_be_a_number_as_in_the_command(schema_of):
+    values = {"input": "i", "output": "o"}
+    for engines in (8, "1:8"):
+        jsonschema.validate(values | {"engines": engines}, schema_of("generate"))
+        assert model_of("generate")(**values, engines=engines).engines == str(engines)
