@@ -52,8 +52,7 @@ def read_workload(path: Path, name: str | None, *, most_of_name: int) -> Workloa
         keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
-        # An endpoint without engines has a machine, too: what its engines are is decided by looking at one.
-        num_machines=(max(1, machines_for(offer, fewest)), machines_for(offer, most)),
+        num_machines=(machines_for(offer, fewest), machines_for(offer, most)),
         grace_s=grace_s + _SPARE_S,
     )
 
@@ -103,9 +102,9 @@ def _bulk_parts(config: "GenerateConfig") -> tuple[Parts, Parts]:
 
 
 def _endpoint_parts(config: "ServeConfig") -> tuple[Parts, Parts]:
-    sizes = [one.tensor_parallel_size * one.pipeline_parallel_size for one in config.served]
-    fewest = [(size, one.min_replicas) for size, one in zip(sizes, config.served, strict=True)]
-    return fewest, [(size, one.max_replicas) for size, one in zip(sizes, config.served, strict=True)]
+    """Parts of all engines at once: an endpoint starts only where they fit."""
+    parts = [(one.tensor_parallel_size * one.pipeline_parallel_size, one.max_replicas) for one in config.served]
+    return parts, parts
 
 
 def result_of(workload: Workload, **more: Any) -> dict[str, Any]:

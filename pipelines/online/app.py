@@ -7,6 +7,7 @@ For `peagle serve`, and `serve run`/`serve deploy` with deploy/serve.yaml.
 It decides and binds; it deploys nothing.
 """
 
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from pipelines.online.config import ServeConfig, ServedModelKeys
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read_keys
-from pipelines.online.placement import placements
+from pipelines.online.placement import num_accelerators, placements
 from pipelines.online.serve.deployment import Sizes, pieces_per_s, request_counts
 
 INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
@@ -82,14 +83,17 @@ def build(arguments: ServeConfig) -> Any:
 
 
 def _inspect(config: ServeConfig) -> Hardware:
-    """A node's hardware, with accelerators where the configuration's machines have some.
+    """The hardware of a node for engines.
 
     On Kubernetes the application is built as soon as the head is up, which is before the machines of its engines are.
+    They are waited for where the configuration names machines with accelerators.
     """
-    give_up_at = time.monotonic() + _MACHINES_WAIT_S
+    may_come = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
+    give_up_at = time.monotonic() + (_MACHINES_WAIT_S if may_come else 0.0)
     while True:
         here = inspect()
-        if here.platform == "cuda" or not names_accelerators(config) or time.monotonic() >= give_up_at:
+        are_there = num_nodes(here) * here.num_accelerators >= num_accelerators(config)
+        if are_there or time.monotonic() >= give_up_at:
             return here
         time.sleep(_POLL_S)
 

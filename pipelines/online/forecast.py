@@ -18,7 +18,7 @@ from peagle.planning.expectation import known_speed
 from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, machine_in_words, memory_of
 from pipelines.online.app import Served, endpoint_price, gate_settings, resolve
 from pipelines.online.config import ServeConfig
-from pipelines.online.placement import size_of
+from pipelines.online.placement import num_accelerators, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,8 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> Forecast:
     Raises:
         PeagleError: what would refuse the endpoint, as far as this machine can tell.
     """
-    sizes = [size_of(keys) for keys in config.served]
-    here, is_here = machine_for(config, None, num_accelerators=max(sizes))
-    wanted = sum(keys.max_replicas * size for keys, size in zip(config.served, sizes, strict=True))
-    num_nodes = 1 if is_here else -(-wanted // here.num_accelerators)
+    here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
     served = resolve(config, here, num_nodes=num_nodes, announce=announce)
     return Forecast(
         config=config,

@@ -26,13 +26,22 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
         CapacityError: on CPUs all models' largest numbers of engines and those of batches do not fit together; on
             accelerators the former do not, or those that a batch begins with do not fit at all.
     """
-    real = [keys for keys in config.served if keys.engine != "fake"]
+    real = _real(config)
     if hardware.platform == "cuda":
         _check_accelerators(config, real, hardware, num_nodes)
     return {
         keys.served_name: _placement(config, keys, hardware, num_nodes, sum(one.max_replicas for one in real))
         for keys in config.served
     }
+
+
+def num_accelerators(config: ServeConfig) -> int:
+    """Accelerators of all engines at once, on hardware that has some."""
+    return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
+
+
+def _real(config: ServeConfig) -> list[ServedModelKeys]:
+    return [keys for keys in config.served if keys.engine != "fake"]
 
 
 def _placement(
@@ -55,7 +64,7 @@ def _placement(
 
 def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardware: Hardware, num_nodes: int) -> None:
     found = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
-    needed = sum(keys.max_replicas * size_of(keys) for keys in real)
+    needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
         each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {size_of(keys)}" for keys in real)
         raise CapacityError(

@@ -171,7 +171,7 @@ def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
         env = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
     group = one["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
-    assert (group["minReplicas"], group["maxReplicas"]) == (1, 4)
+    assert (group["minReplicas"], group["maxReplicas"]) == (4, 4)
     assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "15"]
     assert head["terminationGracePeriodSeconds"] > 15
 

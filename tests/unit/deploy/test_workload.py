@@ -86,6 +86,4 @@ def test_an_endpoint_has_machines_for_all_its_models(tmp_path):
         "instance_type: g7e.12xlarge\nmodels:\n- {name: a, tensor_parallel_size: 2, max_replicas: 2}\n"
         "- {name: b, min_replicas: 0, max_replicas: 3}\n"
     )
-    assert read_workload(path, "team", most_of_name=20).num_machines == (1, 4)
-    path.write_text("instance_type: g7e.12xlarge\nmin_replicas: 0\n")
-    assert read_workload(path, "team", most_of_name=20).num_machines == (1, 1)
+    assert read_workload(path, "team", most_of_name=20).num_machines == (4, 4)

@@ -156,18 +156,43 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
     }
 
 
+@pytest.fixture
+def looks(monkeypatch):
+    """Has the application look at a cluster that grows: the hardware of a node and their number, look by look."""
+
+    def looks(*seen, is_kubernetes=True):
+        if is_kubernetes:
+            monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        found = [hardware for hardware, _ in seen]
+        counts = iter([num for _, num in seen])
+        left = iter(found)
+        monkeypatch.setattr(app, "inspect", lambda: next(left))
+        monkeypatch.setattr(app, "num_nodes", lambda here: next(counts))
+        monkeypatch.setattr(app, "_POLL_S", 0.0)
+        return lambda: len(found) - len(list(left))
+
+    return looks
+
+
+ENDPOINT = {"max_replicas": 16, "drafter": "none"}
+
+
+def test_on_kubernetes_an_application_waits_until_its_machines_are_there(looks):
+    num_looks = looks((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
+    assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
+    assert num_looks() == 3
+
+
 @pytest.mark.parametrize(
-    ("instance_type", "seen", "num_looks"),
-    [("g7e.2xlarge", [CPU, CPU, GPU], 3), ("c7a.large", [CPU, GPU], 1), (None, [CPU, GPU], 1)],
+    ("instance_type", "is_kubernetes"), [("p5.48xlarge", False), ("c7a.large", True), (None, True)]
 )
-def test_an_application_waits_for_machines_whose_accelerators_are_named(monkeypatch, instance_type, seen, num_looks):
-    looks = iter(seen)
-    monkeypatch.setattr(app, "inspect", lambda: next(looks))
-    monkeypatch.setattr(app, "_POLL_S", 0.0)
-    assert app._inspect(ServeConfig(instance_type=instance_type)) is seen[num_looks - 1]
+def test_elsewhere_or_without_a_name_it_takes_what_is_there(looks, instance_type, is_kubernetes):
+    num_looks = looks((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
+    assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
+    assert num_looks() == 1
 
 
-def test_an_application_waits_for_machines_for_so_long(monkeypatch):
-    monkeypatch.setattr(app, "inspect", lambda: CPU)
+def test_machines_that_do_not_come_are_waited_for_so_long(looks, monkeypatch):
     monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
-    assert app._inspect(ServeConfig(instance_type="g7e.2xlarge")) is CPU
+    looks((CPU, 1))
+    assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU
