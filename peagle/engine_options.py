@@ -249,15 +249,20 @@ Settled = dict[str, tuple[Any, str]]
 """Values by key, each with where it came from."""
 
 
-def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware) -> Settled:
-    """Values for keys left open, from the catalog, the model and the machine."""
-    spec, drafter, on = engine.spec, engine.drafter, hardware.describe()
+def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
+    """Values for keys left open, from the catalog, the model and the machine.
+
+    Args:
+        is_here: the machine was looked at; else it is as the price table has it.
+    """
+    spec, drafter = engine.spec, engine.drafter
+    machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
     k = spec.drafter.num_speculative_tokens if spec.drafter else None
     found: Settled = {
         "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
         "num_speculative_tokens": (k, "the drafter's" if k else "no drafter"),
-        "precision": (spec.precision, f"detected: {on}"),
-        "kv_cache_precision": (engine.precision.kv_cache, f"detected: {on}"),
+        "precision": (spec.precision, machine),
+        "kv_cache_precision": (engine.precision.kv_cache, machine),
         "max_num_seqs": (spec.max_num_seqs, f"default on {hardware.platform}"),
         "max_model_len": (spec.max_model_len, "the model's own"),
         "max_num_batched_tokens": (max_num_batched_tokens(spec, hardware), "from max_num_seqs and K"),

@@ -177,9 +177,9 @@ def settled(config: GenerateConfig) -> Settled:
     Raises:
         PeagleError: what would refuse the run before its corpus is read.
     """
-    here, _, num_nodes = _machines(config)
+    here, is_here, num_nodes = _machines(config)
     machines = resolve_machines(config, here, num_nodes=num_nodes, announce=print)
-    return settled_keys(config, machines.engine, here) | settled_price(config, machines.price)
+    return settled_keys(config, machines.engine, here, is_here=is_here) | settled_price(config, machines.price)
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:

@@ -117,6 +117,6 @@ def settled(config: ServeConfig) -> Settled:
     rows: Settled = {}
     for one in found.served:
         prefix = f"{one.keys.served_name}." if config.models else ""
-        of_model = settled_keys(one.keys, one.engine, found.hardware)
+        of_model = settled_keys(one.keys, one.engine, found.hardware, is_here=found.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | settled_price(config, found.price)

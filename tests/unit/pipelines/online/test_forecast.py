@@ -29,6 +29,7 @@ def test_an_endpoint_on_machines_that_are_not_here(tmp_path, speaking_target):
     assert [model["name"] for model in found.to_dict()["models"]] == ["a", "b"]
     rows = settled(ServeConfig(state=tmp_path / "state", **keys))
     assert rows["b.max_num_seqs"] == (256, "default on cuda")
+    assert rows["b.precision"][1].startswith("price table: 1 x RTX PRO 6000")
     assert "instance_type" not in rows
 
 
