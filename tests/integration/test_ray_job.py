@@ -131,9 +131,12 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
         submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(script))
 
         def ended():
-            while not (found := re.search(r"SUCCEEDED|FAILED|STOPPED", ray_job("status", job_server, name).stdout)):
+            """How Ray says that the job ended, with its message."""
+            while True:
+                said = ray_job("status", job_server, name).stdout
+                if re.search(rf"Job '{name}' (succeeded|failed|was stopped)", said):
+                    return said
                 time.sleep(1)
-            return found[0]
 
         return ended
 
@@ -141,7 +144,7 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
 
 
 def test_a_run_with_a_bad_configuration_stops_its_job_for_kuberay_retries_what_failed(kuberay_job, tmp_path):
-    assert kuberay_job("bad", temprature=1)() == "STOPPED"
+    assert "Job 'bad' was stopped" in kuberay_job("bad", temprature=1)()
     assert not (tmp_path / "run").exists()
 
 
@@ -151,7 +154,9 @@ def test_a_run_whose_pod_ends_commits_its_units_and_fails_its_job_to_be_retried(
     while not (run.exists and run.committed()):
         time.sleep(0.5)
     subprocess.run(["sh", str(tmp_path / "stop.sh")], check=True, timeout=60)
-    assert ended() == "FAILED"
+    said = ended()
+    assert "Job 'evicted' failed" in said
+    assert "exit code 3" in said
     assert 0 < len(run.committed()) < 40
-    assert kuberay_job("retried", max_num_seqs=1, max_tokens=10)() == "SUCCEEDED"
+    assert "Job 'retried' succeeded" in kuberay_job("retried", max_num_seqs=1, max_tokens=10)()
     assert len(run.committed()) == 40
