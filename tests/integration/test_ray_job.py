@@ -117,18 +117,19 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     # In a pod neither is a path of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
     config, _ = manifests(read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, env={}))
-    for name in ("run.sh", "stop.sh"):
-        text = config["data"][name].replace("/etc/peagle", str(tmp_path)).replace("/tmp/peagle.pid", f"{tmp_path}/pid")
-        (tmp_path / name).write_text(text.replace("http://127.0.0.1:8265", job_server))
+    here = {"/etc/peagle": tmp_path, "/tmp/peagle.pid": tmp_path / "pid", "http://127.0.0.1:8265": job_server}
 
     def submitted(name, **keys):
+        for script in ("run.sh", "stop.sh"):
+            text = config["data"][script].replace("peagle-run", name)  # a cluster of KubeRay's has one job
+            for there, ours in here.items():
+                text = text.replace(there, str(ours))
+            (tmp_path / script).write_text(text)
         values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
         variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
-        script = tmp_path / "run.sh"
-        script.write_text(script.read_text().replace("peagle-run", name))  # a cluster of KubeRay's has one job
-        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(script))
+        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
 
         def ended():
             """How Ray says that the job ended, with its message."""
