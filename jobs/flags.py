@@ -70,8 +70,11 @@ def add_flags(
         headings.get(name, parser).add_argument(*names, **options)
 
 
-def load(model: type[Model], args: argparse.Namespace) -> Model:
+def load(model: type[Model], args: argparse.Namespace, beside: Mapping[str, Any] = MappingProxyType({})) -> Model:
     """The configuration that flags, environment and YAML add up to.
+
+    Args:
+        beside: keys that variables of others set; ours win over them.
 
     Raises:
         ConfigError: the YAML is unreadable, a key unknown, or a value not what its key takes.
@@ -82,7 +85,7 @@ def load(model: type[Model], args: argparse.Namespace) -> Model:
     flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
     args.variables = [_variable(name) for name in set_there if name not in flags]
     args.in_yaml = frozenset(values)
-    return _checked(model, values | set_there | flags, args.variables)
+    return _checked(model, values | dict(beside) | set_there | flags, args.variables)
 
 
 def load_file(model: type[Model], path: Path) -> Model:

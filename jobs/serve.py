@@ -13,6 +13,7 @@ from jobs.dry_run import DRY_RUN_HELP, told
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
+from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this mach
 the YAML under `models`. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless
 RAY_AUTH_MODE=disabled says otherwise; without it one is started on this machine. Ctrl-C or SIGTERM stop it: new
 requests are refused, those under way get --drain-s; a second one ends it at once. `serve deploy deploy/serve.yaml` runs
-the same without this command.
+the same without this command. PEAGLE_SAGEMAKER=true makes it what SageMaker runs in a container: docs/deploy.md.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
@@ -99,13 +100,13 @@ _GROUPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle serve`."""
-    flags.add_flags(parser, ServeConfig, _GROUPS, yaml_only=["models"], hidden=["fake"])
+    flags.add_flags(parser, sagemaker.config_class(os.environ), _GROUPS, yaml_only=["models"], hidden=["fake"])
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
-    config = flags.load(ServeConfig, args)
+    config = flags.load(sagemaker.config_class(os.environ), args, beside=sagemaker.variables(os.environ))
     if args.dry_run:
         return _dry_run(config)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown

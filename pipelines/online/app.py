@@ -221,7 +221,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
             f"keys {config.keys}: there is no key in it, so nobody could use the endpoint",
             hint=f"peagle serve keys add NAME --keys {config.keys}",
         )
-    if not requires_key and config.host not in _LOOPBACK:
+    if not (requires_key or config.is_behind_sagemaker or config.host in _LOOPBACK):
         raise ConfigError(
             f"host {config.host}: without API keys anybody who reaches this address could use the endpoint",
             hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
@@ -232,6 +232,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
         requires_key=requires_key,
+        is_behind_sagemaker=config.is_behind_sagemaker,
         max_body_bytes=config.max_body_kib * 1024,
         body_timeout_s=config.body_timeout_s,
         request_timeout_s=config.request_timeout_s,

@@ -6,7 +6,7 @@ checked without a model or a cluster; it resolves nothing.
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -131,7 +131,12 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     """The endpoint.
 
     A description is the help text of its flag; an unknown key is an error.
+
+    Attributes:
+        is_behind_sagemaker: whether it keeps SageMaker's contract for containers (`sagemaker.py`).
     """
+
+    is_behind_sagemaker: ClassVar[bool] = False
 
     models: tuple[ServedModelKeys, ...] = Field(
         (), description="several models: a list of such keys; what stands beside the list holds for all of them"

@@ -41,7 +41,7 @@ from pipelines.online.serve.calls import NOTE, Answered, Cancelling
 from pipelines.online.serve.exceptions import from_exception, is_engine_death
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
-from pipelines.online.wire import Context, error_response, with_headers
+from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -78,6 +78,7 @@ _ROUTES: dict[str, Route] = {
     "schema": get("/openapi.json", include_in_schema=False),
     **BATCH_ROUTES,
 }
+_OF_SAGEMAKER: dict[str, Route] = {"ping": get(PING_URL, Rule.OPEN, include_in_schema=False)}
 
 
 class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's classes are untyped
@@ -183,6 +184,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         """The ingress answers. Whether engines do is in Serve's status."""
         return JSONResponse({"status": "ok", "requires_key": self._requires_key})
 
+    async def ping(self) -> Response:
+        """200 where each model has an engine that Serve found well, else 503.
+
+        No engine is asked: one with full slots would answer too late, and SageMaker end the container.
+        """
+        counts = await asyncio.to_thread(replica_counts, self._deployments)
+        return Response(status_code=200 if all(one["num_running_replicas"] for one in counts.values()) else 503)
+
 
 async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
     """Ray's answer.
@@ -219,7 +228,7 @@ def _again(request: Request, asked_at: float) -> Request:
 
 def make_ingress(settings: GateSettings) -> Any:
     """The class of the ingress deployment."""
-    return make_fastapi_ingress(PeagleIngress, endpoint_map=_ROUTES, app=make_app(settings))
+    return make_fastapi_ingress(PeagleIngress, endpoint_map=_routes(settings), app=make_app(settings))
 
 
 def make_app(settings: GateSettings) -> FastAPI:
@@ -227,5 +236,10 @@ def make_app(settings: GateSettings) -> FastAPI:
     app = guarded_app(title="peagle")
     answer_errors(app)
     app.state.load = Load()
-    app.add_middleware(Gate, settings=settings, routes=tuple(_ROUTES.values()), load=app.state.load)
+    app.add_middleware(Gate, settings=settings, routes=tuple(_routes(settings).values()), load=app.state.load)
     return app
+
+
+def _routes(settings: GateSettings) -> dict[str, Route]:
+    """The routes by the names of their handlers."""
+    return _ROUTES | (_OF_SAGEMAKER if settings.is_behind_sagemaker else {})

@@ -22,6 +22,8 @@ from pipelines.online.errors import ApiError
 
 FILES_URL = "/v1/files"
 BATCHES_URL = "/v1/batches"
+INVOCATIONS_URL = "/invocations"
+PING_URL = "/ping"
 REQUEST_ID_HEADER = "x-peagle-request-id"  # of each answer
 OURS = "peagle"
 ShownUsage = Literal["never", "last", "each"]

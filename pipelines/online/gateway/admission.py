@@ -16,7 +16,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST
 from pipelines.online.gateway.contents import answer_shape, check_contents, within_room
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.wire import ShownUsage
+from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
 _TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
@@ -69,6 +69,7 @@ class Intake:
     """A request that may go on.
 
     Attributes:
+        path: of the API; another one than the request's where that is SageMaker's.
         values: the request as the engine gets it.
         shown_usage: what the client asked for of a stream's.
         num_choices: of all its prompts.
@@ -77,6 +78,7 @@ class Intake:
         cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
     """
 
+    path: str
     values: dict[str, Any]
     model: ServedModel
     shown_usage: ShownUsage
@@ -106,7 +108,9 @@ def check(
     Raises:
         ApiError: 400, 403, 404 or 422, with the field that is at fault.
     """
-    values = _parse(path, body)
+    values = _parse(body)
+    path = _invoked(values) if path == INVOCATIONS_URL else path
+    _check_types(path, values)
     model = _model(values, key, models)
     values = _as_an_engine_takes_it(path, values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
@@ -127,6 +131,7 @@ def check(
     values["model"] = model.name
     values |= {"cache_salt": cache_salt} if cache_salt else {}
     return Intake(
+        path=path,
         values=values,
         model=model,
         shown_usage=_shown_usage(options),
@@ -144,7 +149,7 @@ def _shown_usage(options: Mapping[str, Any]) -> ShownUsage:
     return "each" if options.get("continuous_usage_stats") else "last"
 
 
-def _parse(path: str, body: bytes) -> dict[str, Any]:
+def _parse(body: bytes) -> dict[str, Any]:
     REQUEST.check(body)
     try:
         values = from_json(body, parse_int=_whole_number, parse_float=_Fractions().read)
@@ -157,6 +162,20 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
     if len(values) > _MOST_FIELDS or any(len(field) > _LONGEST_FIELD for field in values):
         message = f"a request has {_MOST_FIELDS} fields at most, with names of {_LONGEST_FIELD} characters"
         raise ApiError(400, message, code="too_many_values")
+    if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
+        raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
+    return values
+
+
+def _invoked(values: Mapping[str, Any]) -> str:
+    """The path of the API that a body without one is for."""
+    for field, path in (("messages", CHAT_URL), ("prompt", COMPLETIONS_URL)):
+        if field in values:
+            return path
+    raise ApiError(400, "the body has neither messages, as a chat, nor prompt, as a completion", code="missing_route")
+
+
+def _check_types(path: str, values: Mapping[str, Any]) -> None:
     for field, kinds in _TYPES.items():
         value = values.get(field)
         is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
@@ -164,9 +183,6 @@ def _parse(path: str, body: bytes) -> dict[str, Any]:
             raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
             raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
-    if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
-        raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
-    return values
 
 
 def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
+from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing, Pace
@@ -51,7 +52,8 @@ class GateSettings:
     Attributes:
         key_file: read again whenever it changes.
         fixed_keys: from the environment of whoever started the endpoint.
-        requires_key: without, only this machine is let in.
+        requires_key: without, only this machine is let in; in a container of SageMaker's, whoever reaches it.
+        is_behind_sagemaker: whether SageMaker sends the requests, to its own route (`invocations.py`).
         ledger: says what keys have spent before this process started.
         prompts: folder in which requests are written down; None where they are not.
         tags: of every request, beside its key's.
@@ -65,6 +67,7 @@ class GateSettings:
     key_file: Path | None = None
     fixed_keys: tuple[KeyRecord, ...] = ()
     requires_key: bool = True
+    is_behind_sagemaker: bool = False
     max_body_bytes: int = 1024 * 1024
     max_upload_bytes: int = 200 * 1024 * 1024
     body_timeout_s: float = 10.0
@@ -124,7 +127,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: GateSettings, routes: Sequence[Route], load: Load | None = None) -> None:
         self._app = app
         self._settings = settings
-        self._routes = tuple(routes)
+        self._routes = (*routes, INVOCATIONS) if settings.is_behind_sagemaker else tuple(routes)
         self._load = load or Load()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
@@ -140,6 +143,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = as_api(scope) if self._settings.is_behind_sagemaker else scope
         request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
         answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._pace)
         try:
@@ -190,7 +194,8 @@ class Gate:
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
-            require_local(scope)
+            if not self._settings.is_behind_sagemaker:
+                require_local(scope)
             return LOCAL
         scheme, _, key = (header(scope, "authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -232,6 +237,9 @@ class Gate:
             max_output_tokens=settings.max_output_tokens,
             cache_salt=settings.cache_salt(key),
         )
+        if intake.path != asked.route.path:
+            scope = at(asked.scope, intake.path)
+            asked = replace(asked, scope=scope, route=find_route(self._routes, scope))
         context = Context(
             request_id=asked.request_id,
             key=key.name,

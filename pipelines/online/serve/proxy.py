@@ -34,6 +34,7 @@ from pipelines.online.serve.flow import Notes, Reading
 from pipelines.online.wire import (
     BATCHES_URL,
     FILES_URL,
+    INVOCATIONS_URL,
     REQUEST_ID_HEADER,
     encoded,
     error_event,
@@ -64,7 +65,7 @@ _NOT_FOUND = 404
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
 _FILES, _CONTENT = FILES_URL + "/", "/content"
-_POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel")
+_POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _DIED = "the endpoint is being restarted; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
@@ -172,7 +173,8 @@ class _Answer:
 
 
 def _is_for_api(scope: Scope) -> bool:
-    return _API in scope.get("path", "")
+    path = scope.get("path", "")
+    return _API in path or path.endswith(INVOCATIONS_URL)
 
 
 @contextlib.asynccontextmanager

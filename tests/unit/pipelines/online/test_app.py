@@ -15,6 +15,7 @@ from pipelines.online.app import Served, endpoint_price, gate_settings, model_ca
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import EngineAccount
+from pipelines.online.sagemaker import SageMakerConfig
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 GPU = Hardware(
@@ -59,6 +60,13 @@ def test_without_keys_it_listens_on_loopback(tmp_path, host):
 def test_another_address_needs_keys(tmp_path, host):
     with pytest.raises(ConfigError, match="without API keys"):
         settings(tmp_path, host=host)
+
+
+def test_a_container_of_sagemakers_listens_everywhere_without_keys(tmp_path):
+    config = SageMakerConfig(state=tmp_path, model="m")
+    made = gate_settings(config, CPU, served(config))
+    assert (config.host, made.requires_key, made.is_behind_sagemaker) == ("0.0.0.0", False, True)
+    assert not settings(tmp_path).is_behind_sagemaker
 
 
 def test_keys_of_a_file_or_of_the_environment_open_it(tmp_path, monkeypatch):

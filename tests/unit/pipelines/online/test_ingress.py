@@ -89,6 +89,24 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
     assert (no_date.status_code, no_date.json()["error"]["param"]) == (422, "query.start")
 
 
+@pytest.mark.parametrize(("running", "status"), [((1, 2), 200), ((1, 0), 503), ((0, 0), 503)])
+def test_sagemaker_is_told_that_all_is_well_where_each_model_has_an_engine(monkeypatch, running, status):
+    counts = {f"m{number}": {"num_running_replicas": count} for number, count in enumerate(running)}
+    monkeypatch.setattr(ingress, "replica_counts", lambda deployments: counts)
+    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    one._deployments = {}
+    answer = asyncio.run(one.ping())
+    assert (answer.status_code, answer.body) == (status, b"")
+
+
+@pytest.mark.parametrize("is_behind_sagemaker", [True, False])
+def test_only_a_container_of_sagemakers_answers_its_ping(monkeypatch, tmp_path, is_behind_sagemaker):
+    made = {}
+    monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: made.update(endpoint_map))
+    ingress.make_ingress(GateSettings(models=(), ledger=tmp_path, is_behind_sagemaker=is_behind_sagemaker))
+    assert ("ping" in made) == is_behind_sagemaker
+
+
 def test_another_engine_answers_for_one_that_died_once(monkeypatch):
     assert asked(monkeypatch, EngineDeadError(), "answer") == ("answer", 2)
     assert asked(monkeypatch, EngineDeadError(), EngineDeadError(), "answer") == (503, 2)

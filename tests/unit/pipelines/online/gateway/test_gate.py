@@ -47,11 +47,12 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers, self.context, self.let_in = None, {}, None, None
+        self.asked, self.headers, self.context, self.let_in, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
         if self.error:
             raise self.error
+        self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.context, self.let_in = Context.of(self.headers), (let_in := scope[PASS])
         self.asked = let_in.body.values if let_in.body else {}
@@ -255,6 +256,56 @@ def test_without_keys_its_own_page_is_answered_and_no_page_of_another_site(ask, 
 
 def test_with_keys_the_endpoint_may_have_any_name(ask, keys):
     assert ask(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")[0].is_success
+
+
+BEHIND_SAGEMAKER = {"is_behind_sagemaker": True, "requires_key": False, "key_file": None, "client": ("169.254.1.1", 1)}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_sagemakers_route_is_answered_by_that_of_its_body_with_its_limits(ask, path, is_named):
+    engine = Engine()
+    source = {"prompt": "x"} if path != CHAT else {"messages": []}
+    headers = {"x-amzn-sagemaker-custom-attributes": f"route={path}"} if is_named else {}
+    (answer,) = ask(
+        post(path="/invocations", headers=headers, raw=json.dumps({**source, "model": "a", "stream": True})),
+        app=engine,
+        host="container",
+        **BEHIND_SAGEMAKER,
+    )
+    assert answer.status_code == 200
+    assert (engine.let_in.route, engine.scope["path"]) == (("POST", path), path)
+    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert engine.asked.get("max_tokens") == (16 if path != CHAT else None)
+    assert (engine.context.key, answer.headers["x-peagle-model"]) == ("local", "a")
+    assert not {name for name in engine.headers if "sagemaker" in name}
+
+
+def test_sagemakers_route_takes_keys_and_counts_their_requests(ask, keys):
+    def said(attributes, **more):
+        headers = {"x-amzn-sagemaker-custom-attributes": attributes}
+        return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **more})}
+
+    behind = BEHIND_SAGEMAKER | {"requires_key": True}
+    del behind["key_file"]
+    answers = ask(
+        said("", messages=[]),
+        said(f"key={keys['slow']}", messages=[]),
+        said(f"key={keys['slow']}", messages=[]),
+        said(f"key={keys['alice']},route=/v1/cost"),
+        said(f"key={keys['alice']},route=/v1/cost,method=GET"),
+        said(f"key={keys['alice']},route=/v1/nothing"),
+        said(f"key={keys['alice']}"),
+        **behind,
+    )
+    assert [answer.status_code for answer in answers] == [401, 200, 429, 405, 200, 404, 400]
+    assert error_of(answers[-1]) == (400, "missing_route")
+
+
+def test_elsewhere_sagemakers_route_is_none(ask, keys):
+    headers = {"x-amzn-sagemaker-custom-attributes": f"key={keys['alice']},route={CHAT}"}
+    without, with_key = ask(post(path="/invocations", headers=headers), post(keys["alice"], path="/invocations"))
+    assert (error_of(without), error_of(with_key)) == ((401, "missing_api_key"), (404, "not_found"))
 
 
 def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):

@@ -95,7 +95,7 @@ def test_an_ingress_that_died_is_a_503_of_the_api(messages):
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions", "/invocations"])
 def test_an_endpoint_that_is_not_there_is_a_503_with_which_clients_ask_again(path):
     messages = no_route(path)
     assert messages[0]["status"] == 404

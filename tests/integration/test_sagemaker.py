@@ -1,0 +1,160 @@
+"""A container of SageMaker's: ENTRYPOINT ["peagle"], the command `serve`, variables, and its two routes."""
+
+import json
+import signal
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from peagle.economics.ledger import RequestReader
+from peagle.ports import free_port
+
+START_S = 240
+MOST_PING_S = 2.0
+MOST_STOP_S = 30.0
+# The walk-through's request ("Parallelize speculative decoding with P-EAGLE on Amazon SageMaker AI", AWS, 2026-06-16).
+REQUEST = {
+    "model": "qwen3-coder",
+    "messages": [{"role": "user", "content": "What is deep learning?"}],
+    "max_tokens": 512,
+    "temperature": 0.3,
+}
+NUM_TOKENS, TOKEN_S = 512, 0.1
+# What SageMaker passes on beside the body; no client chooses `Host`.
+HEADERS = {"host": "model.aws.local:8080", "content-type": "application/json"}
+
+pytestmark = pytest.mark.timeout(2 * START_S + 120)
+
+
+@pytest.fixture
+def container(peagle, tmp_path, monkeypatch):
+    """Run `docker run IMAGE serve` with these variables, as far as a process can stand for it."""
+
+    def run(variables):
+        port = free_port()
+        own = {"PORT": port, "STATE": tmp_path / "state", "USD_PER_HOUR": 1, "SAGEMAKER": "true"}
+        for name, value in {**{f"PEAGLE_{name}": value for name, value in own.items()}, **variables}.items():
+            monkeypatch.setenv(name, str(value))
+        process = peagle("serve")
+        return process, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=START_S)
+
+    return run
+
+
+def ping(client):
+    """The status of the container's health check; None where nobody listens yet."""
+    try:
+        answer = client.get("/ping")
+    except httpx.TransportError:
+        return None
+    assert answer.status_code != 200 or answer.content == b""
+    return answer.status_code
+
+
+def ping_s(client):
+    """The seconds that a health check takes."""
+    began_at = time.monotonic()
+    assert ping(client) == 200
+    return time.monotonic() - began_at
+
+
+def wait_until_well(process, client):
+    """Until a ping is answered with 200; what the others before it said."""
+    before = set()
+    until = time.monotonic() + START_S
+    while (status := ping(client)) != 200:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < until, before
+        before.add(status)
+        time.sleep(0.2)
+    return before
+
+
+def invoke(client, body, **attributes):
+    said = ",".join(f"{name}={value}" for name, value in attributes.items())
+    headers = {"x-amzn-sagemaker-custom-attributes": said} if said else {}
+    return client.post("/invocations", content=json.dumps(body), headers=headers)
+
+
+def stopped(process, client):
+    """Stop it in the middle of a stream: the seconds that it takes, and the stream's last event."""
+    with client.stream("POST", "/invocations", json=REQUEST | {"stream": True, "ignore_eos": True}) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        began_at = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        *_, last = lines
+    code = process.wait(2 * MOST_STOP_S)
+    return SimpleNamespace(took_s=time.monotonic() - began_at, code=code, last=last)
+
+
+def test_the_contract(container, tmp_path):
+    traits = {"token_s": TOKEN_S, "start_s": 3, "die_on": "poison"}
+    process, client = container(
+        {"SM_VLLM_MODEL": "any", "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder", "PEAGLE_ENGINE": "fake"}
+        | {"PEAGLE_FAKE": json.dumps(traits), "SM_VLLM_MAX_MODEL_LEN": "1024", "PEAGLE_DRAIN_S": "5"}
+    )
+    with client:
+        assert 200 not in wait_until_well(process, client)
+        short = REQUEST | {"max_tokens": 8}
+        chat = invoke(client, short).raise_for_status()
+        assert (chat.json()["object"], chat.json()["model"]) == ("chat.completion", "qwen3-coder")
+        assert chat.headers["x-peagle-model"] == "qwen3-coder"
+        prompt = {"prompt": "def add(a, b):", "max_tokens": 4}
+        assert invoke(client, prompt).json()["object"] == "text_completion"
+        assert invoke(client, prompt, route="/v1/completions").json()["object"] == "text_completion"
+        assert invoke(client, prompt, route="/v1/chat/completions").status_code == 400
+        events = invoke(client, short | {"stream": True}).text
+        assert (events.startswith("data: "), events.endswith("data: [DONE]\n\n")) == (True, True)
+        assert invoke(client, {}, route="/v1/cost", method="GET").json()["total"]["num_requests"] == 4
+        assert min(ping_s(client) for _ in range(5)) < MOST_PING_S  # the least, for a machine that is busy otherwise
+        check_an_engine_that_dies(process, client)
+        end = stopped(process, client)
+    assert json.loads(end.last[6:])["error"]["type"] == "overloaded_error"  # its drain_s were over
+    assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
+    requests = RequestReader(tmp_path / "state" / "ledger").new()
+    assert [request.model for request in requests] == ["qwen3-coder"] * len(requests)
+    assert sum(request.outcome == "ok" for request in requests) == 5
+
+
+def check_an_engine_that_dies(process, client):
+    """Nobody is told that all is well until another engine has taken its place."""
+    refused = invoke(client, {"prompt": "poison", "max_tokens": 1})
+    assert refused.status_code == 503
+    until = time.monotonic() + 60
+    while ping(client) == 200:
+        assert time.monotonic() < until, "a dead engine is well"
+        time.sleep(0.1)
+    wait_until_well(process, client)
+    invoke(client, REQUEST | {"max_tokens": 1}).raise_for_status()
+
+
+@pytest.mark.soak
+def test_the_embedded_model_with_its_drafter_as_jumpstart_would_set_it(
+    container, embedded_target, shipped_head, tmp_path
+):
+    speculation = {
+        "model": str(shipped_head),  # /opt/ml/additional-model-data-sources/eagle there
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
+    process, client = container(
+        {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(speculation), "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder"}
+        | {"SM_VLLM_MODEL": embedded_target, "SM_VLLM_MAX_MODEL_LEN": "1024", "SM_VLLM_MAX_NUM_SEQS": "2"}
+        | {"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_BLOCK_SIZE": "32"}
+    )
+    with client:
+        assert 200 not in wait_until_well(process, client)
+        answer = invoke(client, REQUEST).raise_for_status()
+        assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
+        assert float(answer.headers["x-peagle-acceptance-length"]) > 1
+        assert answer.json()["choices"][0]["message"]["content"]
+        assert "Paris" in invoke(client, {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).text
+        end = stopped(process, client)
+    assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
+    whole, _, cut = RequestReader(tmp_path / "state" / "ledger").new()
+    assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
+    assert cut.outcome in ("ok", "cut", "failed")

@@ -1,0 +1,67 @@
+import argparse
+
+import pytest
+
+from jobs import serve
+from jobs.flags import load
+from peagle.errors import ConfigError
+from pipelines.online import sagemaker
+from pipelines.online.config import ServeConfig
+from pipelines.online.sagemaker import SageMakerConfig, config_class, variables
+
+CONTAINER = {"PEAGLE_SAGEMAKER": "true", "SM_VLLM_MODEL": "smollm2-135m"}
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """The configuration of `peagle serve ARGUMENTS` where these variables are set."""
+
+    def load_(env, *arguments):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        return load(config_class(env), parser.parse_args(arguments), beside=variables(env))
+
+    return load_
+
+
+def test_a_container_listens_where_sagemaker_asks_and_is_gone_before_it_is_killed(configured):
+    config = configured(CONTAINER)
+    assert (config.host, config.port, config.url) == ("0.0.0.0", 8080, "http://0.0.0.0:8080/v1")
+    assert config.is_behind_sagemaker
+    assert (config.served[0].served_name, config.served[0].drain_s) == ("smollm2-135m", 15)
+
+
+def test_elsewhere_sagemakers_variables_say_nothing(configured):
+    config = configured({"SM_VLLM_MODEL": "another", "PEAGLE_SAGEMAKER": "false"})
+    assert type(config) is ServeConfig
+    assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
+
+
+def test_ours_win_over_sagemakers(configured, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("max_num_seqs: 1\nmax_model_len: 111\nmax_choices: 2\n")
+    env = CONTAINER | {"SM_VLLM_MAX_MODEL_LEN": "512", "SM_VLLM_MAX_NUM_SEQS": "4", "SM_VLLM_PORT": "8081"}
+    config = configured(env | {"PEAGLE_MAX_NUM_SEQS": "3"}, "--config", str(file), "--port", "8082")
+    assert (config.max_model_len, config.max_num_seqs, config.port, config.max_choices) == (512, 3, 8082, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, "there is no model: set SM_VLLM_MODEL"),
+        ({"model": "m", "drain_s": 25}, "less than or equal to 20"),
+        ({"model": "m", "min_replicas": 0}, "greater than or equal to 1"),
+        ({"models": [{"model": "m"}]}, "drain_s of at most 20"),
+        ({"models": [{"model": "m", "min_replicas": 0}], "drain_s": 5}, "min_replicas of at least 1"),
+    ],
+)
+def test_what_would_break_the_contract_is_refused(keys, reason):
+    with pytest.raises(ValueError, match=reason):
+        SageMakerConfig(**keys)
+
+
+def test_a_switch_that_says_neither_is_refused():
+    with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
+        sagemaker.is_meant({"PEAGLE_SAGEMAKER": "maybe"})
