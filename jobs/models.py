@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from jobs.streams import console
+from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     from peagle.catalog.cards import HeadCard, ModelCard
@@ -16,6 +17,8 @@ its source.
   peagle models                    the list
   peagle models gpt-oss-20b        its card
   peagle models --json -           the list as data
+  peagle models gpt-oss-20b --sagemaker-env > model.env
+                                   its drafter preset as variables of a container on SageMaker
   peagle models add DIR            puts a drafter head into your catalog (its own --help)
 
 Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a card of the same name replaces ours.
@@ -25,6 +28,11 @@ Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a ca
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle models`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="catalog name or hub id; all models without it")
+    parser.add_argument(
+        "--sagemaker-env",
+        action="store_true",
+        help="print the variables with which AWS's vLLM container, or peagle's, serves the model and its drafter",
+    )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -32,12 +40,29 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.catalog.cards import load_catalog
 
     catalog = load_catalog()
+    if args.sagemaker_env:
+        if not args.name:
+            raise ConfigError("--sagemaker-env needs the name of a model", hint="peagle models lists them")
+        return 0, {"environment": _print_variables(catalog.get(args.name))}
     if args.name:
         card = catalog.get(args.name)
         _print_card(card)
         return 0, card.model_dump()
     _print_list(list(catalog))
     return 0, {"models": [card.model_dump() for card in catalog]}
+
+
+def _print_variables(card: "ModelCard") -> dict[str, str]:
+    """Print a file of variables, as `docker run --env-file` takes it."""
+    from peagle.deploy.sagemaker import preset
+
+    found = preset(card)
+    print(f"# {card.title}; drafter: {found.drafter}")
+    for folder, place in found.uploads:
+        print(f"# upload {folder} to S3, for {place}")
+    for name, value in found.variables.items():
+        print(f"{name}={value}")
+    return found.variables
 
 
 def _print_list(cards: "list[ModelCard]") -> None:

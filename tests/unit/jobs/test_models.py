@@ -7,7 +7,7 @@ import pytest
 
 from jobs import models
 from peagle.catalog.cards import load_catalog
-from peagle.errors import CatalogError
+from peagle.errors import CatalogError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,19 @@ def test_every_row_but_notes_and_names_has_a_source(name: str) -> None:
     rows = models.card_rows(load_catalog().get(name))
     without = {label for label, _, source in rows if not source}
     assert without <= {"target", "", "speculation"}
+
+
+def test_its_variables_are_a_file_that_docker_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    _, result = run("gpt-oss-20b", "--sagemaker-env")
+    comment, *lines = capsys.readouterr().out.splitlines()
+    assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 requests at once [")
+    assert dict(line.split("=", 1) for line in lines) == result["environment"]
+    assert result["environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b"
+
+
+def test_variables_are_of_one_model() -> None:
+    with pytest.raises(ConfigError, match="needs the name of a model"):
+        run("--sagemaker-env")
 
 
 def test_an_unknown_model_is_refused() -> None:
