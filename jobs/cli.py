@@ -32,6 +32,8 @@ COMMANDS = {
     "status": "say how a run stands, from another terminal or machine",
     "audit": "check a run's files against its plan, and a sample of its rows against the target alone",
     "serve": "serve models by OpenAI's API, with keys, limits and cost",
+    "up": "start an endpoint in the background, or list those there are",
+    "down": "end an endpoint that `peagle up` has started",
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",

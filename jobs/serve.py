@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ _GROUPS = {
         "stream_pieces_per_s",
         "drain_s",
         "heartbeat_s",
+        "idle_timeout",
         "engine",
     ],
     "access": [
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
     config = flags.load(sagemaker.config_class(os.environ), args, beside=sagemaker.variables(os.environ))
     if args.dry_run:
-        return _dry_run(config)
+        return dry_run(config)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
     from peagle import hardware
     from peagle.machine import identified
@@ -118,6 +120,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
+    from pipelines.online.background import tell_up
+    from pipelines.online.idle import ended_when_idle
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
 
@@ -149,10 +153,15 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             if is_remote:
                 here = inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
+            price = endpoint_price(config, here, served)
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
+            tell_up(config.state, price)
             # After Ray, which takes SIGTERM for itself when it starts.
-            with stop_on_signal(stopped, last_words=_AT_ONCE):
+            with (
+                stop_on_signal(stopped, last_words=_AT_ONCE),
+                ended_when_idle(config, price, stopped, partial(print, flush=True)),
+            ):
                 if not is_remote:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)
@@ -162,7 +171,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {"models": [one.keys.served_name for one in served]}
 
 
-def _dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
+def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
+    """Say what the endpoint would be, and start nothing."""
     from pipelines.online.forecast import forecast
 
     return told(forecast(config, print))

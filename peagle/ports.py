@@ -38,6 +38,11 @@ def is_service_link(value: str) -> bool:
     return value.startswith(("tcp://", "udp://", "sctp://"))
 
 
+def is_free(port: int, host: str = "") -> bool:
+    """Whether somebody could listen on a port of `host`."""
+    return _fault(port, host) is None
+
+
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
     """Refuse a port in use, or an address that is not this machine's.
 
@@ -50,10 +55,17 @@ def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
     Raises:
         ConfigError: it cannot be had.
     """
+    if (error := _fault(port, host)) is not None:
+        where = f" of {host}" if host else ""
+        raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error
+
+
+def _fault(port: int, host: str) -> OSError | None:
+    """The error of whoever would listen there; None where it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
         try:
             probe.bind((host, port))
         except OSError as error:
-            where = f" of {host}" if host else ""
-            raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error
+            return error
+    return None

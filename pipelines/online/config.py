@@ -16,6 +16,7 @@ from peagle.economics.tags import TagKeys
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
 from peagle.engine_options import FAKE_MODEL, EngineKeys
+from peagle.planning.config import parse_duration_s
 from peagle.private import user_path
 from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
@@ -202,6 +203,12 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
         "do not reach the store",
     )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
+    idle_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="end the endpoint, and say what it cost, when no engine had a request for so long: 30m, 2h; "
+        "default: it goes on",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -221,6 +228,17 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     @classmethod
     def _engines_are_a_range(cls, value: Any) -> Any:
         return str(EngineRange.parse(str(value)))
+
+    @field_validator("idle_timeout", mode="before")
+    @classmethod
+    def _timeout_is_a_duration(cls, value: Any) -> Any:
+        return parse_duration_s(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _timeout_sees_requests(self) -> Self:
+        if self.idle_timeout is not None and self.idle_timeout < 2 * self.heartbeat_s:
+            raise ValueError(f"idle_timeout must be at least twice heartbeat_s ({self.heartbeat_s:g} s)")
+        return self
 
     @field_validator("models")
     @classmethod

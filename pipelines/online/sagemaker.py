@@ -53,6 +53,10 @@ class SageMakerConfig(ServeConfig):
             raise ValueError(
                 f"models: each needs drain_s of at most {_MOST_DRAIN_S} and min_replicas of at least 1 here"
             )
+        if self.idle_timeout is not None:
+            raise ValueError(
+                "idle_timeout: SageMaker starts a container anew that ends, and bills on; delete the endpoint"
+            )
         return self
 
 

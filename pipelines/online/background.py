@@ -1,0 +1,246 @@
+"""Endpoints in the background: processes of `peagle serve`, and their records.
+
+    $PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
+
+They outlive the command that started them. `peagle serve` says in its state folder when it is up and what its machine
+costs (`tell_up`); the rest is what the system knows of the process, and the ledger. It knows processes and files, no
+HTTP and no Ray.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import psutil
+import yaml
+
+from peagle.catalog.folders import peagle_home
+from peagle.economics.prices import Price
+from peagle.errors import ConfigError, EngineError, PeagleError, did_you_mean
+from peagle.files import make_folder, write_atomic, write_json
+from pipelines.online.config import ServeConfig
+from pipelines.online.idle import engines_usd
+
+Status = Literal["starting", "up", "ended"]
+_RECORD, _CONFIG, _LOG, _UP = "endpoint.json", "serve.yaml", "serve.log", "up.json"
+_POLL_S = 0.2
+_SPARE_S = 60.0  # for ending Serve and Ray
+_NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An endpoint that was started in the background; it may have ended since.
+
+    Attributes:
+        folder: with its record, its configuration and what it says.
+        state: its `--state`.
+        pid, born_at: of its process; the system may give its number to another one later.
+        started_at: Unix time.
+        stop_s: what ending takes at most.
+    """
+
+    folder: Path
+    state: Path
+    url: str
+    pid: int
+    born_at: float
+    started_at: float
+    stop_s: float
+
+    @property
+    def name(self) -> str:
+        """As `peagle down` takes it."""
+        return self.folder.name
+
+    @property
+    def log(self) -> Path:
+        """The lines that `peagle serve` has printed."""
+        return self.folder / _LOG
+
+    def process(self) -> psutil.Process | None:
+        """Its process, while it lives."""
+        try:
+            process = psutil.Process(self.pid)
+            is_alive = process.create_time() == self.born_at and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if is_alive else None
+
+    def status(self) -> Status:
+        """How it is."""
+        if self.process() is None:
+            return "ended"
+        return "up" if self._price() else "starting"
+
+    def usd(self) -> float | None:
+        """USD that its engines have cost since it was started.
+
+        None before it has told its price.
+
+        Raises:
+            PeagleError: its ledger cannot be read.
+        """
+        price = self._price()
+        return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
+
+    def _price(self) -> Price | None:
+        """The price that it told when it came up, if that was since it was started."""
+        try:
+            told = json.loads((self.state / _UP).read_bytes())
+        except FileNotFoundError:
+            return None
+        return Price.from_dict(told["price"]) if told["up_at"] >= self.started_at else None
+
+    def write(self) -> None:
+        """Keep it for later commands."""
+        record = asdict(self) | {"folder": str(self.folder), "state": str(self.state)}
+        write_json(self.folder / _RECORD, record)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The inverse of `write`.
+
+        Raises:
+            PeagleError: it is damaged.
+        """
+        try:
+            record = json.loads((folder / _RECORD).read_bytes())
+            return cls(**{**record, "folder": folder, "state": Path(record["state"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise PeagleError(f"{folder / _RECORD} is damaged: {error}", hint="remove it") from error
+
+
+def tell_up(state: Path, price: Price) -> None:
+    """Say that the endpoint of this state folder is up, and the price of its machine."""
+    write_json(state / _UP, {"up_at": time.time(), "price": price.to_dict()})
+
+
+def endpoints() -> list[Endpoint]:
+    """All that were started in the background, by name."""
+    return [Endpoint.read(path.parent) for path in sorted(_folder().glob(f"*/{_RECORD}"))]
+
+
+def find(name: str | None) -> Endpoint:
+    """The endpoint of this name; without one the only one that lives.
+
+    Raises:
+        ConfigError: there is none, or no only one.
+    """
+    there = endpoints()
+    if name is not None:
+        found = next((one for one in there if one.name == name), None)
+        if found is None:
+            hint = did_you_mean(name, [one.name for one in there]) if there else "peagle up MODEL starts one"
+            raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
+        return found
+    alive = [one for one in there if one.process()]
+    if len(alive) != 1:
+        names = ", ".join(one.name for one in alive)
+        raise ConfigError(
+            f"{len(alive)} endpoints are up: {names}" if alive else "no endpoint is up",
+            hint="name the one to end" if alive else "peagle up MODEL starts one",
+        )
+    return alive[0]
+
+
+def start(config: ServeConfig, *, port: int) -> Endpoint:
+    """Start `peagle serve` in the background.
+
+    Raises:
+        ConfigError: an endpoint of that name lives already.
+    """
+    folder = _folder() / name_for(config)
+    if (folder / _RECORD).exists() and Endpoint.read(folder).process():
+        raise ConfigError(
+            f"the endpoint {folder.name} is there already",
+            hint=f"end it with `peagle down {folder.name}`, or give this one another --name",
+        )
+    make_folder(folder)
+    state = config.state.absolute() if "state" in config.model_fields_set else folder / "state"
+    values = config.model_dump(mode="json", exclude_unset=True)
+    write_atomic(folder / _CONFIG, yaml.safe_dump(values, sort_keys=False).encode())
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--config", str(folder / _CONFIG)]
+    started_at = time.time()
+    with (folder / _LOG).open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--state", str(state)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    endpoint = Endpoint(
+        folder=folder,
+        state=state,
+        url=config.model_copy(update={"port": port}).url,
+        pid=process.pid,
+        born_at=psutil.Process(process.pid).create_time(),
+        started_at=started_at,
+        stop_s=2 * max(one.drain_s for one in config.served) + _SPARE_S,
+    )
+    endpoint.write()
+    return endpoint
+
+
+def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
+    """Return once it is up; what it says meanwhile is said here too.
+
+    Raises:
+        EngineError: it has ended instead.
+    """
+    lines = _new_lines(endpoint.log)
+    while (status := endpoint.status()) == "starting":
+        for line in next(lines):
+            say(line)
+        time.sleep(_POLL_S)
+    for line in next(lines):
+        say(line)
+    if status == "ended":
+        raise EngineError(f"the endpoint {endpoint.name} did not start", hint=f"{endpoint.log} says why")
+
+
+def end(endpoint: Endpoint) -> None:
+    """Have it stop as by Ctrl-C, and return when it has ended.
+
+    Raises:
+        EngineError: it has not, in the time that its requests and Ray may take.
+    """
+    process = endpoint.process()
+    if process is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+            process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + endpoint.stop_s
+    while endpoint.process():
+        if time.monotonic() >= until:
+            raise EngineError(
+                f"the endpoint {endpoint.name} is still there after {endpoint.stop_s:g} s",
+                hint=f"kill {endpoint.pid} ends it at once; {endpoint.log} may say what it waits for",
+            )
+        time.sleep(_POLL_S)
+
+
+def name_for(config: ServeConfig) -> str:
+    """The name of an endpoint: its first model's, with the letters of a folder."""
+    return _NOT_OF_A_NAME.sub("-", config.served[0].served_name).strip("-.") or "endpoint"
+
+
+def _folder() -> Path:
+    return peagle_home() / "endpoints"
+
+
+def _new_lines(path: Path) -> Iterator[list[str]]:
+    """The whole lines that a file got since the last time."""
+    with path.open(errors="replace") as file:
+        rest = ""
+        while True:
+            *whole, rest = (rest + file.read()).split("\n")
+            yield whole

@@ -1,0 +1,115 @@
+"""The end of an endpoint that nobody asks, and what it cost.
+
+A run ends by itself and has a budget; an endpoint would cost money for ever. An engine that works has a request, or
+starts for one, and the ledger says how long each has worked. What the gate answers by itself, as the page that looks
+every two seconds, is no request of an engine. It knows the ledger and a clock, no HTTP.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from peagle.economics.account import account
+from peagle.economics.ledger import SessionReader
+from peagle.economics.prices import Price
+from peagle.economics.report.figures import in_words_s, in_words_usd
+from peagle.errors import PeagleError
+from pipelines.online.batches.store import BatchStore
+from pipelines.online.config import ServeConfig
+
+_LOOK_S = 5.0
+
+
+class IdleWatch:
+    """The time since an engine of this endpoint had something to do.
+
+    Args:
+        has_batches: whether a batch is under way, whose engines are not in the ledger.
+    """
+
+    def __init__(
+        self,
+        ledger: Path,
+        *,
+        has_batches: Callable[[], bool] = lambda: False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sessions = SessionReader(ledger)
+        self._has_batches = has_batches
+        self._monotonic = monotonic
+        self._worked_s = self._read()
+        self._since = monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds for which no engine had anything to do.
+
+        Raises:
+            PeagleError: the ledger, or the folder of batches, cannot be read.
+            OSError: likewise.
+        """
+        worked_s = self._read()
+        if worked_s != self._worked_s or self._has_batches():
+            self._worked_s, self._since = worked_s, self._monotonic()
+        return self._monotonic() - self._since
+
+    def _read(self) -> float:
+        return sum(one.load_s + one.compile_s + one.busy_s for one in self._sessions.all())
+
+
+@contextlib.contextmanager
+def ended_when_idle(
+    config: ServeConfig, price: Price, stopped: threading.Event, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Set `stopped` once the endpoint has been idle for its `idle_timeout`.
+
+    Then its cost is said at the end. Without such a limit nothing happens.
+    """
+    if config.idle_timeout is None:
+        yield
+        return
+    ledger = config.state / "ledger"
+    batches = BatchStore(config.batches) if config.batches else None
+    watch = IdleWatch(ledger, has_batches=lambda: batches is not None and bool(batches.unfinished()))
+    is_idle = threading.Event()
+    args = (watch, config.idle_timeout, stopped, is_idle, say)
+    thread = threading.Thread(target=_look, args=args, daemon=True)
+    thread.start()
+    yield
+    stopped.set()
+    thread.join()
+    if is_idle.is_set():
+        began_at = psutil.Process().create_time()
+        say(f"its engines cost {in_words_usd(engines_usd(ledger, price, since=began_at))}")
+
+
+def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
+    """The price of all that engines have lived since a Unix time.
+
+    Raises:
+        PeagleError: the ledger cannot be read.
+        PriceError: the price is for another kind of device.
+    """
+    return account((), SessionReader(ledger).since(since), price).total_usd
+
+
+def _look(
+    watch: IdleWatch,
+    timeout_s: float,
+    stopped: threading.Event,
+    is_idle: threading.Event,
+    say: Callable[[str], None],
+) -> None:
+    while not stopped.wait(min(_LOOK_S, timeout_s / 4)):
+        try:
+            idle_s = watch.idle_s()
+        except (PeagleError, OSError) as error:
+            say(f"whether anybody asks cannot be told now: {error}")
+            continue
+        if idle_s >= timeout_s:
+            say(f"nobody has asked for {in_words_s(timeout_s)}: the endpoint ends")
+            is_idle.set()
+            stopped.set()

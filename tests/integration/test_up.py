@@ -1,0 +1,50 @@
+"""`peagle up` and `peagle down`: an endpoint in the background, with the fake engine, that ends when nobody asks."""
+
+import json
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def run(peagle, tmp_path, monkeypatch):
+    """Run a command to its end: what it has printed, of its data."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+
+    def run(*arguments):
+        process = peagle(*arguments, "--json", tmp_path / "result.json")
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        return json.loads((tmp_path / "result.json").read_text()), said
+
+    yield run
+    for path in (tmp_path / "home" / "endpoints").glob("*/endpoint.json"):
+        pid = json.loads(path.read_text())["pid"]
+        if psutil.pid_exists(pid):  # of a test that failed
+            psutil.Process(pid).terminate()
+
+
+def test_up_list_down_and_the_end_of_one_that_nobody_asks(run):
+    fake = ("--engine", "fake", "--usd-per-hour", 3600, "--heartbeat-s", 1, "--drain-s", 1)
+    one, said = run("up", *fake, "--name", "one")
+    assert (one["status"], f"one is up at {one['url']}" in said) == ("up", True)
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+    httpx.post(f"{one['url']}/chat/completions", json=body, timeout=60).raise_for_status()
+    (listed,) = run("up", "--list")[0]["endpoints"]
+    assert (listed["name"], listed["status"], listed["usd"] > 0) == ("one", "up", True)
+    idle, _ = run("up", *fake, "--name", "two", "--idle-timeout", "8s")
+    assert idle["url"] != one["url"]
+    ended, said = run("down", "one")
+    assert (ended["status"], "its engines cost $" in said) == ("ended", True)
+    until = time.monotonic() + 120
+    while {each["status"] for each in run("up", "--list")[0]["endpoints"]} != {"ended"}:
+        assert time.monotonic() < until
+    *_, reason, stopping, cost = Path(idle["log"]).read_text().splitlines()
+    assert reason == "nobody has asked for 8.0 s: the endpoint ends"
+    assert stopping.startswith("stopping: ")
+    assert cost.startswith("its engines cost $")

@@ -1,0 +1,94 @@
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from jobs import cli
+from peagle.errors import EngineError
+from pipelines.online import background
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What `peagle up` would start, and whether that comes up."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    seen = SimpleNamespace(config=None, port=None, ended=[], error=None)
+    endpoint = background.Endpoint(
+        folder=tmp_path / "endpoints" / "m", state=tmp_path, url="http://x/v1", pid=1, born_at=0.0, started_at=0.0,
+        stop_s=1.0,
+    )  # fmt: skip
+
+    def start(config, *, port):
+        seen.config, seen.port = config, port
+        return endpoint
+
+    def wait_until_up(endpoint, say):
+        if seen.error:
+            raise seen.error
+
+    monkeypatch.setattr(background, "start", start)
+    monkeypatch.setattr(background, "wait_until_up", wait_until_up)
+    monkeypatch.setattr(background, "end", lambda endpoint: seen.ended.append(endpoint))
+    return seen
+
+
+def test_the_model_stands_alone_and_the_rest_is_as_for_serve(started, capsys):
+    assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
+    config = started.config
+    assert (config.model, config.max_num_seqs, config.idle_timeout, started.port) == ("org/model", 2, 1800, 8123)
+    assert "m is up at http://x/v1; `peagle down m` ends it" in capsys.readouterr().out
+
+
+def test_a_taken_port_is_no_trouble_unless_it_is_named(started):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        assert cli.run(["up", "--port", str(taken)]) == 0
+        assert started.port == taken
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            other.bind(("127.0.0.1", 8000))
+            other.listen()
+        except OSError:
+            pass  # somebody else has it
+        assert cli.run(["up"]) == 0
+    assert started.port != 8000
+
+
+@pytest.mark.parametrize(("error", "code"), [(EngineError("no"), 1), (KeyboardInterrupt(), 3)])
+def test_one_that_does_not_come_up_is_ended(started, error, code):
+    started.error = error
+    assert cli.run(["up", "m"]) == code
+    assert [endpoint.name for endpoint in started.ended] == ["m"]
+
+
+def test_the_list_says_what_each_is_and_cost(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    one = SimpleNamespace(
+        name="m", status=lambda: "up", url="http://x/v1", started_at=0.0, usd=lambda: 1.5, log=tmp_path, state=tmp_path
+    )
+    other = SimpleNamespace(**{**vars(one), "name": "n", "status": lambda: "starting", "usd": lambda: None})
+    monkeypatch.setattr(background, "endpoints", lambda: [one, other])
+    assert cli.run(["up", "--list"]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:3] == ["m", "up", "http://x/v1"]
+    assert "$1.50" in first
+    assert "unknown" in second
+
+
+def test_down_ends_one_and_says_what_it_cost(monkeypatch, capsys, tmp_path):
+    ended = []
+    one = SimpleNamespace(
+        name="m", status=lambda: "ended", url="u", started_at=0.0, usd=lambda: 0.25, log=tmp_path, state=tmp_path,
+        process=lambda: None if ended else 1,
+    )  # fmt: skip
+    monkeypatch.setattr(background, "find", lambda name: one)
+    monkeypatch.setattr(background, "end", ended.append)
+    assert cli.run(["down", "m"]) == 0
+    assert ended == [one]
+    assert "m has ended; its engines cost $0.250" in capsys.readouterr().out
+    assert cli.run(["down"]) == 0
+    assert "m has ended before" in capsys.readouterr().out
+    assert ended == [one]

@@ -1,0 +1,180 @@
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+
+from peagle.economics.prices import Price
+from peagle.errors import ConfigError, EngineError, PeagleError
+from pipelines.online import background
+from pipelines.online.background import Endpoint, end, endpoints, find, name_for, start, tell_up, wait_until_up
+from pipelines.online.config import ServeConfig
+
+PRICE = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def a_process():
+    """Start processes that live for long, or have said something and ended."""
+    started = []
+
+    def start(code="import time; time.sleep(60)", log=subprocess.DEVNULL):
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def an_endpoint(home, process, name="m", stop_s=5.0):
+    folder = home / "endpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "state").mkdir()
+    born_at = psutil.Process(process.pid).create_time()
+    endpoint = Endpoint(
+        folder=folder,
+        state=folder / "state",
+        url="http://127.0.0.1:8000/v1",
+        pid=process.pid,
+        born_at=born_at,
+        started_at=time.time(),
+        stop_s=stop_s,
+    )
+    endpoint.write()
+    return endpoint
+
+
+def test_an_endpoint_starts_is_up_and_has_ended(home, a_process):
+    process = a_process()
+    endpoint = an_endpoint(home, process)
+    assert (endpoint.status(), endpoint.usd()) == ("starting", None)
+    tell_up(endpoint.state, PRICE)
+    assert (endpoint.status(), endpoint.usd()) == ("up", 0)
+    process.kill()  # it is a zombie now
+    while endpoint.process():
+        pass
+    assert endpoint.status() == "ended"
+    process.wait()
+    assert endpoint.status() == "ended"
+    assert endpoints() == [endpoint]
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_it(home, a_process):
+    endpoint = an_endpoint(home, a_process())
+    assert replace(endpoint, born_at=endpoint.born_at - 1).process() is None
+
+
+def test_that_it_was_up_before_it_was_started_anew_says_nothing(home, a_process):
+    endpoint = an_endpoint(home, a_process())
+    tell_up(endpoint.state, PRICE)
+    assert replace(endpoint, started_at=time.time() + 1).status() == "starting"
+
+
+def test_it_ends_by_sigterm_and_not_by_itself(home, a_process):
+    process = a_process()
+    endpoint = an_endpoint(home, process)
+    end(endpoint)
+    assert process.wait() == -15
+    end(endpoint)  # of one that has ended nothing is asked
+    stubborn = a_process("import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
+                         log=subprocess.PIPE)  # fmt: skip
+    stubborn.stdout.read(1)
+    with pytest.raises(EngineError, match=r"is still there after 0\.5 s"):
+        end(an_endpoint(home, stubborn, name="stubborn", stop_s=0.5))
+    stubborn.stdout.close()
+
+
+def test_what_it_says_until_it_is_up_is_said_here(home, a_process):
+    endpoint = an_endpoint(home, a_process())
+    endpoint.log.write_text("one\nhal")
+    said = []
+
+    def say(line):
+        said.append(line)
+        with endpoint.log.open("a") as log:
+            log.write("f\n")
+        tell_up(endpoint.state, PRICE)
+
+    wait_until_up(endpoint, say)
+    assert said[:2] == ["one", "half"]
+
+
+def test_one_that_ends_instead_is_an_error_after_its_last_word(home, a_process):
+    process = a_process("")
+    endpoint = an_endpoint(home, process)
+    process.wait()
+    endpoint.log.write_text("peagle serve: no model 'x' in the catalog\n")
+    said = []
+    with pytest.raises(EngineError, match="the endpoint m did not start"):
+        wait_until_up(endpoint, said.append)
+    assert said == ["peagle serve: no model 'x' in the catalog"]
+
+
+def test_it_is_peagle_serve_with_the_same_keys(home, monkeypatch, a_process):
+    commands = []
+
+    def popen(command, **options):
+        commands.append((command, options))
+        return a_process()
+
+    names = {"Popen": popen, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(**names))
+    config = ServeConfig(model="org/model", max_num_seqs=2, drain_s=7, engine_args={"block_size": 32})
+    endpoint = start(config, port=8123)
+    ((command, options),) = commands
+    assert endpoint.name == "org-model"
+    assert command[1:4] == ["-m", "jobs.cli", "serve"]
+    written = yaml.safe_load((home / "endpoints" / "org-model" / "serve.yaml").read_text())
+    assert ServeConfig(**written) == config
+    assert command[-4:] == ["--port", "8123", "--state", str(endpoint.state)]
+    assert options["start_new_session"]
+    assert (endpoint.url, endpoint.stop_s) == ("http://127.0.0.1:8123/v1", 74)
+    with pytest.raises(ConfigError, match="org-model is there already"):
+        start(config, port=8124)
+    assert start(ServeConfig(name="other", state=home / "mine"), port=8124).state == home / "mine"
+
+
+def test_the_only_one_that_is_up_needs_no_name(home, a_process):
+    with pytest.raises(ConfigError, match="no endpoint is up"):
+        find(None)
+    process = a_process()
+    one = an_endpoint(home, process, name="one")
+    assert find(None) == find("one") == one
+    an_endpoint(home, a_process(), name="two")
+    with pytest.raises(ConfigError, match="2 endpoints are up: one, two"):
+        find(None)
+    with pytest.raises(ConfigError, match="there is no endpoint 'tow'") as error:
+        find("tow")
+    assert "two" in error.value.hint
+
+
+def test_a_damaged_record_is_named(home, a_process):
+    endpoint = an_endpoint(home, a_process())
+    (endpoint.folder / "endpoint.json").write_text("{}")
+    with pytest.raises(PeagleError, match=r"endpoint.json is damaged"):
+        endpoints()
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "smollm2-135m"),
+        ({"name": "a b/../c"}, "a-b-..-c"),
+        ({"name": "..."}, "endpoint"),
+        ({"name": "ü"}, "endpoint"),
+    ],
+)
+def test_its_name_is_a_folders(keys, name):
+    assert name_for(ServeConfig(**keys)) == name

@@ -1,0 +1,111 @@
+import threading
+import time
+
+import pytest
+
+from peagle.economics.ledger import write_session
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession
+from pipelines.online import idle
+from pipelines.online.config import ServeConfig
+from pipelines.online.idle import IdleWatch, ended_when_idle, engines_usd
+
+PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD for a second of a vCPU
+
+
+def session(folder, *, busy_s=0.0, idle_s=0.0, started_at=1000.0, session_id="s"):
+    """Write the heartbeat of an engine that loaded for 10 s."""
+    one = EngineSession(
+        session_id=session_id,
+        engine_index=0,
+        hostname="h",
+        num_devices=2,
+        device="vcpu",
+        started_at=started_at,
+        last_seen_at=started_at + 10 + busy_s + idle_s,
+        load_s=10.0,
+        compile_s=0.0,
+        busy_s=busy_s,
+        idle_s=idle_s,
+        num_output_tokens=0,
+        ended=False,
+    )
+    folder.mkdir(exist_ok=True)
+    write_session(folder, one)
+    return one
+
+
+def test_an_engine_that_works_or_starts_is_asked(tmp_path):
+    now, under_way = [0.0], [False]
+    session(tmp_path)
+    watch = IdleWatch(tmp_path, has_batches=lambda: under_way[0], monotonic=lambda: now[0])
+
+    def after(seconds):
+        now[0] += seconds
+        return watch.idle_s()
+
+    assert after(60) == 60
+    session(tmp_path, idle_s=120)
+    assert after(60) == 120
+    session(tmp_path, idle_s=120, busy_s=1)
+    assert (after(60), after(60)) == (0, 60)
+    session(tmp_path, session_id="another")  # the load grew
+    assert (after(60), after(60)) == (0, 60)
+    under_way[0] = True
+    assert after(60) == 0
+
+
+def test_the_endpoint_ends_when_nobody_asks_and_says_what_it_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr(idle, "_LOOK_S", 0.01)
+    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # of this process's time
+    stopped, said = threading.Event(), []
+    config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
+    with ended_when_idle(config, PRICE, stopped, said.append):
+        assert stopped.wait(10)
+        assert said == ["nobody has asked for 0.2 s: the endpoint ends"]
+    assert said[1:] == ["its engines cost $40.00"]
+
+
+@pytest.mark.parametrize("idle_timeout", [None, "1h"])
+def test_an_endpoint_that_is_stopped_before_says_nothing(tmp_path, idle_timeout):
+    said, config = [], ServeConfig(state=tmp_path, idle_timeout=idle_timeout)
+    with ended_when_idle(config, PRICE, threading.Event(), said.append):
+        pass
+    assert said == []
+
+
+def test_a_ledger_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(idle, "_LOOK_S", 0.01)
+    (tmp_path / "ledger").mkdir()
+    stopped, said = threading.Event(), []
+    config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
+    with ended_when_idle(config, PRICE, stopped, said.append):
+        (tmp_path / "ledger" / "session-x.parquet").write_bytes(b"no table")
+        assert not stopped.wait(0.5)
+    assert said
+    assert all("cannot be told now" in line for line in said)
+
+
+def test_only_what_engines_lived_since_then_is_paid(tmp_path):
+    session(tmp_path, idle_s=30)
+    session(tmp_path, idle_s=90, started_at=2000.0, session_id="later")
+    assert engines_usd(tmp_path, PRICE, since=0.0) == 40 + 100
+    assert engines_usd(tmp_path, PRICE, since=1500.0) == 100
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("1.5h", 5400), (90, 90)])
+def test_a_timeout_is_a_duration(text, seconds):
+    assert ServeConfig(idle_timeout=text).idle_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"idle_timeout": "soon"}, "a duration is like"),
+        ({"idle_timeout": "9s"}, "at least twice heartbeat_s"),
+        ({"idle_timeout": "0s"}, "greater than 0"),
+    ],
+)
+def test_a_timeout_that_no_ledger_could_show_is_refused(keys, reason):
+    with pytest.raises(ValueError, match=reason):
+        ServeConfig(**keys)
