@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": "serve models by OpenAI's API, with keys, limits and cost",
     "up": "start an endpoint in the background, or list those there are",
     "down": "end an endpoint that `peagle up` has started",
+    "deploy sagemaker": "make an endpoint of SageMaker's that serves a catalog model, or delete it",
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",

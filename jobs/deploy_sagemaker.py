@@ -1,0 +1,92 @@
+"""`peagle deploy sagemaker`: a catalog model on SageMaker, and its end."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from jobs import flags
+from jobs.throttle import say
+from peagle.deploy.sagemaker_requests import SageMakerKeys, make_requests
+from peagle.economics.report.figures import in_words_s, in_words_usd
+from peagle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peagle.deploy.sagemaker_api import Removed
+
+HELP = """\
+Make an endpoint of SageMaker's that serves a catalog model with its drafter preset, and wait until it is in service.
+
+  peagle deploy sagemaker qwen3-coder-30b-a3b-instruct --instance-type ml.g7e.2xlarge --image IMAGE --role ROLE
+  peagle deploy sagemaker qwen3-coder-30b-a3b-instruct ... --dry-run
+  peagle deploy sagemaker --down qwen3-coder-30b-a3b-instruct
+
+It makes a model, an endpoint configuration and an endpoint of one name. Where that fails or is interrupted, what was
+made is taken back. It costs money until `--down`, asked or not. docs/deploy.md has the image, the role and the rights.
+"""
+_GROUPS = {
+    "endpoint": ["instance_type", "instances", "image", "role", "name", "region", "ami_version", "usd_per_hour"],
+    "model": ["concurrency", "max_model_len", "model_data", "head_data", "variables"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle deploy sagemaker`."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="catalog name or hub id")
+    parser.add_argument(
+        "--down", metavar="NAME", help="delete the endpoint of that name instead, with all that is its own"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the requests, and send none")
+    flags.add_flags(parser, SageMakerKeys, _GROUPS)
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Make an endpoint, or take one away."""
+    if (args.model is None) == (args.down is None):
+        raise ConfigError(
+            "name a model to deploy, or an endpoint to delete with --down", hint="peagle models lists them"
+        )
+    return _down(args) if args.down else _up(args)
+
+
+def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from peagle.catalog.cards import load_catalog
+    from peagle.deploy.sagemaker import preset
+    from peagle.deploy.sagemaker_api import SageMaker
+
+    keys, card = flags.load(SageMakerKeys, args), load_catalog().get(args.model)
+    found = preset(
+        card,
+        instance_type=keys.instance_type,
+        concurrency=keys.concurrency,
+        has_model_data=keys.model_data is not None,
+        has_head_data=keys.head_data is not None,
+    )
+    requests = make_requests(card, keys, found)
+    say(f"drafter: {found.drafter}")
+    say(f"{in_words_usd(requests.usd_per_hour)} an hour while it is there ({requests.price})")
+    if args.dry_run:
+        say(json.dumps(requests.to_dict(), indent=2))
+        return 0, requests.to_dict()
+    arn = SageMaker(keys.region, say=say).create(requests)
+    say(f"{requests.name} is in service; `peagle deploy sagemaker --down {requests.name}` ends what it costs")
+    return 0, {**requests.to_dict(), "arn": arn}
+
+
+def _down(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from peagle.deploy.sagemaker_api import SageMaker
+
+    removed = SageMaker(getattr(args, "region", None), say=say).remove(args.down)
+    say(f"{args.down}: deleted {', '.join(removed.kinds)}{_cost(removed)}")
+    for what in removed.remains:
+        say(f"still there: {what}")
+    return 0, {"name": args.down, "deleted": list(removed.kinds), "remains": list(removed.remains)}
+
+
+def _cost(removed: "Removed") -> str:
+    """The endpoint's life, and its price as far as it is known."""
+    if removed.lived_s is None:
+        return ""
+    lived = f"; it was there for {in_words_s(removed.lived_s)}"
+    if removed.usd_per_hour is None:
+        return lived
+    return f"{lived}, about {in_words_usd(removed.usd_per_hour * removed.lived_s / 3600)}"

@@ -1,0 +1,256 @@
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+from moto import mock_aws
+
+from peagle.catalog.cards import load_catalog
+from peagle.deploy.sagemaker import preset
+from peagle.deploy.sagemaker_api import SageMaker
+from peagle.deploy.sagemaker_requests import Requests, SageMakerKeys, make_requests
+from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError
+
+NAME = "qwen3-coder-30b-a3b-instruct"
+KINDS = ("model", "endpoint configuration", "endpoint")
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An AWS of the test's own, with nothing in it."""
+    for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    # moto 5.2.5 does not know the type yet; boto3 does.
+    monkeypatch.setattr("moto.sagemaker.models.FakeEndpointConfig.validate_instance_type", lambda *_: None)
+    with mock_aws():
+        yield boto3.client("sagemaker")
+
+
+class Clock:
+    """A clock that goes on when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def requests() -> Requests:
+    card = load_catalog().get(NAME)
+    keys = SageMakerKeys(
+        instance_type="ml.g7e.2xlarge", image="i", role="arn:aws:iam::123456789012:role/peagle", usd_per_hour=2
+    )
+    return make_requests(card, keys, preset(card))
+
+
+def sagemaker(said: list[str] | None = None, clock: Clock | None = None) -> SageMaker:
+    clock = clock or Clock()
+    return SageMaker(None, say=(said if said is not None else []).append, sleep=clock.sleep, now=lambda: clock.now)
+
+
+def there(aws: Any) -> list[str]:
+    """What SageMaker has, whatever its name."""
+    found = {
+        "model": aws.list_models()["Models"],
+        "endpoint configuration": aws.list_endpoint_configs()["EndpointConfigs"],
+        "endpoint": aws.list_endpoints()["Endpoints"],
+    }
+    return [kind for kind in KINDS if found[kind]]
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, one: SageMaker, **methods: Any) -> None:
+    """Replace methods of its client."""
+    for name, method in methods.items():
+        monkeypatch.setattr(one._api, name, method)
+
+
+def refusing(code: str, message: str = "no") -> Any:
+    def refuse(**_: Any) -> None:
+        raise ClientError({"Error": {"Code": code, "Message": message}}, "X")
+
+    return refuse
+
+
+def test_an_endpoint_is_made_and_deleted_with_all_that_is_its_own(aws: Any) -> None:
+    said: list[str] = []
+    one = sagemaker(said)
+    assert one.create(requests()).endswith(f"endpoint/{NAME}")
+    assert there(aws) == list(KINDS)
+    variables = aws.describe_model(ModelName=NAME)["PrimaryContainer"]["Environment"]
+    assert "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE" in variables["SM_VLLM_SPECULATIVE_CONFIG"]
+    assert said == [f"{kind} {NAME}: made" for kind in KINDS]
+    removed = one.remove(NAME)
+    assert there(aws) == []
+    assert set(removed.kinds) == set(KINDS)
+    assert (removed.usd_per_hour, removed.lived_s is not None) == (2.0, True)
+    assert removed.remains == (
+        "the image i, by the GB and month",
+        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, by the GB and month",
+    )
+
+
+def test_it_waits_with_progress_until_it_is_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = Clock()
+    one = sagemaker(said, clock)
+    describe = one._api.describe_endpoint
+
+    def slow(**name: Any) -> Any:
+        found = describe(**name)
+        return found | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
+
+    answers(monkeypatch, one, describe_endpoint=slow)
+    one.create(requests())
+    assert said[3:] == [f"endpoint {NAME}: Creating since 1 min 0 s", f"endpoint {NAME}: Creating since 2 min 0 s"]
+
+
+@pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
+def test_what_was_made_of_one_that_is_refused_is_taken_back(
+    aws: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    one = sagemaker()
+    answers(monkeypatch, one, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
+    with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
+        one.create(requests())
+    assert "Service Quotas" in error.value.hint
+    assert there(aws) == []
+
+
+def test_one_that_fails_to_start_is_taken_back_with_its_reason(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    one = sagemaker(said)
+    failed = {"EndpointStatus": "Failed", "FailureReason": "The container did not pass the ping health check."}
+    describe = one._api.describe_endpoint
+    answers(monkeypatch, one, describe_endpoint=lambda **name: describe(**name) | failed)
+    with pytest.raises(EngineError, match="did not pass the ping health check"):
+        one.create(requests())
+    assert there(aws) == []
+    assert said[-1] == "taking back: model, endpoint configuration, endpoint"
+
+
+def test_ctrl_c_while_it_waits_leaves_nothing_that_costs(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = sagemaker()
+    make = one._api.create_endpoint
+
+    def interrupted(**request: Any) -> None:
+        make(**request)
+        raise KeyboardInterrupt
+
+    answers(monkeypatch, one, create_endpoint=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.create(requests())
+    assert there(aws) == []
+
+
+def test_an_endpoint_that_is_being_made_is_deleted_when_it_can_be(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = Clock()
+    one = sagemaker(said, clock)
+    one.create(requests())
+    delete = one._api.delete_endpoint
+
+    def busy(**name: Any) -> None:
+        if clock.now < 40:
+            refusing("ValidationException", "Cannot update in-progress endpoint")()
+        delete(**name)
+
+    answers(monkeypatch, one, delete_endpoint=busy)
+    one.remove(NAME)
+    assert there(aws) == []
+    assert said[-1] == f"endpoint {NAME}: SageMaker does not delete it before it is made; waiting"
+    assert clock.now == 45
+
+
+def test_what_cannot_be_taken_back_is_said_with_the_command_that_does(
+    aws: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = sagemaker()
+    answers(
+        monkeypatch,
+        one,
+        create_endpoint=refusing("ValidationException", "no such type here"),
+        delete_model=refusing("AccessDeniedException", "not you"),
+    )
+    with pytest.raises(EngineError, match="there is still its model, which may cost money") as error:
+        one.create(requests())
+    assert error.value.hint == f"peagle deploy sagemaker --down {NAME}"
+    assert there(aws) == ["model"]
+
+
+def test_a_taken_name_is_refused_and_left_as_it_is(aws: Any) -> None:
+    one = sagemaker()
+    one.create(requests())
+    with pytest.raises(ConfigError, match=r"has the model .* already") as error:
+        one.create(requests())
+    assert "--down" in error.value.hint
+    assert there(aws) == list(KINDS)
+
+
+def test_what_is_half_there_is_deleted_and_what_is_not_there_is_an_error(aws: Any) -> None:
+    one = sagemaker()
+    with pytest.raises(ConfigError, match="nothing called x") as error:
+        one.remove("x")
+    assert error.value.hint == "there is no endpoint in this region"
+    one.create(requests())
+    aws.delete_endpoint(EndpointName=NAME)
+    removed = one.remove(NAME)
+    assert (set(removed.kinds), removed.lived_s) == ({"model", "endpoint configuration"}, None)
+    assert there(aws) == []
+
+
+def test_an_instance_type_that_sagemaker_has_not_is_refused_with_the_nearest(aws: Any) -> None:
+    wrong = requests()
+    wrong.endpoint_config["ProductionVariants"][0]["InstanceType"] = "ml.g7e.2xlrge"
+    with pytest.raises(ConfigError, match=r"no instance type ml\.g7e\.2xlrge") as error:
+        sagemaker().create(wrong)
+    assert "ml.g7e.2xlarge" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        ("ExpiredTokenException", ConfigError, "expired"),
+        ("UnrecognizedClientException", ConfigError, "aws configure"),
+        ("AccessDeniedException", ConfigError, "docs/deploy.md"),
+        ("InternalFailure", PeagleError, ""),
+    ],
+)
+def test_what_aws_says_is_one_line_and_what_to_do(
+    aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
+) -> None:
+    one = sagemaker()
+    answers(monkeypatch, one, describe_model=refusing(code, "told"))
+    with pytest.raises(kind, match=rf"told \({code}\)") as error:
+        one.create(requests())
+    assert words in error.value.hint
+    assert there(aws) == []
+
+
+def test_no_region_and_no_credentials_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match="no region is named"):
+        sagemaker()
+    one = SageMaker("us-east-1", say=print)
+    with pytest.raises(ConfigError, match="no AWS credentials were found"):
+        one.create(requests())
+
+
+def test_without_boto3_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "boto3":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError) as error:
+        sagemaker()
+    assert error.value.hint == "pip install boto3"
