@@ -28,13 +28,15 @@ PREFIX = "SM_VLLM_"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")
 """Where SageMaker puts a model's own data, before it starts the container."""
+# It changes no draft. Ours always have it; a container of AWS's may hold a vLLM that does not know it.
+_LOCAL_ARGMAX = "use_local_argmax_reduction"
 _KEYS = (
     "method",
     "model",
     "revision",
     "num_speculative_tokens",
     "parallel_drafting",
-    "use_local_argmax_reduction",  # it changes no draft: peagle always sets it
+    _LOCAL_ARGMAX,
     "kv_cache_dtype",
     "attention_backend",
 )
@@ -151,7 +153,9 @@ def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
     Empty without a drafter.
     """
     config = speculative_config(drafter)
-    return {VARIABLE: json.dumps({key: config[key] for key in _KEYS if key in config})} if config else {}
+    if config is None:
+        return {}
+    return {VARIABLE: json.dumps({key: config[key] for key in _KEYS if key in config and key != _LOCAL_ARGMAX})}
 
 
 def _parse(text: str) -> dict[str, Any]:
