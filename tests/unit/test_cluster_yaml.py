@@ -123,7 +123,7 @@ def test_no_storage_is_mounted_without_tls(cluster):
 
 def test_the_start_of_the_documentation_is_the_one_of_ray_env():
     """Wherever `ray start` is shown, the token is: by deploy/ray.env, or by the variable itself."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").iterdir(), ROOT / "cluster.yaml"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.*"), ROOT / "cluster.yaml"]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     starts = [line for line in lines if re.search(r"ray start (--head|--address|\.\.\.)", line)]
     assert len(starts) >= 4

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -39,7 +40,8 @@ class Run:
 @pytest.fixture
 def slept(monkeypatch):
     found = []
-    monkeypatch.setattr(session.time, "sleep", found.append)
+    # The module's own clock: threads of other tests sleep by the true one.
+    monkeypatch.setattr(session, "time", SimpleNamespace(**{**vars(time), "sleep": found.append}))
     monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(found)))
     return found
 
