@@ -149,6 +149,7 @@ def test_a_run_with_a_bad_configuration_stops_its_job_for_kuberay_retries_what_f
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.soak
 def test_a_run_whose_pod_ends_commits_its_units_and_fails_its_job_to_be_retried(kuberay_job, tmp_path):
     ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
     run = RunDirectory(tmp_path / "run")
