@@ -27,10 +27,10 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# Tests of one process each share the cores; each integration test has them for itself.
+# A worker for each core; which takes what is in tests/conftest.py.
 test: setup check
-	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/rehearsal
+	$(BIN)/python -m pytest tests/integration tests/browser tests/rehearsal tests/unit \
+		-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak
@@ -61,6 +61,7 @@ $(VENV)/.installed-$(LOCK): requirements/$(LOCK).txt pyproject.toml
 		$(BIN)/python -m pip install -qq --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; }
 	@$(BIN)/python -m pip install -qq --no-deps -r requirements/$(LOCK).txt
 	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q peagle pipelines jobs  # where Python may write no bytecode, each process would do it again
 	@rm -f $(VENV)/.installing $(VENV)/.pip-log; touch $@
 
 check:

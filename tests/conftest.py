@@ -24,6 +24,27 @@ _UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
 os.umask(_UMASK)
 
 
+# Engines of vLLM bind their threads to cores: two at once would compute on the same ones.
+_ENGINES = ("test_draft_parity.py", "test_generate_vllm.py", "test_launch_models.py", "test_serve.py")
+
+
+def pytest_collection_modifyitems(items):
+    """What takes longest begins first."""
+    items.sort(key=lambda item: item.path.name not in _ENGINES)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """A worker takes a whole file, and one of them all files with engines."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class EnginesInTurn(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "engines" if file.endswith(_ENGINES) else file
+
+    return EnginesInTurn(config, log)
+
+
 @pytest.fixture(autouse=True)
 def as_it_was():
     """Each test begins with the process as it was: commands set these for good (`peagle/private.py`).

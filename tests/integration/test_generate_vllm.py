@@ -86,14 +86,51 @@ def rows_of(output):
     return ds.dataset(output / "data", format="parquet").to_table().to_pylist()
 
 
-def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, leftover_processes):
+@pytest.fixture
+def arguments(tmp_path):
     corpus = write_humaneval(tmp_path / "humaneval.jsonl", NUM_ROWS)
-    run = RunDirectory(tmp_path / "run")
-    arguments = [
-        "generate", "--input", corpus, "--output", run, "--max-tokens", 20, "--max-num-seqs", 2,
+    return [
+        "generate", "--input", corpus, "--output", tmp_path / "run", "--max-tokens", 20, "--max-num-seqs", 2,
         "--drafter", "peagle", "--num-speculative-tokens", K, "--draft-lookup", "on", "--enforce-eager",
         "--rows-per-unit", 2,
     ]  # fmt: skip
+
+
+def finished(process):
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+
+
+def check_rows(run, *, num_sessions):
+    rows = rows_of(run.root)
+    assert sorted(row["id"] for row in rows) == [f"{n:09d}" for n in range(NUM_ROWS)]
+    assert {row["task_id"] for row in rows} == set(list(read_problems())[:NUM_ROWS])
+    checks = [json.loads(session.self_check) for session in run.sessions()]
+    assert [(check["outcome"], check["num_tokens"]) for check in checks] == [("passed", NUM_CHECKED)] * num_sessions
+    assert {row["drafter"] for row in rows} == {"smollm2-135m-peagle"}
+    assert all(row["num_draft_tokens"] == K * row["num_drafts"] for row in rows)
+    report = json.loads((run.root / "report.json").read_text())
+    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
+    accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
+    assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
+    assert 0 < report["account"]["speculation"]["num_lookup_tokens"] < sum(row["num_accepted_tokens"] for row in rows)
+
+
+def test_a_run_is_priced_and_its_audit_finds_the_word_that_was_changed(tmp_path, peagle, arguments, leftover_processes):
+    run = RunDirectory(tmp_path / "run")
+    finished(peagle(*arguments))
+    check_rows(run, num_sessions=1)
+    assert not leftover_processes(run.root)
+    audit = audited(peagle, run)
+    assert audit["findings"] == []
+    assert audit["complete"]
+    assert {row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] != CHANGED} <= {"same", "tie"}
+    assert [row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] == CHANGED] == ["different"]
+
+
+@pytest.mark.soak
+def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, arguments, leftover_processes):
+    run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     deadline = time.monotonic() + 300
     while len(run.committed()) < 2:
@@ -104,30 +141,10 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
     first.communicate()
     survived = run.committed()
     assert 2 <= len(survived) < NUM_ROWS // 2
-
-    second = peagle(*arguments)
-    said, _ = second.communicate()
-    assert second.returncode == 0, said
-    rows = rows_of(run.root)
-    assert sorted(row["id"] for row in rows) == [f"{n:09d}" for n in range(NUM_ROWS)]
-    assert {row["task_id"] for row in rows} == set(list(read_problems())[:NUM_ROWS])
+    finished(peagle(*arguments))
     assert survived <= run.committed()
-    checks = [json.loads(session.self_check) for session in run.sessions()]
-    assert [(check["outcome"], check["num_tokens"]) for check in checks] == [("passed", NUM_CHECKED)] * 2
-    assert {row["drafter"] for row in rows} == {"smollm2-135m-peagle"}
-    assert all(row["num_draft_tokens"] == K * row["num_drafts"] for row in rows)
-    report = json.loads((run.root / "report.json").read_text())
-    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
-    accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
-    assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
-    assert 0 < report["account"]["speculation"]["num_lookup_tokens"] < sum(row["num_accepted_tokens"] for row in rows)
+    check_rows(run, num_sessions=2)
     assert not leftover_processes(run.root)
-
-    audit = audited(peagle, run)
-    assert audit["findings"] == []
-    assert audit["complete"]
-    assert {row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] != CHANGED} <= {"same", "tie"}
-    assert [row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] == CHANGED] == ["different"]
 
 
 def audited(peagle, run):

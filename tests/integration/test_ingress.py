@@ -17,6 +17,8 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.ingress import make_ingress
 
+TIMEOUT_S = 6.0  # of a request: long enough to see three of them wait
+BODY = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_requests_per_replica": 1}}
 
 
@@ -39,29 +41,40 @@ class Waits:
             raise
 
 
-@pytest.fixture
-def url(ray_cluster, tmp_path, request):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the engines look whether they may go on."""
+    return tmp_path_factory.mktemp("ingress")
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster, folder):
     port = free_port()
-    (tmp_path / "ledger").mkdir()
+    (folder / "ledger").mkdir()
     settings = GateSettings(
         models=(ServedModel(name="m", max_model_len=100),),
-        ledger=tmp_path / "ledger",
+        ledger=folder / "ledger",
         requires_key=False,
-        request_timeout_s=getattr(request, "param", 600),
+        request_timeout_s=TIMEOUT_S,
     )
     ingress = serve.deployment(make_ingress(settings)).bind(
-        llm_deployments={"m": Waits.bind(str(tmp_path / "go"))},
+        llm_deployments={"m": Waits.bind(str(folder / "go"))},
         model_cards={"m": CARD},
         settings=settings,
         price=Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2),
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(ingress, name="peagle")
-    yield f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
+    (folder / "go").touch()
+    while httpx.post(url + CHAT_URL, json=BODY | {"stream": True}, timeout=60).status_code != 200:
+        pass  # the first call of a handle takes seconds
+    (folder / "go").unlink()
+    yield url
     serve.shutdown()
 
 
-def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, tmp_path):
+def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, folder):
     with httpx.Client(base_url=url, timeout=60) as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
@@ -82,25 +95,20 @@ def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, 
             "num_requests_under_way": 3,
             "num_requests_waiting": 2,
         }
-        (tmp_path / "go").touch()
+        (folder / "go").touch()
         for sender in senders:
             sender.join()
         assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
 
 
-@pytest.mark.parametrize("url", [3.0], indirect=True)
-def test_a_request_whose_time_is_over_leaves_its_engine(url, tmp_path):
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+def test_a_request_whose_time_is_over_leaves_its_engine(url, folder):
+    (folder / "go").unlink(missing_ok=True)
     with httpx.Client(base_url=url, timeout=60) as http:
-        (tmp_path / "go").touch()
-        while http.post(CHAT_URL, json=body | {"stream": True}).status_code != 200:
-            pass  # the first call of a handle takes seconds
-        (tmp_path / "go").unlink()
         for is_stream in (True, False, True):  # the engine's only slot, again and again
-            answer = http.post(CHAT_URL, json=body | {"stream": is_stream})
+            answer = http.post(CHAT_URL, json=BODY | {"stream": is_stream})
             assert answer.status_code == (200 if is_stream else 504)
-            assert "took longer than 3 s" in answer.text
-            cancelled = tmp_path / f"cancelled-{answer.headers['x-peagle-request-id']}"
+            assert f"took longer than {TIMEOUT_S:g} s" in answer.text
+            cancelled = folder / f"cancelled-{answer.headers['x-peagle-request-id']}"
             until = time.monotonic() + 10
             while not cancelled.exists():
                 assert time.monotonic() < until, "the engine has it still"
@@ -108,8 +116,7 @@ def test_a_request_whose_time_is_over_leaves_its_engine(url, tmp_path):
 
 
 def ask(url):
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
-    httpx.post(url + CHAT_URL, json=body, timeout=60).raise_for_status()
+    httpx.post(url + CHAT_URL, json=BODY | {"stream": True}, timeout=60).raise_for_status()
 
 
 def wait_for(http, *, num_requests_under_way):

@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -75,17 +77,32 @@ def test_a_finished_run_is_for_its_user(permissive, write_jsonl, tmp_path):
     check_around(permissive)
 
 
-def test_an_endpoint_keeps_what_it_was_told_and_listens_where_it_was_asked_to(permissive, tmp_path):
+@pytest.fixture
+def certificate(tmp_path):
+    """A certificate of this machine's address, and its key."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ("-days", "2", "-subj", "/CN=peagle", "-addext", f"subjectAltName=IP:{own_address()}")
+    subprocess.run([*command, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    key.chmod(0o600)
+    return certificate, key
+
+
+def test_an_endpoint_keeps_what_it_was_told_and_is_reached_by_https_where_it_was_asked_to_listen(
+    permissive, certificate, tmp_path
+):
     key, record = new_key("alice")
     keys, folder = tmp_path / "keys.json", tmp_path / "made"
     write_keys(keys, [record])
     flags = [*Size(min_replicas=1, max_replicas=1).flags(), "--batches", str(folder / "batches"), "--log-prompts"]
-    endpoint = Endpoint(folder, [*flags, "--host", "0.0.0.0", "--keys", str(keys)])
+    flags += ["--host", "0.0.0.0", "--keys", str(keys)]
+    flags += ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
+    endpoint = Endpoint(folder, flags)
     port = int(endpoint.url.rpartition(":")[2])
-    endpoint.url = f"http://0.0.0.0:{port}"
+    endpoint.url = f"https://0.0.0.0:{port}"
     try:
         endpoint.wait_until_up(START_S)
-        use(f"http://{own_address()}:{port}/v1", key)
+        use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
         others = reachable(endpoint.process.pid) - {port}
         # Serve has each replica listen on all addresses.
         assert {seen_by_a_stranger(own_address(), other) for other in others} <= {"token"}
@@ -97,11 +114,23 @@ def test_an_endpoint_keeps_what_it_was_told_and_listens_where_it_was_asked_to(pe
     check_around(permissive)
 
 
-def use(url, key):
-    """A request, and a batch from its upload to its answers."""
+def use(url, key, trusted):
+    """A request, a stream, and a batch from its upload to its answers, for whom the certificate is `trusted`."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
+    with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+        httpx.get(f"{url}/health")  # who does not know the certificate
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(f"{url.replace('https', 'http')}/health")
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, verify=trusted, timeout=60,
+        headers={"authorization": f"Bearer {key}"},
+    ) as answer:  # fmt: skip
+        *events, last = (line for line in answer.iter_lines() if line)
+    assert json.loads(events[0].removeprefix("data: "))["object"] == "chat.completion.chunk"
+    assert last == "data: [DONE]"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    with openai.OpenAI(base_url=url, api_key=key, max_retries=2) as client:
+    http = httpx.Client(verify=trusted)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2, http_client=http) as client:
         assert client.chat.completions.create(**body).usage.completion_tokens == 4
         file = client.files.create(file=("input.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")

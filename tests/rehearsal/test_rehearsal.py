@@ -96,7 +96,7 @@ def test_our_estimate_of_a_request_s_cache_is_near_vllm_s(hopper: list[dict[str,
             assert found["cache_requests"] >= 1, found
 
 
-@pytest.mark.parametrize("card", ["L4", "RTX-PRO-6000"])
+@pytest.mark.parametrize("card", ["L4", pytest.param("RTX-PRO-6000", marks=pytest.mark.soak)])
 def test_a_card_that_is_too_small_is_named_with_what_fits(card: str) -> None:
     cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
     cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]

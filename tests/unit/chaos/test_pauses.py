@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(300)
     ("scene", "every"),
     [
         ("start", 32),
-        ("continue", 40),
+        pytest.param("continue", 40, marks=pytest.mark.soak),
         pytest.param("retry", 40, marks=pytest.mark.soak),
         pytest.param("retry-alone", 38, marks=pytest.mark.soak),
         pytest.param("finish", 16, marks=pytest.mark.soak),
