@@ -14,6 +14,7 @@ from peagle.economics.price_options import PriceKeys
 from peagle.engine.keys import TargetKeys
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.humaneval import HUMANEVAL
+from peagle.pairs import parse_pairs
 from peagle.profiles.measurements import METHODS, NONE
 from peagle.requests.prompts import PromptKeys
 from peagle.storage import on_disk
@@ -59,12 +60,10 @@ class DraftingKeys(BaseModel):
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, entries: list[str]) -> list[str]:
-        for one in entries:
-            method, _, head = one.partition("=")
+        form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"
+        for method, head in parse_pairs(entries, form=form).items():
             if method not in DRAFT_METHODS or not head:
-                raise ValueError(f"a drafter is METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}")
-        if len({one.partition("=")[0] for one in entries}) < len(entries):
-            raise ValueError("a method has one head")
+                raise ValueError(f"{method}={head} is not {form}")
         return entries
 
     @field_validator("num_speculative_tokens", mode="before")
@@ -74,14 +73,14 @@ class DraftingKeys(BaseModel):
 
     @model_validator(mode="after")
     def _heads_are_of_methods(self) -> Self:
-        if unused := [one for one in self.drafter if one.partition("=")[0] not in self.methods]:
-            raise ValueError(f"drafter {unused[0]} is of none of the methods")
+        if unused := [method for method in self.heads if method not in self.methods]:
+            raise ValueError(f"drafter {unused[0]}={self.heads[unused[0]]} is of none of the methods")
         return self
 
     @property
     def heads(self) -> dict[str, str]:
         """The heads that were named, by method."""
-        return {method: head for method, _, head in (one.partition("=") for one in self.drafter)}
+        return parse_pairs(self.drafter)
 
 
 class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):

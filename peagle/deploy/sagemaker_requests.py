@@ -14,6 +14,7 @@ from peagle.catalog.cards import ModelCard
 from peagle.deploy.sagemaker import HEAD_CHANNEL, Preset
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError, PriceError
+from peagle.pairs import parse_pairs
 
 MOST_START_S = 3600  # what SageMaker gives a container at most
 _MOST_NAME, _MOST_VALUE = 63, 1024
@@ -61,11 +62,7 @@ class SageMakerKeys(BaseModel):
     @field_validator("variables", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        if wrong := [pair for pair in value if "=" not in pair]:
-            raise ValueError(f"{wrong[0]!r} is not KEY=VALUE")
-        return dict(pair.split("=", 1) for pair in value)
+        return parse_pairs(value) if isinstance(value, list) else value
 
     @field_validator("instance_type", "role", "model_data", "head_data", "name")
     @classmethod

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
+from peagle.pairs import parse_pairs
+
 NO_TAGS = "{}"
 """The text of no tags."""
 MOST_TAGS = 16
@@ -43,20 +45,12 @@ def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
     """Tags from KEY=VALUE.
 
     Raises:
-        ValueError: one is of another form, or a key is there twice.
+        ValueError: as `parse_pairs` and `checked_tags`.
 
     >>> parse_tags(["team=search", "project=x"])
     {'team': 'search', 'project': 'x'}
     """
-    found: dict[str, str] = {}
-    for pair in pairs:
-        key, sign, value = (part.strip() for part in pair.partition("="))
-        if not sign:
-            raise ValueError(f"the tag {pair!r} is not KEY=VALUE")
-        if key in found:
-            raise ValueError(f"the tag {key} is given twice")
-        found[key] = value
-    return checked_tags(found)
+    return checked_tags({key: value.strip() for key, value in parse_pairs(pairs).items()})
 
 
 def checked_tags(tags: dict[str, str]) -> dict[str, str]:

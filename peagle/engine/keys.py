@@ -17,6 +17,7 @@ from peagle.engine.precision import Precision, PrecisionName
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
+from peagle.pairs import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
@@ -66,7 +67,7 @@ class TargetKeys(BaseModel):
     def _pairs(cls, value: Any) -> Any:
         if isinstance(value, str):
             value = [value]
-        return parse_pairs(value) if isinstance(value, list) else value
+        return parse_arguments(value) if isinstance(value, list) else value
 
     @field_validator("engine_args")
     @classmethod
@@ -86,30 +87,26 @@ DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lo
 _SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
 
-def parse_pairs(pairs: list[Any]) -> dict[str, Any]:
+def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
     """Arguments from KEY=VALUE.
 
     The value is JSON where it can be, else text; a key may have the hyphens of vLLM's command line.
 
     Raises:
-        ValueError: one is of another form, or names a key twice.
+        ValueError: as `parse_pairs`.
 
-    >>> parse_pairs(["block-size=32", "moe_backend=triton", "async_scheduling=false"])
+    >>> parse_arguments(["block-size=32", "moe_backend=triton", "async_scheduling=false"])
     {'block_size': 32, 'moe_backend': 'triton', 'async_scheduling': False}
     """
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, text = str(pair).partition("=")
-        name = key.strip().replace("-", "_")
-        if not sign or not name:
-            raise ValueError(f"{pair!r} is not KEY=VALUE")
-        if name in found:
-            raise ValueError(f"{name} is given twice")
-        try:
-            found[name] = json.loads(text)
-        except ValueError:
-            found[name] = text
-    return found
+    texts = parse_pairs(pairs, spelling=lambda key: key.replace("-", "_"))
+    return {name: _json_or_text(text) for name, text in texts.items()}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def extra_arguments(

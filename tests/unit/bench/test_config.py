@@ -93,7 +93,7 @@ def test_text_that_means_nothing_ends_at_its_full_length() -> None:
         ({"concurrency": "x"}, "concurrencies must be whole numbers"),
         ({"drafter": "heads/mine"}, "METHOD=HEAD"),
         ({"drafter": "ngram=heads/mine"}, "METHOD=HEAD"),
-        ({"drafter": ["peagle=a", "peagle=b"]}, "a method has one head"),
+        ({"drafter": ["peagle=a", "peagle=b"]}, "peagle is given twice"),
         ({"drafter": "eagle3=a"}, "is of none of the methods"),
         ({"concurrency": "1,8", "max_num_seqs": 4}, "below the largest concurrency"),
         ({"methods": "none", "synthetic_acceptance": "2"}, "needs a method that drafts"),

@@ -70,6 +70,8 @@ def test_what_is_stated_goes_to_the_container_and_the_instances() -> None:
         ({"name": "a_b"}, "letters, digits and hyphens"),
         ({"name": "a" * 64}, "letters, digits and hyphens"),
         ({"variables": ["HF_TOKEN"]}, "is not KEY=VALUE"),
+        ({"variables": ["=x"]}, "is not KEY=VALUE"),
+        ({"variables": ["HF_HOME=/a", "HF_HOME=/b"]}, "HF_HOME is given twice"),
     ],
 )
 def test_what_sagemaker_would_not_take_is_refused_before(keys: dict[str, Any], reason: str) -> None:

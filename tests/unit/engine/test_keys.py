@@ -9,7 +9,7 @@ from peagle.engine.keys import (
     drafter_with,
     extra_arguments,
     lookup_note,
-    parse_pairs,
+    parse_arguments,
     require_known,
     spec_fields,
     stated,
@@ -124,4 +124,4 @@ def test_a_fingerprint_names_what_was_asked_for_alone() -> None:
 
 
 def test_pairs_keep_what_is_no_json_as_text() -> None:
-    assert parse_pairs(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
+    assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
