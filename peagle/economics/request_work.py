@@ -4,11 +4,12 @@ A month may have a million lines. They are parsed and added up as columns; a pie
 ours is read line by line as `RequestReader` reads it, and that line is left out.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from peagle.economics.ledger import REQUEST_FILES, readable
-from peagle.economics.spending import DAY_S, Whose, Work, day_of
+from peagle.economics.spending import DAY_S, Spend, Whose, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import VERSION, RequestUsage
 from peagle.storage import Place, open_to_read
@@ -21,18 +22,18 @@ _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
 _COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
 
 
-def read_work(folder: Place) -> dict[Whose, Work]:
+def read_work(folder: Place) -> Mapping[Whose, Spend]:
     """The work of all requests and batches of a ledger.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found: dict[Whose, Work] = {}
+    found: defaultdict[Whose, Spend] = defaultdict(Spend)
     for path in sorted(folder.glob(REQUEST_FILES), key=lambda path: path.name):
         with open_to_read(path) as file:
             for piece in _pieces(file):
                 for whose, work in _of_piece(path, piece):
-                    found.setdefault(whose, Work()).add(work)
+                    found[whose] += work
     return found
 
 
@@ -45,7 +46,7 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
             yield lines + end
 
 
-def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Work]]:
+def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Spend]]:
     import pyarrow as pa
 
     try:
@@ -56,12 +57,12 @@ def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Work]]:
     return found
 
 
-def _of_request(request: RequestUsage) -> tuple[Whose, Work]:
+def _of_request(request: RequestUsage) -> tuple[Whose, Spend]:
     usage = request.usage
     whose = Whose(
         day_of(usage.finished_at), usage.session_id, request.key, request.model, request.drafter, request.tags
     )
-    return whose, Work.of(usage, request.usd)
+    return whose, Spend.of(usage, request.usd)
 
 
 def _columns(piece: bytes) -> "pa.Table":
@@ -112,7 +113,7 @@ def _require_believable(table: "pa.Table") -> None:
         tags_from_text(NO_TAGS if text is None else text)
 
 
-def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
+def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Spend]]:
     import pyarrow.compute as pc
 
     days = pc.cast(pc.floor(pc.divide(table.column("finished_at"), float(DAY_S))), "int64")
@@ -122,12 +123,12 @@ def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
         whose = Whose(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
         yield (
             whose,
-            Work(
+            Spend(
+                attributed_usd=row["usd_sum"],
                 num_requests=row["num_rows_sum"] + row["num_failed_rows_sum"],
                 num_prompt_tokens=row["num_prompt_tokens_sum"],
                 num_cached_tokens=row["num_cached_tokens_sum"],
                 num_output_tokens=row["num_output_tokens_sum"],
-                usd=row["usd_sum"],
             ),
         )
 

@@ -14,7 +14,7 @@ Days are UTC's. Work counts on the day on which it is committed, with all its se
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from typing import Self
 
@@ -78,10 +78,10 @@ class Days:
 
 @dataclass(frozen=True, slots=True)
 class Whose:
-    """Work that is never told apart.
+    """Spending that is never told apart: its day, its engine and its payer.
 
     Attributes:
-        key: that pays; empty for a bulk run.
+        key: that pays; empty for a bulk run and for overhead.
         drafter: None for none.
         tags: as JSON.
     """
@@ -92,50 +92,6 @@ class Whose:
     model: str
     drafter: str | None
     tags: str
-
-
-@dataclass(slots=True)
-class Work:
-    """Counts and dollars of committed work."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    usd: float = 0.0
-
-    @classmethod
-    def of(cls, usage: UnitUsage, usd: float) -> Self:
-        """The work of a unit or of requests, and what it is paid."""
-        return cls(
-            num_requests=usage.num_rows + usage.num_failed_rows,
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-            num_output_tokens=usage.num_output_tokens,
-            usd=usd,
-        )
-
-    def add(self, other: "Work") -> None:
-        """That of `other` too."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """The ledger of a run or of an endpoint.
-
-    Attributes:
-        run: its name.
-        sessions: as of their last heartbeats.
-        work: by whose it is. A batch of an endpoint has engines of its own and no session here.
-        then: a session as it stood at a Unix time of its life.
-    """
-
-    run: str
-    sessions: Sequence[EngineSession]
-    work: Mapping[Whose, Work]
-    then: Callable[[EngineSession, float], EngineSession]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +112,17 @@ class Spend:
     num_output_tokens: int = 0
     is_priced: bool = True
 
+    @classmethod
+    def of(cls, usage: UnitUsage, usd: float) -> Self:
+        """The work of a unit or of requests, and what is paid for it."""
+        return cls(
+            attributed_usd=usd,
+            num_requests=usage.num_rows + usage.num_failed_rows,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_output_tokens=usage.num_output_tokens,
+        )
+
     def __add__(self, other: Self) -> Self:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
         return type(self)(**sums, is_priced=self.is_priced and other.is_priced)
@@ -166,12 +133,29 @@ KINDS = ("attributed", "loading", "idle", "lost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The ledger of a run or of an endpoint.
+
+    Attributes:
+        run: its name.
+        sessions: as of their last heartbeats.
+        work: that was committed, by whose it is. A batch of an endpoint has engines of its own and no session here.
+        then: a session as it stood at a Unix time of its life.
+    """
+
+    run: str
+    sessions: Sequence[EngineSession]
+    work: Mapping[Whose, Spend]
+    then: Callable[[EngineSession, float], EngineSession]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
     """Spending of one engine process on one day.
 
     Attributes:
         key: that pays for it; empty where nobody's does.
-        drafter: "none" for none.
+        drafter: "none" for none; empty where no model is known.
         instance, provider, region, usd_per_device_s: of the price; empty and 0 where it is not known.
         tags: as JSON.
     """
@@ -194,22 +178,22 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
 
     The charges of all days are the same however they are cut into periods.
     """
-    work_of: defaultdict[str, list[tuple[Whose, Work]]] = defaultdict(list)
+    work_of: defaultdict[str, list[tuple[Whose, Spend]]] = defaultdict(list)
     for whose, work in ledger.work.items():
         work_of[whose.session_id].append((whose, work))
     for session in ledger.sessions:
         begins = day_of(session.started_at)
-        dated = [(max(whose.day, begins), whose, work) for whose, work in work_of.pop(session.session_id, [])]
-        ends = max([day_of(session.last_seen_at), *(day for day, _, _ in dated)])
+        own = [
+            (replace(whose, day=max(whose.day, begins)), work) for whose, work in work_of.pop(session.session_id, [])
+        ]
+        ends = max([day_of(session.last_seen_at), *(whose.day for whose, _ in own)])
         if not days.overlap(begins, ends):
             continue
-        yield from (_attributed(ledger.run, session, day, whose, work) for day, whose, work in dated if day in days)
-        overhead = _overheads(
-            session, ledger.then, range(begins, ends + 1), [(day, work.usd) for day, _, work in dated]
-        )
-        yield from (_overhead(ledger.run, session, day, spend) for day, spend in overhead if day in days)
+        paid = [(whose.day, work.attributed_usd) for whose, work in own]
+        own += _overheads(session, ledger.then, range(begins, ends + 1), paid)
+        yield from (_charge(ledger.run, session, whose, spend) for whose, spend in own if whose.day in days)
     for rest in work_of.values():
-        yield from (_attributed(ledger.run, None, whose.day, whose, work) for whose, work in rest if whose.day in days)
+        yield from (_charge(ledger.run, None, whose, work) for whose, work in rest if whose.day in days)
 
 
 def _overheads(
@@ -217,16 +201,17 @@ def _overheads(
     then: Callable[[EngineSession, float], EngineSession],
     days: range,
     paid: Iterable[tuple[int, float]],
-) -> Iterator[tuple[int, Spend]]:
+) -> Iterator[tuple[Whose, Spend]]:
     """The part of an engine's cost that no work pays for, by day.
 
     Args:
         days: all days of its life, and until its last work was committed.
-        paid: dollars of committed work, with their days.
+        paid: days of committed work, and its dollars.
     """
+    nobody = Whose(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
-        yield from ((day, Spend(is_priced=False)) for day in days)
+        yield from ((replace(nobody, day=day), Spend(is_priced=False)) for day in days)
         return
     committed_s = [0.0] * len(days)
     for day, usd in paid:
@@ -237,42 +222,20 @@ def _overheads(
         by_kind = seconds.times(usd_per_s)
         spend = Spend(loading_usd=by_kind.load + by_kind.compile, idle_usd=by_kind.idle, lost_usd=by_kind.lost)
         if spend != Spend():
-            yield day, spend
+            yield replace(nobody, day=day), spend
 
 
-def _attributed(run: str, session: EngineSession | None, day: int, whose: Whose, work: Work) -> Charge:
+def _charge(run: str, session: EngineSession | None, whose: Whose, spend: Spend) -> Charge:
     return Charge(
-        day=day,
+        day=whose.day,
         run=run,
         instance=session.instance_type if session else "",
         provider=session.provider if session else "",
         region=session.region if session else "",
         usd_per_device_s=session.usd_per_device_s if session else 0.0,
         model=whose.model,
-        drafter=whose.drafter or "none",
+        drafter=(whose.drafter or "none") if whose.model else "",
         key=whose.key,
         tags=whose.tags,
-        spend=Spend(
-            attributed_usd=work.usd,
-            num_requests=work.num_requests,
-            num_prompt_tokens=work.num_prompt_tokens,
-            num_cached_tokens=work.num_cached_tokens,
-            num_output_tokens=work.num_output_tokens,
-        ),
-    )
-
-
-def _overhead(run: str, session: EngineSession, day: int, spend: Spend) -> Charge:
-    return Charge(
-        day=day,
-        run=run,
-        instance=session.instance_type,
-        provider=session.provider,
-        region=session.region,
-        usd_per_device_s=session.usd_per_device_s,
-        model=session.model,
-        drafter=(session.drafter or "none") if session.model else "",
-        key="",
-        tags=session.tags,
         spend=spend,
     )

@@ -5,6 +5,7 @@ endpoint's ledger that has billed it.
 """
 
 import glob
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions,
 from peagle.economics.prices import Price
 from peagle.economics.request_work import read_work
 from peagle.economics.sessions import EngineFacts, session_at
-from peagle.economics.spending import Ledger, Whose, Work, day_of
+from peagle.economics.spending import Ledger, Spend, Whose, day_of
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
@@ -128,10 +129,10 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
     usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
-    work: dict[Whose, Work] = {}
+    work: defaultdict[Whose, Spend] = defaultdict(Spend)
     for usage in usages:
         whose = Whose(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
-        work.setdefault(whose, Work()).add(Work.of(usage, usage.busy_s * usd_per_s[usage.session_id]))
+        work[whose] += Spend.of(usage, usage.busy_s * usd_per_s[usage.session_id])
     return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
 
 

@@ -10,7 +10,7 @@ ledger and adds it up.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.spending import Days, Ledger, Whose, Work, charges, day_number, day_of
+from peagle.economics.spending import Days, Ledger, Spend, Whose, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
 from peagle.economics.usage import UnitUsage
 from peagle.engine.self_check import counted
@@ -79,12 +79,12 @@ class CostView:
         charged = charges(ledger, days)
         return statement((one for one in charged if key in (None, one.key)), by, days)
 
-    def _work(self) -> dict[Whose, Work]:
-        work: dict[Whose, Work] = {}
+    def _work(self) -> Mapping[Whose, Spend]:
+        work: defaultdict[Whose, Spend] = defaultdict(Spend)
         for cell, sums in self.totals.cells.items():
             day = day_of(cell.minute * MINUTE_S)
             whose = Whose(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
-            work.setdefault(whose, Work()).add(Work.of(sums.usage, sums.usd))
+            work[whose] += Spend.of(sums.usage, sums.usd)
         return work
 
     async def require(self) -> None:

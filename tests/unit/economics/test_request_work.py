@@ -8,7 +8,7 @@ import pytest
 from peagle.economics import request_work
 from peagle.economics.ledger import append_request
 from peagle.economics.request_work import read_work
-from peagle.economics.spending import Whose, Work
+from peagle.economics.spending import Spend, Whose
 from tests.unit.pipelines.online.ledgers import a_request
 
 
@@ -53,12 +53,12 @@ def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
     expected = line_by_line(tmp_path, monkeypatch)
     assert found.keys() == expected.keys()
     for whose, work in found.items():
-        assert work.usd == pytest.approx(expected[whose].usd)
+        assert work.attributed_usd == pytest.approx(expected[whose].attributed_usd)
         assert (work.num_requests, work.num_output_tokens) == (
             expected[whose].num_requests, expected[whose].num_output_tokens,
         )  # fmt: skip
-    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Work(
-        num_requests=1, num_prompt_tokens=100, num_output_tokens=41, usd=0.0
+    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Spend(
+        num_requests=1, num_prompt_tokens=100, num_output_tokens=41, attributed_usd=0.0
     )
     assert caplog.records == []
 
