@@ -117,13 +117,13 @@ def drawing(height: int, name: str, parts: Sequence[str]) -> str:
     )
 
 
-def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]], height: int = HEIGHT) -> str:
+def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HEIGHT) -> str:
     """A chart as a file of its own: heading, chart, legend, and its own style.
 
     Args:
         chart: a drawing.
         heading: above it; without its middle where it is too long, as the labels.
-        legend: label and series of each.
+        legend: labels of the series, in their order.
         height: of the drawing.
     """
     width = WIDTH + 2 * _MARGIN
@@ -137,8 +137,8 @@ def standalone(chart: str, heading: str, legend: Sequence[tuple[str, int]], heig
         text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_LETTERS), "value", "start"),
         chart.replace("<svg ", nested, 1),
     ]
-    for line, (label, series) in enumerate(legend):
-        y = legend_top + _LEGEND_LINE * line
+    for series, label in enumerate(legend):
+        y = legend_top + _LEGEND_LINE * series
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
         parts.append(text(_MARGIN + 18, y + 10, shortened(label, _LEGEND_LETTERS), "label", "start"))
     size = f'width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}"'

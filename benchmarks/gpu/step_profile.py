@@ -246,7 +246,7 @@ def drafter_plot(model: str, engines: Sequence[Mapping[str, Any]]) -> str | None
     if not found:
         return None
     curves = [(METHOD_NAMES[method], sorted(points)) for method, points in found.items()]
-    names = [(name, series) for series, (name, _) in enumerate(curves)]
+    names = [name for name, _ in curves]
     return standalone(line_chart(curves, _DRAFTER_AXES), f"Drafting alone, concurrency {concurrency}, {model}", names)
 
 

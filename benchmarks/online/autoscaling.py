@@ -179,8 +179,7 @@ def plot(samples: list[dict[str, float]], engine: str) -> str:
     }
     curves = [(name, [(round(s["at_s"]), float(s[key])) for s in near]) for name, key in lines.items()]
     kind = "fake engine" if engine == "fake" else "real engine"
-    legend = [(name, series) for series, (name, _) in enumerate(curves)]
-    return standalone(line_chart(curves, _AXES), f"Engines follow the load ({kind})", legend)
+    return standalone(line_chart(curves, _AXES), f"Engines follow the load ({kind})", list(lines))
 
 
 def _flags(options: argparse.Namespace) -> list[str]:

@@ -106,7 +106,7 @@ def main() -> None:
             f"`python benchmarks/plan/scale.py --seeds {args.seeds} --output "
             f"{args.output}`; its head says what is simulated and what is assumed.\n\n{page}"
         )
-        legend = [(label, series) for series, (label, _) in enumerate(curves)]
+        legend = [label for label, _ in curves]
         heading = "SIMULATED: useful share, an hour of work an engine"
         args.output.with_suffix(".svg").write_text(standalone(line_chart(curves, _AXES), heading, legend))
 

@@ -1,9 +1,9 @@
 """The tables and plots of an evaluation, made from its report alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from peagle.bench.tables import acceptance_figures, conditions
+from peagle.bench.tables import POSITION_NOTE, acceptance_figures, conditions, positions_of, subject_of
 from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
 from peagle.economics.report.html import Rates, acceptance_svg
 from peagle.tables import aligned, markdown
@@ -27,7 +27,7 @@ def text_report(report: Mapping[str, Any]) -> str:
 def markdown_report(report: Mapping[str, Any]) -> str:
     """The same tables, ready for a model card."""
     parts = [f"Measured: {_conditions(report)}.", "", *markdown(_cell_rows(report))]
-    parts += ["", "By position: the share of drafts in which that token was accepted. Speeds are tokens a second."]
+    parts += ["", f"{POSITION_NOTE} Speeds are tokens a second."]
     if category_rows := _category_rows(report):
         parts += ["", *markdown(category_rows)]
     return "\n".join([*parts, *(f"\n{note}" for note in report["notes"])]) + "\n"
@@ -45,11 +45,11 @@ def _conditions(report: Mapping[str, Any]) -> str:
 
 
 def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    num_positions = max(len(cell["acceptance_rates"]) for cell in report["cells"])
-    rows = [[*_HEAD, *map(str, range(1, num_positions + 1)), *_SPEEDS.values()]]
+    positions = positions_of(report["cells"])
+    rows = [[*_HEAD, *positions, *_SPEEDS.values()]]
     for cell in report["cells"]:
         speeds = [f"{cell[name]:,.1f}" for name in _SPEEDS]
-        rows.append([cell["drafter"], str(cell["k"]), *acceptance_figures(cell, num_positions), *speeds])
+        rows.append([cell["drafter"], str(cell["k"]), *acceptance_figures(cell, positions), *speeds])
     return rows
 
 
@@ -58,12 +58,12 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
     cells = [cell for cell in report["cells"] if cell["by_category"]]
     if not cells:
         return []
-    num_positions = max(len(cell["acceptance_rates"]) for cell in cells)
-    rows = [["category", *_HEAD, "responses", *map(str, range(1, num_positions + 1))]]
+    positions = positions_of(cells)
+    rows = [["category", *_HEAD, "responses", *positions]]
     for name in sorted({name for cell in cells for name in cell["by_category"]}):
         for cell in cells:
             if found := cell["by_category"].get(name):
-                length, drafts, *rates = acceptance_figures(found, num_positions)
+                length, drafts, *rates = acceptance_figures(found, positions)
                 responses = f"{found['num_responses']:,}"
                 rows.append([name, cell["drafter"], str(cell["k"]), length, drafts, responses, *rates])
     return rows
@@ -89,7 +89,7 @@ def length_plot(report: Mapping[str, Any]) -> str:
         for label, cells in _by_drafter(report).items()
     }
     chart = line_chart(list(curves.items()), _LENGTH_AXES)
-    return standalone(chart, f"Acceptance length, {_subject(report)}", _legend(list(curves)))
+    return standalone(chart, f"Acceptance length, {subject_of(report)}", list(curves))
 
 
 def position_plot(report: Mapping[str, Any]) -> str:
@@ -100,7 +100,7 @@ def position_plot(report: Mapping[str, Any]) -> str:
         Rates(label=label, rates=cell["acceptance_rates"], series=series)
         for series, (label, cell) in enumerate(zip(labels, largest.values(), strict=True))
     ]
-    return standalone(acceptance_svg(rates), f"Acceptance by position, {_subject(report)}", _legend(labels))
+    return standalone(acceptance_svg(rates), f"Acceptance by position, {subject_of(report)}", labels)
 
 
 def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
@@ -113,11 +113,3 @@ def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]
         groups.setdefault(cell["drafter"], []).append(cell)
     kept = list(groups.items())[:MAX_SERIES]
     return {label: sorted(cells, key=lambda cell: cell["k"]) for label, cells in kept}
-
-
-def _subject(report: Mapping[str, Any]) -> str:
-    return f"{report['model']}, {report['dataset']['name']}"
-
-
-def _legend(labels: Sequence[str]) -> list[tuple[str, int]]:
-    return [(label, series) for series, label in enumerate(labels)]

@@ -4,7 +4,7 @@ The first two have the published layout: a row a method and K, a column a concur
 the best K of each method and the best of one over that of another.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from peagle.bench.report import best
@@ -16,6 +16,7 @@ from peagle.tables import aligned, markdown
 Rows = list[list[str]]
 Form = Callable[[Sequence[Sequence[str]]], list[str]]
 
+POSITION_NOTE = "By position: the share of drafts in which that token was accepted."
 _LATENCIES = ("p50", "p95", "p99")
 _SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range over it."
 _BEST_NOTE = (
@@ -72,20 +73,24 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
 def acceptance_rows(report: Mapping[str, Any]) -> Rows:
     """Acceptance length and acceptance by position of every setup that drafted."""
     drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
-    num_positions = max((len(setup["acceptance_rates"]) for setup in drafting), default=0)
     if not drafting:
         return []
-    rows = [["acceptance", "K", "length", "drafts", *map(str, range(1, num_positions + 1))]]
-    rows += [[*_names(setup), *acceptance_figures(setup, num_positions)] for setup in drafting]
+    positions = positions_of(drafting)
+    rows = [["acceptance", "K", "length", "drafts", *positions]]
+    rows += [[*_names(setup), *acceptance_figures(setup, positions)] for setup in drafting]
     return rows
 
 
-def acceptance_figures(found: Mapping[str, Any], num_positions: int) -> list[str]:
+def positions_of(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The heads of the columns by position in the draft, up to the largest K."""
+    return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in found))]
+
+
+def acceptance_figures(found: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
     """Acceptance length, drafts, and a figure for each position; blank beyond K."""
-    length = found["acceptance_length"]
     rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
-    blank = [""] * (num_positions - len(rates))
-    return [UNKNOWN if length is None else f"{length:.2f}", f"{found['num_drafts']:,}", *rates, *blank]
+    blank = [""] * (len(positions) - len(rates))
+    return [_decimals(found["acceptance_length"], 2), f"{found['num_drafts']:,}", *rates, *blank]
 
 
 def cost_rows(report: Mapping[str, Any]) -> Rows:
@@ -141,7 +146,7 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
     if compared := best_rows(report):
         lines += ["", *form(compared), "", _BEST_NOTE]
     if drafted := acceptance_rows(report):
-        lines += ["", *form(drafted), "", "By position: the share of drafts in which that token was accepted."]
+        lines += ["", *form(drafted), "", POSITION_NOTE]
     lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
     if any(cell["num_refused"] for cell in report["cells"]):
         lines += ["", "Requests were refused by the engine and are in no figure: see num_refused in the JSON."]
@@ -256,5 +261,10 @@ def _methods(report: Mapping[str, Any]) -> list[str]:
 
 def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Axes) -> str:
     label = f"{report['labels'][0].split()[0]}, " if report["labels"] else ""
-    heading = f"{label}{subject}, {report['model']}, {report['dataset']['name']}"
-    return standalone(line_chart(curves, axes), heading, [(words, series) for series, (words, _) in enumerate(curves)])
+    heading = f"{label}{subject}, {subject_of(report)}"
+    return standalone(line_chart(curves, axes), heading, [words for words, _ in curves])
+
+
+def subject_of(report: Mapping[str, Any]) -> str:
+    """The model and the data that a plot is of, as its heading names them."""
+    return f"{report['model']}, {report['dataset']['name']}"

@@ -33,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_a_standalone_file_holds_the_chart_its_style_and_a_legend() -> None:
     chart = drawing(HEIGHT, "a < b", [text(1, 2, "a & b", "tick", "start")])
-    root = ElementTree.fromstring(standalone(chart, "Heading", [("one", 0), ("two <2>", 1)]))
+    root = ElementTree.fromstring(standalone(chart, "Heading", ["one", "two <2>"]))
     assert [node.text for node in root.iter(f"{SVG}text")] == ["Heading", "a & b", "one", "two <2>"]
     inner = root.find(f"{SVG}svg")
     assert inner is not None
@@ -45,7 +45,7 @@ def test_a_standalone_file_holds_the_chart_its_style_and_a_legend() -> None:
 
 def test_a_heading_and_labels_too_long_for_the_page_lose_their_middle() -> None:
     path = "/models/" + "long/" * 20 + "head, K=7"
-    root = ElementTree.fromstring(standalone(drawing(HEIGHT, "", []), "A" * 90, [(path, 0)]))
+    root = ElementTree.fromstring(standalone(drawing(HEIGHT, "", []), "A" * 90, [path]))
     heading, label = (node.text or "" for node in root.iter(f"{SVG}text"))
     assert len(heading) < 60
     assert label.startswith("/models/")
