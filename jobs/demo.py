@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.quiet import QuietStderr
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import describe_answers
-    from peagle.runs.progress import Progress
+    from peagle.runs.progress import RunProgress
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         {"output": folder / "peagle", "drafter": "peagle", "num_speculative_tokens": K, "limit": NUM_PROMPTS},
         {"output": folder / "none", "drafter": "none", "limit": NUM_BASELINE_PROMPTS},
     ]
-    progress, reports = Progress(console(soft_wrap=True)), []
+    progress, reports = RunProgress(console(soft_wrap=True)), []
     with QuietStderr() as quiet, ray_cluster():
         quiet.move_to(folder / "ray.log")
         for number, own in enumerate(runs, 1):

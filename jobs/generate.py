@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.report.text import text_summary
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import describe_answers
-    from peagle.runs.progress import Progress
+    from peagle.runs.progress import RunProgress
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
     request = RunRequest(config=config, command=args.command_line)
-    outcome = generate(request, Progress(console(soft_wrap=True)))
+    outcome = generate(request, RunProgress(console(soft_wrap=True)))
     if outcome.did_nothing:
         print(f"{config.output} is finished: nothing to do.")
     print(text_summary(outcome.report))

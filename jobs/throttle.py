@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peagle.bench.engine import Listener
+    from peagle.bench.engine import MeasurementListener
 
 _REPORT_EVERY_S = 15.0
 
@@ -27,11 +27,11 @@ class Throttle:
             self._report(*news)
 
 
-def listener() -> "Listener":
+def listener() -> "MeasurementListener":
     """A measurement's news on the terminal."""
-    from peagle.bench.engine import Listener
+    from peagle.bench.engine import MeasurementListener
 
-    return Listener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
+    return MeasurementListener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
 
 
 def say(message: str) -> None:

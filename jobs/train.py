@@ -83,10 +83,10 @@ def _require_ray(config: TrainConfig) -> None:
 def _regenerate(config: TrainConfig, command: list[str]) -> None:
     from rich.console import Console
 
-    from peagle.runs.progress import Progress
+    from peagle.runs.progress import RunProgress
     from pipelines.training.responses import regenerate
 
-    regenerate(config, Progress(Console(soft_wrap=True)), command=command)
+    regenerate(config, RunProgress(Console(soft_wrap=True)), command=command)
 
 
 def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]]:

@@ -82,16 +82,16 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """
     ordered = sorted(ends)
     pools: list[tuple[float, int]] = []  # height of the first of them were they stacked there, and how many
-    for place, (height, _) in enumerate(ordered):
-        first, count = height - place * _LABEL_HEIGHT, 1
+    for index, (height, _) in enumerate(ordered):
+        first, count = height - index * _LABEL_HEIGHT, 1
         while pools and pools[-1][0] > first:
             before, others = pools.pop()
             first, count = (before * others + first * count) / (others + count), others + count
         pools.append((first, count))
     firsts = [first for first, count in pools for _ in range(count)]
     return [
-        (first + place * _LABEL_HEIGHT, words)
-        for place, (first, (_, words)) in enumerate(zip(firsts, ordered, strict=True))
+        (first + index * _LABEL_HEIGHT, words)
+        for index, (first, (_, words)) in enumerate(zip(firsts, ordered, strict=True))
     ]
 
 
@@ -145,10 +145,10 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
 
-Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and (place, value)
+Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and points (x, value)
 
-_INSET = 20  # between the axis and the first place
-_VALUE_WIDTH = 30  # right of the last place, where only that one's values are written
+_INSET = 20  # between the axis and the first point
+_VALUE_WIDTH = 30  # right of the last points, where only that one's values are written
 _LABELLED_CURVES = 2  # of more, the values would run into each other
 _LABEL_GAP = 24  # a value whose point has another this close above it stands below its point
 _MOST_STEPS = 4  # of the vertical axis
@@ -162,48 +162,46 @@ class Axes:
         name: of the chart, for those who cannot see it.
         x_name: of the horizontal axis.
         y_name: of the vertical axis, with its unit.
-        place: what stands before a place where a point is named: "K=".
+        x_prefix: what stands before the x of a point where it is named: "K=".
         first: where the vertical axis begins.
         decimals: of a value.
-        is_even: places stand equally far apart, whatever lies between them.
+        is_even: points stand equally far apart, whatever lies between them.
     """
 
     name: str
     x_name: str
     y_name: str
-    place: str
+    x_prefix: str
     first: float = 0.0
     decimals: int = 2
     is_even: bool = False
 
 
 def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
-    """Lines with a point at each place; a series with one point is that point alone."""
-    places = sorted({place for _, points in curves for place, _ in points})
+    """Lines through points; a series with one point is that point alone."""
+    xs = sorted({at for _, points in curves for at, _ in points})
     span = max(value for _, points in curves for _, value in points) - axes.first
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
     every_value = len(curves) <= _LABELLED_CURVES
     width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else _VALUE_WIDTH)
 
-    def x(place: int) -> float:
-        return LEFT + _INSET + _share(places, place, axes.is_even) * width
+    def x(at: int) -> float:
+        return LEFT + _INSET + _share(xs, at, axes.is_even) * width
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - axes.first) / (step * num_steps))
 
     ticks = [axes.first + step * n for n in range(num_steps + 1)]
     parts = [grid_line(y(tick), f"{tick:.3g}" if tick < 1000 else f"{tick:.0f}") for tick in ticks]
-    parts += [text(x(place), HEIGHT - BOTTOM + 16, str(place), "tick", "middle") for place in places]
+    parts += [text(x(at), HEIGHT - BOTTOM + 16, str(at), "tick", "middle") for at in xs]
     for series, (label, points) in enumerate(curves):
-        path = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in points)
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
         parts.append(f'<polyline class="line-{series}" points="{path}"/>')
-        for place, value in points:
-            words = title(f"{label}, {axes.place}{place}: {value:.{axes.decimals}f}")
-            parts.append(
-                f'<circle class="series-{series}" cx="{x(place):.1f}" cy="{y(value):.1f}" r="4">{words}</circle>'
-            )
-    parts += _every_value(curves, x, y, axes) if every_value else _last_values(curves, x, places[-1], y, axes)
+        for at, value in points:
+            words = title(f"{label}, {axes.x_prefix}{at}: {value:.{axes.decimals}f}")
+            parts.append(f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{words}</circle>')
+    parts += _every_value(curves, x, y, axes) if every_value else _last_values(curves, x, xs[-1], y, axes)
     parts += [x_axis_name(axes.x_name), y_axis_name(axes.y_name)]
     return drawing(HEIGHT, axes.name, parts)
 
@@ -219,13 +217,13 @@ def grid_step(span: float) -> float:
     return next(step for step in steps if span <= _MOST_STEPS * step)
 
 
-def _share(places: Sequence[int], place: int, is_even: bool) -> float:
-    """A position's share of the axis, from 0 to 1; a single one is in the middle."""
-    if len(places) == 1:
+def _share(xs: Sequence[int], at: int, is_even: bool) -> float:
+    """An x's share of the axis, from 0 to 1; a single one is in the middle."""
+    if len(xs) == 1:
         return 0.5
     if is_even:
-        return places.index(place) / (len(places) - 1)
-    return (place - places[0]) / (places[-1] - places[0])
+        return xs.index(at) / (len(xs) - 1)
+    return (at - xs[0]) / (xs[-1] - xs[0])
 
 
 def _every_value(
@@ -233,17 +231,17 @@ def _every_value(
 ) -> list[str]:
     """Each value above its point, or below where another point is right above."""
     parts = []
-    for place, value in (point for _, points in curves for point in points):
-        others = [y(other) for _, points in curves for other_place, other in points if other_place == place]
+    for at, value in (point for _, points in curves for point in points):
+        others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
         is_crowded = any(0 < y(value) - other < _LABEL_GAP for other in others)
         words = f"{value:.{axes.decimals}f}"
-        parts.append(text(x(place), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
+        parts.append(text(x(at), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
     return parts
 
 
 def _last_values(
-    curves: Sequence[Curve], x: Callable[[int], float], place: int, y: Callable[[float], float], axes: Axes
+    curves: Sequence[Curve], x: Callable[[int], float], last_x: int, y: Callable[[float], float], axes: Axes
 ) -> list[str]:
-    """The values at the last place alone, right of their points."""
-    last = [(y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == place]
-    return [text(x(place) + 10, height + 4, words, "value", "start") for height, words in apart(last)]
+    """The values at the last x alone, right of their points."""
+    last = [(y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == last_x]
+    return [text(x(last_x) + 10, height + 4, words, "value", "start") for height, words in apart(last)]

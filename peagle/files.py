@@ -216,18 +216,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_Placing = Callable[[BinaryIO, Path, Path], bool]
+_Publish = Callable[[BinaryIO, Path, Path], bool]
 
 
-def _put(path: Path, data: bytes, place: _Placing, mode: int) -> bool:
-    """Write a temporary file, and have `place` give it its name; whether it got it."""
+def _put(path: Path, data: bytes, publish: _Publish, mode: int) -> bool:
+    """Write a temporary file, and have `publish` give it its name; whether it got it."""
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = _temporary_name(path)
         try:
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
                 _flush(file)  # else a power cut may keep the name and lose the bytes
-                placed = place(file, temporary, path)
+                published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
             # Somebody swept the temporary file away as a killed writer's, or the answer to its creation was lost.
@@ -236,7 +236,7 @@ def _put(path: Path, data: bytes, place: _Placing, mode: int) -> bool:
         finally:
             temporary.unlink(missing_ok=True)
     sync_folder(path.parent)  # also where another was first: what builds on that name may not outlive it
-    return placed
+    return published
 
 
 def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:

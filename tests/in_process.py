@@ -26,7 +26,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import EngineAccount
-from pipelines.online.replica.fake import StandIn, StandInEngine
+from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
 from pipelines.online.replica.relay import relay
 from pipelines.online.wire import Context
 
@@ -159,15 +159,15 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         patch.setattr(module, "RayRunner", NoRunner)
         patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
         config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
-        stand_in = StandInEngine(StandIn(), config)
-        handles, batches = {"m": Handle(stand_in, account)}, _batches(folder, model)
+        engine = FakeServeEngine(FakeSettings(), config)
+        handles, batches = {"m": Handle(engine, account)}, _batches(folder, model)
         ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
         app = module.make_app(settings)
         for name, route in module._ROUTES.items():
             route(app)(getattr(ingress, name))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
         served = Served(None, {name: key for name, (key, _) in made.items()}, folder / "ledger")
-        app.router.add_event_handler("startup", stand_in.start)
+        app.router.add_event_handler("startup", engine.start)
         app.router.add_event_handler("startup", lambda: _keep(server, served.watch()))
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -187,7 +187,7 @@ def _keep(server, coroutine):
 
 def _batches(folder, model):
     placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
-    neighbours = Neighbours(places="test", hardware=hardware.detect(), placement=placement)
+    neighbours = Neighbours(slot_group="test", hardware=hardware.detect(), placement=placement)
     recipe = Recipe(model=model, config={}, neighbours=neighbours)
     return BatchSettings(
         folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,

@@ -151,12 +151,12 @@ def _generate(config: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from peagle.errors import StoppedEarly
-    from peagle.runs.progress import Progress
+    from peagle.runs.progress import RunProgress
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
     try:
-        report = generate(RunRequest(config=config, command=["scale"]), Progress(Console(file=io.StringIO()))).report
+        report = generate(RunRequest(config=config, command=["scale"]), RunProgress(Console(file=io.StringIO()))).report
     except StoppedEarly:
         return {"complete": False}
     return {"complete": True, "num_rows": report["account"]["num_rows"]}

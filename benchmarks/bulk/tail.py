@@ -57,7 +57,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
 
     from peagle import hardware
     from peagle.engine.fake import FakeTraits
-    from peagle.runs.progress import Progress
+    from peagle.runs.progress import RunProgress
     from pipelines.batch.config import GenerateConfig
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
@@ -78,7 +78,7 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
         heartbeat_s=1,
         usd_per_hour=1,
     )
-    generate(RunRequest(config=config, command=sys.argv), Progress(Console(file=io.StringIO())))
+    generate(RunRequest(config=config, command=sys.argv), RunProgress(Console(file=io.StringIO())))
 
 
 def _account(options: argparse.Namespace) -> dict[str, Any]:

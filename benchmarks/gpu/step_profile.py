@@ -34,7 +34,7 @@ from peagle import hardware
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import read_from, reported
 from peagle.bench.folder import MeasurementFolder
-from peagle.bench.plan import Plan, make_plan
+from peagle.bench.plan import BenchPlan, make_plan
 from peagle.bench.prompts import Dataset, build_dataset, read_dataset
 from peagle.bench.report import labels
 from peagle.bench.setups import Setup
@@ -61,7 +61,7 @@ _DRAFTER_AXES = Axes(
     name="Time of drafting by K",
     x_name="draft tokens a step (K)",
     y_name="ms a step in the drafter",
-    place="K=",
+    x_prefix="K=",
 )
 
 
@@ -102,7 +102,7 @@ def profile(config: BenchConfig) -> int:
 class _Run:
     """The engines of one command: those that are done, those that failed, and how the others are profiled."""
 
-    def __init__(self, plan: Plan, dataset: Dataset, folder: MeasurementFolder) -> None:
+    def __init__(self, plan: BenchPlan, dataset: Dataset, folder: MeasurementFolder) -> None:
         self._plan, self._dataset, self._folder = plan, dataset, folder
         found = {setup: folder.find(setup.name, dict) for setup in plan.setups}
         self.done = {setup: engine for setup, engine in found.items() if engine is not None}
@@ -151,7 +151,7 @@ def head_config(setup: Setup) -> dict[str, Any] | None:
     return head
 
 
-def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
+def profile_engine(plan: BenchPlan, setup: Setup, dataset: Dataset, log: Path) -> dict[str, Any]:
     """Start one engine, and profile it at every concurrency.
 
     Raises:
@@ -170,7 +170,7 @@ def profile_engine(plan: Plan, setup: Setup, dataset: Dataset, log: Path) -> dic
             raise EngineError(root_cause(read_from(log, began_at)) or repr(error)) from error
 
 
-def _profiled(arguments: Mapping[str, Any], plan: Plan, setup: Setup, dataset: Dataset) -> dict[str, Any]:
+def _profiled(arguments: Mapping[str, Any], plan: BenchPlan, setup: Setup, dataset: Dataset) -> dict[str, Any]:
     from vllm import LLM
 
     with interruptible():
@@ -184,7 +184,7 @@ def _profiled(arguments: Mapping[str, Any], plan: Plan, setup: Setup, dataset: D
 
 
 def profile_cell(
-    llm: Any, plan: Plan, setup: Setup, dataset: Dataset, concurrency: int, bytes_per_s: float
+    llm: Any, plan: BenchPlan, setup: Setup, dataset: Dataset, concurrency: int, bytes_per_s: float
 ) -> dict[str, Any]:
     """One engine at one concurrency: milliseconds of a step's parts, of its kernels, and its floor."""
     max_tokens = plan.config.max_tokens
@@ -250,12 +250,12 @@ def drafter_plot(model: str, engines: Sequence[Mapping[str, Any]]) -> str | None
     return standalone(line_chart(curves, _DRAFTER_AXES), f"Drafting alone, concurrency {concurrency}, {model}", names)
 
 
-def _concurrency(plan: Plan) -> dict[str, Any]:
+def _concurrency(plan: BenchPlan) -> dict[str, Any]:
     """An engine is profiled at all of them while it is up."""
     return {"concurrency": plan.config.concurrency}
 
 
-def _generate(llm: Any, plan: Plan, dataset: Dataset, concurrency: int, max_tokens: int) -> list[Any]:
+def _generate(llm: Any, plan: BenchPlan, dataset: Dataset, concurrency: int, max_tokens: int) -> list[Any]:
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": p.token_ids} for p in islice(cycle(dataset.prompts), concurrency)]
@@ -265,7 +265,7 @@ def _generate(llm: Any, plan: Plan, dataset: Dataset, concurrency: int, max_toke
 
 
 def _write(
-    root: Path, plan: Plan, dataset: Dataset, engines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
+    root: Path, plan: BenchPlan, dataset: Dataset, engines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
 ) -> dict[str, Any]:
     found = {
         "labels": labels(plan),

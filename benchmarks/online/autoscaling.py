@@ -32,7 +32,7 @@ _AXES = Axes(
     name="Engines and clients over time",
     x_name="seconds since the load began",
     y_name="engines, and clients",
-    place="second ",
+    x_prefix="second ",
     decimals=1,
 )
 

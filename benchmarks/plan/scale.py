@@ -40,7 +40,7 @@ _AXES = Axes(
     name="Useful share of paid engine time by number of engines",
     x_name="engines",
     y_name="useful, % of paid engine time",
-    place="",
+    x_prefix="",
     decimals=0,
     is_even=True,
 )

@@ -16,10 +16,10 @@ from typing import Any
 
 from peagle.bench.acceptance_tables import length_plot, markdown_report, position_plot
 from peagle.bench.config import EvaluateConfig, as_benchmark
-from peagle.bench.engine import Listener, Start
+from peagle.bench.engine import MeasurementListener, Start
 from peagle.bench.folder import SCHEMA
 from peagle.bench.loop import TokenizerOf
-from peagle.bench.plan import Pass, Plan
+from peagle.bench.plan import BenchPlan, Pass
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources
 from peagle.bench.run import Bench
@@ -38,7 +38,7 @@ _NOT_BY_CATEGORY = "This vLLM counts drafts by engine, not by request: the categ
 
 def evaluate(
     config: EvaluateConfig,
-    listener: Listener,
+    listener: MeasurementListener,
     *,
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
@@ -64,7 +64,7 @@ class Evaluation(Bench):
     parts = "cells"
 
     @staticmethod
-    def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+    def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         """Decide everything of an evaluation but the prompts.
 
         Raises:
@@ -77,7 +77,7 @@ class Evaluation(Bench):
         setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config, hardware)]
         precision = spec_precision(spec, hardware)
         require_capacity(setups, model, hardware)
-        return Plan(
+        return BenchPlan(
             config=as_benchmark(config, concurrency=[config.concurrency], repeats=1, rounds=1),
             hardware=hardware,
             model=model,
@@ -95,7 +95,7 @@ class Evaluation(Bench):
         return 1
 
     @classmethod
-    def require(cls, plan: Plan, dataset: Dataset) -> None:
+    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Take any number of prompts.
 
         Acceptance does not depend on how many are asked at once.

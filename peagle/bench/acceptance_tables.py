@@ -74,7 +74,7 @@ _LENGTH_AXES = Axes(
     name="Acceptance length by K",
     x_name="draft tokens a step (K)",
     y_name="tokens a verify step",
-    place="K=",
+    x_prefix="K=",
     first=1.0,
 )
 

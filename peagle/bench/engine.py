@@ -34,7 +34,7 @@ Start = Callable[[EngineSpec, Hardware], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
+class MeasurementListener:
     """Who is told what happens: sentences, and responses done of how many."""
 
     say: Callable[[str], None] = lambda message: None
@@ -112,7 +112,7 @@ class Measuring(Protocol):
         """Write the report of everything measured so far to the folder."""
 
 
-def reported(run: Measuring, root: Path, listener: Listener, *, parts: str) -> dict[str, Any]:
+def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
     """Measure, and write the report.
 
     Args:

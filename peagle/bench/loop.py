@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Self
 from peagle import hardware
 from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import MeasurementKeys
-from peagle.bench.engine import Listener, PeakMemory, Start, memory_reader, with_engine
+from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
-from peagle.bench.plan import Pass, Plan
+from peagle.bench.plan import BenchPlan, Pass
 from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
@@ -56,10 +56,10 @@ class Measurement(ABC):
     def __init__(
         self,
         config: Any,
-        plan: Plan,
+        plan: BenchPlan,
         dataset: Dataset,
         folder: MeasurementFolder,
-        listener: Listener,
+        listener: MeasurementListener,
         start: Start,
     ) -> None:
         self.config, self.plan, self.dataset, self.folder = config, plan, dataset, folder
@@ -73,7 +73,7 @@ class Measurement(ABC):
 
     @staticmethod
     @abstractmethod
-    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> Plan:
+    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         """Decide everything but the prompts."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Measurement(ABC):
         return one.concurrency
 
     @classmethod  # noqa: B027 - most commands take any prompts
-    def require(cls, plan: Plan, dataset: Dataset) -> None:
+    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Refuse prompts of which this plan cannot be measured, with a ConfigError."""
 
     def accept(self, one: Pass, record: PassRecord) -> None:
@@ -123,7 +123,9 @@ class Measurement(ABC):
     # --- the same for all
 
     @classmethod
-    def prepare(cls, config: MeasurementKeys, listener: Listener, start: Start, tokenizer_of: TokenizerOf) -> Self:
+    def prepare(
+        cls, config: MeasurementKeys, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
+    ) -> Self:
         """Decide everything, open the folder, and announce what will be measured.
 
         No engine starts.

@@ -1,8 +1,8 @@
 """The plan of a measurement: target, engines, passes, price. Starts nothing.
 
-Every measuring command has a `Plan`. `make_plan` makes that of `peagle bench`; `peagle evaluate` and `peagle tune` make
-theirs of the same parts. Everything that can be refused is refused here, in `setups` or in `prompts`, before an engine
-starts.
+Every measuring command has a `BenchPlan`. `make_plan` makes that of `peagle bench`; `peagle evaluate` and
+`peagle tune` make theirs of the same parts. Everything that can be refused is refused here, in `setups` or in
+`prompts`, before an engine starts.
 
 A repeat of a cell should come long after the one before it, with other methods in between, so that a machine that
 drifts drifts under all of them; but each start of an engine costs a minute or more. So the repeats are shared out among
@@ -61,7 +61,7 @@ def num_starts(passes: Iterable[Pass]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """The engines to measure, and what they share.
 
     Attributes:
@@ -132,7 +132,7 @@ def chosen_model_runner() -> str | None:
     return os.environ.get(MODEL_RUNNER) or None
 
 
-def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
     """Decide everything of a benchmark but the prompts.
 
     Raises:
@@ -164,7 +164,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         "max_num_seqs": spec.max_num_seqs,
         "max_cudagraph_capture_size": capture_size,
     }
-    return Plan(
+    return BenchPlan(
         config=config,
         hardware=hardware,
         model=model,

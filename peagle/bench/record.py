@@ -219,10 +219,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     (2.5, 1.95)
     """
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.folder import SCHEMA
-from peagle.bench.plan import MODEL_RUNNER, Pass, Plan, chosen_model_runner
+from peagle.bench.plan import MODEL_RUNNER, BenchPlan, Pass, chosen_model_runner
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources, summarise
 from peagle.bench.setups import Setup
@@ -82,7 +82,7 @@ DUMMY = "DUMMY WEIGHTS: the weights are random and the text means nothing; these
 
 
 def make_report(
-    plan: Plan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
+    plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
     """All that was measured so far and what it was measured on.
 
@@ -121,13 +121,13 @@ def make_report(
     }
 
 
-def labels(plan: Plan) -> list[str]:
+def labels(plan: BenchPlan) -> list[str]:
     """The label over every figure; None where the figures are of real text."""
     is_dummy = plan.config.load_format == "dummy"
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
 
 
-def caveats(plan: Plan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
+def caveats(plan: BenchPlan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
     """The reasons why figures are worth less than they look."""
     config, platform = plan.config, plan.hardware.platform
     return [
@@ -191,7 +191,7 @@ def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted({cell["concurrency"] for cell in cells})
 
 
-def _cells(plan: Plan, done: Mapping[Pass, PassRecord]) -> list[dict[str, Any]]:
+def _cells(plan: BenchPlan, done: Mapping[Pass, PassRecord]) -> list[dict[str, Any]]:
     """Setup by setup, concurrencies ascending."""
     found = []
     for setup in plan.setups:
@@ -202,7 +202,7 @@ def _cells(plan: Plan, done: Mapping[Pass, PassRecord]) -> list[dict[str, Any]]:
     return found
 
 
-def _setup(plan: Plan, setup: Setup, done: Mapping[Pass, PassRecord]) -> dict[str, Any]:
+def _setup(plan: BenchPlan, setup: Setup, done: Mapping[Pass, PassRecord]) -> dict[str, Any]:
     """A setup and its acceptance over all concurrencies.
 
     It is the same drafter on the same prompts.

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import Listener, Start, reported
+from peagle.bench.engine import MeasurementListener, Start, reported
 from peagle.bench.loop import Measurement, TokenizerOf
-from peagle.bench.plan import Pass, Plan, make_plan, num_starts
+from peagle.bench.plan import BenchPlan, Pass, make_plan, num_starts
 from peagle.bench.prompts import Dataset, Prompt
 from peagle.bench.record import PassRecord
 from peagle.bench.report import caveats, make_report, require_prompts
@@ -77,7 +77,7 @@ class Bench(Measurement):
     parts = "passes"
 
     @staticmethod
-    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> Plan:
+    def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         """Decide everything but the prompts; a preset has a configuration of its own."""
         return make_plan(config, hardware, model)
 
@@ -122,7 +122,7 @@ class Bench(Measurement):
         return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts
 
     @classmethod
-    def require(cls, plan: Plan, dataset: Dataset) -> None:
+    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Refuse a concurrency that no pass would reach."""
         require_prompts(plan.config, len(dataset.prompts))
 
@@ -178,7 +178,7 @@ class Bench(Measurement):
 
 def bench(
     config: BenchConfig,
-    listener: Listener,
+    listener: MeasurementListener,
     *,
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,

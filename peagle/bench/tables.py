@@ -208,7 +208,7 @@ _SPEED_AXES = Axes(
     name="Output tokens per second by concurrency",
     x_name="requests at once",
     y_name="output tokens/s",
-    place="concurrency ",
+    x_prefix="concurrency ",
     decimals=0,
     is_even=True,
 )
@@ -216,7 +216,7 @@ _COST_AXES = Axes(
     name="Time of a decoding step by K",
     x_name="draft tokens a step (K)",
     y_name="ms a step, drafting and verifying included",
-    place="K=",
+    x_prefix="K=",
     decimals=1,
 )
 

@@ -48,7 +48,7 @@ class Licence(Strict):
     source: str
 
 
-class Architecture(Strict):
+class ArchitectureFacts(Strict):
     """The numbers of a model's `config.json`; None where not confirmed."""
 
     family: str
@@ -153,7 +153,7 @@ class ModelCard(Strict):
     summary: str
     source: Source
     licence: Licence
-    architecture: Architecture
+    architecture: ArchitectureFacts
     precision: PrecisionFacts
     smallest_hardware: SmallestHardware
     heads: dict[Literal["peagle", "eagle3"], HeadCard] = Field(default_factory=dict)

@@ -78,8 +78,8 @@ def _automatic(
         return _no_drafter(f"{model.name} is not in the catalog: name a drafter to use one")
     row = model.card.speculation_for(concurrency, platform)
     if row is None:
-        place = f"{concurrency} requests at once" + (f" on {platform}" if platform else "")
-        return _no_drafter(f"nothing was measured for {place}: name a drafter to try one")
+        load = f"{concurrency} requests at once" + (f" on {platform}" if platform else "")
+        return _no_drafter(f"nothing was measured for {load}: name a drafter to try one")
     if row.method == "none":
         return _no_drafter(f"with {concurrency} requests at once a drafter costs more than it saves ({row.source})")
     path = _head_path(model.card.heads[row.method])

@@ -56,11 +56,11 @@ def discover(uri: str, input_format: str = "auto", *, outside: str | None = None
     Raises:
         InputError: nothing there, an unknown scheme, or a suffix whose format is not known.
     """
-    places = _remote(uri, outside) if "://" in uri else _local(uri, outside)
-    if isinstance(places, _Folder):
-        found = _of_folder(uri, places.files, input_format)
+    located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
+    if isinstance(located, _Folder):
+        found = _of_folder(uri, located.files, input_format)
     else:
-        found = [(path, size, _format(path, input_format)) for path, size in places]
+        found = [(path, size, _format(path, input_format)) for path, size in located]
     for path, size, _ in found:
         _require_unicode(path)
         if size == 0:

@@ -96,11 +96,11 @@ def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
                 hint="use a larger instance_type, a smaller tensor_parallel_size, or in bulk more nodes_per_engine",
             )
         for _ in range(num):
-            place = next((index for index, left in enumerate(free) if left >= size), None)
-            if place is None:
+            machine = next((index for index, left in enumerate(free) if left >= size), None)
+            if machine is None:
                 free.append(offer.num_accelerators - size)
             else:
-                free[place] -= size
+                free[machine] -= size
     return len(free)
 
 

@@ -77,13 +77,13 @@ def _unfit(folder: Path) -> str | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         real = folder.resolve()
-        places = [(place, place.stat()) for place in (real, *real.parents)]
+        folders = [(one, one.stat()) for one in (real, *real.parents)]
     except OSError as error:
         return f"{error.strerror}"
-    for place, status in places:
-        is_sticky = place != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
+    for one, status in folders:
+        is_sticky = one != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
         if status.st_uid not in (0, os.geteuid()) or (_others_write(status) and not is_sticky):
-            return f"others than this user can change {place}, and loading compiled code runs it"
+            return f"others than this user can change {one}, and loading compiled code runs it"
     return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write there"
 
 

@@ -215,11 +215,11 @@ class _Checkable:
         return [
             Judgement(
                 token=str(token),
-                logprob=-0.25 if token == place else -8.0,
-                likeliest=str(place),
+                logprob=-0.25 if token == position else -8.0,
+                likeliest=str(position),
                 likeliest_logprob=-0.25,
             )
-            for place, token in enumerate(token_ids[begin:])
+            for position, token in enumerate(token_ids[begin:])
         ]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TokenLogprob:
     """A token of a response and its log-probability.
 
-    `top` are the likeliest in its place, as many as were asked for.
+    `top` are the likeliest at its position, as many as were asked for.
     """
 
     token: str

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from peagle.engine.interface import Completion, TokenLogprob
 from peagle.engine.precision import Precision
 
-NUM_LIKELIEST = 5  # tokens that are asked for in each place
+NUM_LIKELIEST = 5  # tokens that are asked for at each position
 Outcome = Literal["same", "tie", "different"]
 
 # Logits of bf16 have 8 significant bits: between 16 and 32, where the largest are, neighbours lie 0.125 apart, and
@@ -47,7 +47,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Comparison:
     """How a response compares with the target's own.
 
     Attributes:
@@ -67,11 +67,11 @@ class Verdict:
         return asdict(self)
 
 
-def compare(committed: Response, target: Completion, *, ends: Sequence[str], max_tie: float) -> Verdict:
+def compare(committed: Response, target: Completion, *, ends: Sequence[str], max_tie: float) -> Comparison:
     """Compare a committed response with the target's own.
 
     Args:
-        target: the target's response, with the `NUM_LIKELIEST` tokens in each place.
+        target: the target's response, with the `NUM_LIKELIEST` tokens at each position.
         ends: texts that end a response and are not in it: stop strings, and the tokens that end a text.
         max_tie: as `tie_margin` says.
 
@@ -80,18 +80,18 @@ def compare(committed: Response, target: Completion, *, ends: Sequence[str], max
     assert target.logprobs is not None, "the target was asked for log-probabilities"
     same_text = committed.text == target.text and committed.finish_reason == target.finish_reason
     if same_text and committed.num_output_tokens == target.num_output_tokens:
-        return Verdict(outcome="same")
+        return Comparison(outcome="same")
     tokens = _as_in_text(target.logprobs, target.text)
     texts = [token.token for token in tokens]
     found = list(_alternatives(committed, tokens, ends, same_text))
     if found:
         margin, position, text = min(found)
         outcome: Outcome = "tie" if margin <= max_tie else "different"
-        return Verdict(outcome=outcome, position=position, committed=text, target=texts[position], margin=margin)
+        return Comparison(outcome=outcome, position=position, committed=text, target=texts[position], margin=margin)
     position = _first_unlike(committed.text, texts)
     top = tokens[position].top
     spread = top[0][1] - top[-1][1] if top else None
-    return Verdict(outcome="different", position=position, target=texts[position], margin=spread)
+    return Comparison(outcome="different", position=position, target=texts[position], margin=spread)
 
 
 def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:

@@ -30,7 +30,7 @@ from peagle.hardware import Hardware
 NUM_TOKENS = 32
 _NUM_TOKENS_UNDRAFTED = 16  # each takes a step
 LIMIT_S = 1800.0  # a kernel that is compiled when it is first needed takes minutes
-# Prose: in some places the next token is all but certain, so drafts are accepted, in others it is not.
+# Prose: at some positions the next token is all but certain, so drafts are accepted, in others it is not.
 TEXT = "The lighthouse keeper wrote a few lines every evening. Today he began: This morning the sea was"
 
 Outcome = Literal["passed", "failed", "skipped"]
@@ -84,7 +84,7 @@ class SelfCheck:
     Attributes:
         num_tokens: of the answer.
         num_ties: tokens that are not the likeliest, but as good as that.
-        largest_margin: log-probabilities between a token and the likeliest in its place; None where that is no number.
+        largest_margin: log-probabilities between a token and the likeliest there; None where that is no number.
         max_tie: the largest that counts as a tie.
         seconds: what it took.
         seen: the first token that differs, or why the check was skipped; empty where it passed.
@@ -202,7 +202,7 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
 
 def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
     # NaN is no margin of a tie.
-    wrong = [place for place, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
+    wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
     seen = "it answered with no token" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
     largest = max((judgement.margin for judgement in judgements), default=None)
     return SelfCheck(

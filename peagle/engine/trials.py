@@ -82,7 +82,7 @@ class Trials:
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._of_asker: Counter[str] = Counter()
         self._refused: dict[str, tuple[float, float]] = {}  # of each asker: processor time, as of when
-        self._turns = _Turns()
+        self._lock = _FairLock()
 
     async def require(self, constraint: Any) -> None:
         """Let a constraint pass, vLLM's `StructuredOutputsParams`, or refuse it.
@@ -128,11 +128,11 @@ class Trials:
             task.exception()  # whoever asked may have left, and Python would log that nobody looked
 
     async def _try(self, digest: str, asked: Mapping[str, Any], asker: str) -> str | None:
-        await self._turns.take(asker)
+        await self._lock.take(asker)
         try:
             verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, asked)
         finally:
-            self._turns.give()
+            self._lock.give()
         if verdict["outcome"] in ("busy", "gone"):
             raise TrialsBusy("the machine is too busy to try a new schema or grammar; try again")
         reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
@@ -198,7 +198,7 @@ def _asked(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[st
     return answer
 
 
-class _Turns:
+class _FairLock:
     """One at a time; those who wait are taken asker by asker, however many each has."""
 
     def __init__(self) -> None:

@@ -122,15 +122,15 @@ class _Run:
         )
 
     def machine(self, number: int) -> Events:
-        """One place of the fleet, and the machines that take it one after the other."""
+        """One slot of the fleet, and the machines that take it one after the other."""
         fleet, env = self._fleet, self.env
         lag_s = number / fleet.machines_per_min * 60 if fleet.machines_per_min else 0.0
         yield env.timeout(fleet.provision_s + lag_s)
         while self._num_left:
             self._present[number] = env.now
-            places = range(number * fleet.engines_per_machine, (number + 1) * fleet.engines_per_machine)
+            slots = range(number * fleet.engines_per_machine, (number + 1) * fleet.engines_per_machine)
             drain = env.event()
-            engines = [env.process(self._engine(place, drain)) for place in places]
+            engines = [env.process(self._engine(slot, drain)) for slot in slots]
             failure, notice = (
                 env.timeout(self._life(fleet.failures_per_h)),
                 env.timeout(self._life(fleet.interruptions_per_h)),
@@ -139,40 +139,40 @@ class _Run:
             if not failure.processed:
                 drain.succeed()
                 yield env.all_of(engines) | env.timeout(fleet.notice_s)
-            for place, engine in zip(places, engines, strict=True):
+            for slot, engine in zip(slots, engines, strict=True):
                 if engine.is_alive:
                     engine.interrupt()
                 else:
-                    self._close(place)
+                    self._close(slot)
             self._num_gone += 1
             self._machine_s += env.now - self._present.pop(number)
             yield env.timeout(fleet.replace_s)
 
-    def _engine(self, place: int, drain: simpy.Event) -> Events:
+    def _engine(self, slot: int, drain: simpy.Event) -> Events:
         unit: float | None = None
         try:
-            yield from self._spend(place, "load", self.env.timeout(self._fleet.start_s))
+            yield from self._spend(slot, "load", self.env.timeout(self._fleet.start_s))
             while not drain.triggered:
                 if not self._waiting:
-                    yield from self._spend(place, "idle", self._more | drain)
+                    yield from self._spend(slot, "idle", self._more | drain)
                     continue
                 unit = self._waiting.popleft()
-                yield from self._spend(place, "busy", self.env.timeout(unit))
+                yield from self._spend(slot, "busy", self.env.timeout(unit))
                 unit = None
                 self._num_left -= 1
                 if not self._num_left:
                     self.done.succeed()
-                yield from self._report(place)
-            self._open[place] = ("idle", self.env.now)  # drained, and paid for until its machine goes
+                yield from self._report(slot)
+            self._open[slot] = ("idle", self.env.now)  # drained, and paid for until its machine goes
         except simpy.Interrupt:
-            doing, since = self._open.pop(place)
+            doing, since = self._open.pop(slot)
             self._spent["lost" if doing == "busy" else doing] += self.env.now - since
             if unit is not None:
                 self._waiting.append(unit)
                 self._more.succeed()
                 self._more = self.env.event()
 
-    def _report(self, place: int) -> Events:
+    def _report(self, slot: int) -> Events:
         """Have the driver take the receipt and hand out the next unit.
 
         Engines wait in line for it.
@@ -180,16 +180,16 @@ class _Run:
         if not self._fleet.driver_s:
             return
         with self._driver.request() as turn:
-            yield from self._spend(place, "idle", turn)
-            yield from self._spend(place, "idle", self.env.timeout(self._fleet.driver_s))
+            yield from self._spend(slot, "idle", turn)
+            yield from self._spend(slot, "idle", self.env.timeout(self._fleet.driver_s))
 
-    def _spend(self, place: int, doing: str, until: Any) -> Events:
-        self._open[place] = (doing, self.env.now)
+    def _spend(self, slot: int, doing: str, until: Any) -> Events:
+        self._open[slot] = (doing, self.env.now)
         yield until
-        self._close(place)
+        self._close(slot)
 
-    def _close(self, place: int) -> None:
-        doing, since = self._open.pop(place)
+    def _close(self, slot: int) -> None:
+        doing, since = self._open.pop(slot)
         self._spent[doing] += self.env.now - since
 
     def _unit_s(self) -> float:

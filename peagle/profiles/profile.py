@@ -92,7 +92,7 @@ class Tuned(_Strict):
         )
 
 
-class Target(_Strict):
+class TunedTarget(_Strict):
     """The model that was tuned for, and its weights."""
 
     name: str
@@ -107,7 +107,7 @@ class Profile(_Strict):
     objective: dict[str, Any]
     engine: dict[str, Any]
     tuned: Tuned
-    target: Target
+    target: TunedTarget
     hardware: str
     versions: dict[str, str]
     dataset: dict[str, Any]

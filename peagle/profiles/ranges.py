@@ -62,12 +62,12 @@ def concurrency_range(chosen: Cell, cells: Sequence[Cell]) -> tuple[int, int]:
     The same method and K is the fastest there, or as good.
     """
     measured = sorted({cell.concurrency for cell in cells})
-    place = low = high = measured.index(chosen.concurrency)
+    position = low = high = measured.index(chosen.concurrency)
     while low > 0 and _is_best_at(chosen, cells, measured[low - 1]):
         low -= 1
     while high + 1 < len(measured) and _is_best_at(chosen, cells, measured[high + 1]):
         high += 1
-    assert low <= place <= high
+    assert low <= position <= high
     return measured[low], measured[high]
 
 

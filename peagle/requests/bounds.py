@@ -242,7 +242,7 @@ def _count_error(schema: Mapping[str, Any]) -> str | None:
 DEFAULT_MIB = 16
 _TOKEN_BYTES = 16  # text of a token
 _ID_BYTES = 8
-_LOGPROB_BYTES = 128  # of one token at one place: its text, bytes, rank and figure
+_LOGPROB_BYTES = 128  # of one token at one position: its text, bytes, rank and figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +252,8 @@ class AnswerShape:
     Attributes:
         num_choices: of all prompts.
         prompt_tokens: those that come back, each as often as it comes.
-        logprobs: log-probabilities at each place of a response; 0 for none.
-        prompt_logprobs: and at each place of a prompt.
+        logprobs: log-probabilities at each position of a response; 0 for none.
+        prompt_logprobs: and at each position of a prompt.
         with_ids: token ids come, too.
     """
 

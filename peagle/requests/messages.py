@@ -191,10 +191,10 @@ def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Where there are several, or one stands elsewhere.
     """
-    places = [index for index, message in enumerate(messages) if message["role"] == "system"]
-    if places == [0]:
+    system = [index for index, message in enumerate(messages) if message["role"] == "system"]
+    if system == [0]:
         return messages
-    texts = [text for index in places if (text := _text(messages[index]["content"]))]
+    texts = [text for index in system if (text := _text(messages[index]["content"]))]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 

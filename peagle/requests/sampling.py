@@ -43,7 +43,7 @@ class SamplingKeys(BaseModel):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="log-probabilities of each token, and of this many of the likeliest in its place",
+        description="log-probabilities of each token, and of this many of the likeliest at its position",
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="against tokens that are there already")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, by how often they are there")

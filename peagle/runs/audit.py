@@ -11,7 +11,7 @@ from typing import Any
 from peagle.bench.engine import Start
 from peagle.errors import ConfigError, PeagleError
 from peagle.runs.audit_files import FilesAudit, audit_files
-from peagle.runs.audit_rows import RowAudit, Target, audit_rows, choose, require_target
+from peagle.runs.audit_rows import AuditedEngine, RowAudit, audit_rows, choose, require_target
 from peagle.runs.audit_unit import Finding
 from peagle.runs.directory import RunDirectory
 from peagle.tables import aligned
@@ -28,7 +28,7 @@ class Audit:
 
     path: str
     files: FilesAudit
-    target: Target | None = None
+    target: AuditedEngine | None = None
     seed: int = 0
     rows: tuple[RowAudit, ...] = ()
 
@@ -114,8 +114,8 @@ def audit(
     files = audit_files(run, manifest)
     if target is None:
         return Audit(path=str(run), files=files)
-    places = choose(files.rows_of, num_rows, seed)
-    rows = audit_rows(run, manifest, target, places, announce, start)
+    positions = choose(files.rows_of, num_rows, seed)
+    rows = audit_rows(run, manifest, target, positions, announce, start)
     return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
 
 

@@ -22,7 +22,7 @@ from peagle.bench.engine import Start, with_engine
 from peagle.catalog.targets import resolve_model, tokenizer_of
 from peagle.corpus.scan import read
 from peagle.engine.interface import Completion, Engine, RequestRefused
-from peagle.engine.lossless import NUM_LIKELIEST, Response, Verdict, compare, tie_margin
+from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
 from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.errors import ConfigError, InputError
@@ -37,7 +37,7 @@ _READ = ("id", "response", "finish_reason", "num_prompt_tokens", "num_output_tok
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class AuditedEngine:
     """The engine of a run, without its drafter.
 
     Attributes:
@@ -57,7 +57,7 @@ class RowAudit:
     """One row of the sample: its verdict, or why it was skipped."""
 
     id: str
-    verdict: Verdict | None = None
+    verdict: Comparison | None = None
     skipped: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class _Sampled:
     sampling: dict[str, Any]
 
 
-def require_target(manifest: dict[str, Any], max_tie: float | None) -> Target:
+def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
     """The run's target, if it can run here as it did there.
 
     Raises:
@@ -86,7 +86,7 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> Target:
     spec = EngineSpec.from_dict(manifest["engine"])
     stated = manifest["fingerprint"]["precision"]
     if manifest["config"]["engine"] == "fake":
-        return Target(spec=spec, is_fake=True, precision="the fake engine", max_tie=0.0)
+        return AuditedEngine(spec=spec, is_fake=True, precision="the fake engine", max_tie=0.0)
     precision = spec_precision(spec, hardware.detect())
     if precision.describe() != stated:
         raise ConfigError(
@@ -99,30 +99,30 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> Target:
             hint="audit it where that model is, or its files alone with --no-regenerate",
         )
     tie = tie_margin(precision) if max_tie is None else max_tie
-    return Target(spec=spec, is_fake=False, precision=stated, max_tie=tie)
+    return AuditedEngine(spec=spec, is_fake=False, precision=stated, max_tie=tie)
 
 
 def choose(rows_of: dict[int, int], num_rows: int, seed: int) -> dict[int, list[int]]:
-    """A sample without repetition: by unit, the places of its rows in the unit's file.
+    """A sample without repetition: by unit, the positions of its rows in its file.
 
     >>> choose({0: 2, 3: 1}, 8, seed=0)
     {0: [0, 1], 3: [0]}
     """
     total = sum(rows_of.values())
     chosen = sorted(random.Random(seed).sample(range(total), min(num_rows, total)))
-    places: defaultdict[int, list[int]] = defaultdict(list)
+    positions: defaultdict[int, list[int]] = defaultdict(list)
     first = 0
     for unit, count in rows_of.items():
-        places[unit] = [row - first for row in chosen if first <= row < first + count]
+        positions[unit] = [row - first for row in chosen if first <= row < first + count]
         first += count
-    return {unit: rows for unit, rows in places.items() if rows}
+    return {unit: rows for unit, rows in positions.items() if rows}
 
 
 def audit_rows(
     run: RunDirectory,
     manifest: dict[str, Any],
-    target: Target,
-    places: dict[int, list[int]],
+    target: AuditedEngine,
+    positions: dict[int, list[int]],
     announce: Callable[[str], None],
     start: Start,
 ) -> list[RowAudit]:
@@ -138,7 +138,7 @@ def audit_rows(
     builder = _builder(manifest, target)
     base = {k: v for k, v in manifest["fingerprint"]["sampling"].items() if k not in ("column", "seed")}
     outcomes: list[RowAudit | _Sampled] = []
-    for number, rows in places.items():
+    for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
             table = pq.read_table(file, columns=list(_READ)).take(rows)
         outcomes += _requests(units[number], table.to_pylist(), builder, base, target.is_fake)
@@ -147,7 +147,7 @@ def audit_rows(
     return [one if isinstance(one, RowAudit) else verdicts[one.id] for one in outcomes]
 
 
-def _builder(manifest: dict[str, Any], target: Target) -> RequestBuilder:
+def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
     spec, fingerprint = target.spec, manifest["fingerprint"]
     assert spec.max_model_len is not None, "compose_engine() sets it"
     tokenizer = tokenizer_of(None if target.is_fake else spec.model, spec.revision)
@@ -188,7 +188,7 @@ def _requests(
 
 
 def _regenerate(
-    sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None], start: Start
+    sampled: Sequence[_Sampled], target: AuditedEngine, announce: Callable[[str], None], start: Start
 ) -> dict[str, RowAudit]:
     announce(f"starting {target.spec.model} without a drafter, {target.precision}")
     if target.is_fake:
@@ -217,7 +217,7 @@ def _alone(spec: EngineSpec) -> EngineSpec:
 
 
 async def _ask_all(
-    engine: Engine, sampled: Sequence[_Sampled], target: Target, announce: Callable[[str], None]
+    engine: Engine, sampled: Sequence[_Sampled], target: AuditedEngine, announce: Callable[[str], None]
 ) -> dict[str, RowAudit]:
     slots = asyncio.Semaphore(target.spec.max_num_seqs)
     tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model, target.spec.revision)

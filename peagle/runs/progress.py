@@ -72,7 +72,7 @@ class Tally:
         return "  ".join(parts)
 
 
-class Progress:
+class RunProgress:
     """Draws a `Tally`: in place on a terminal, as a line now and then when not."""
 
     def __init__(self, console: Console) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.bench.plan import Plan
+from peagle.bench.plan import BenchPlan
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, summarise
 from peagle.bench.setups import Setup
@@ -18,7 +18,7 @@ from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
 from peagle.engine.keys import DRAFTER_KEYS, TARGET_SIZES
 from peagle.errors import ConfigError
-from peagle.profiles.profile import ENGINE_KEYS, MeasuredCell, Profile, Target, Tuned
+from peagle.profiles.profile import ENGINE_KEYS, MeasuredCell, Profile, Tuned, TunedTarget
 from peagle.profiles.watch import label
 from peagle.provenance import versions
 from peagle.tables import aligned
@@ -29,7 +29,7 @@ _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time 
 
 
 def answer(
-    config: TuneConfig, plan: Plan, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
+    config: TuneConfig, plan: BenchPlan, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
 ) -> Profile:
     """The profile of the best configuration.
 
@@ -50,7 +50,7 @@ def answer(
         objective=config.goal(),
         engine=_engine_keys(config, cells[0]),
         tuned=Tuned.of(cells[0], rivals, max_tpot_ms=config.max_tpot_ms),
-        target=Target(name=plan.model.name, revision=_revision(plan.model)),
+        target=TunedTarget(name=plan.model.name, revision=_revision(plan.model)),
         hardware=plan.hardware.describe(),
         versions=versions(),
         dataset={"name": dataset.name, "content": dataset.fingerprint, "num_prompts": len(dataset.prompts)}

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.config import as_benchmark
-from peagle.bench.engine import Listener, Start
+from peagle.bench.engine import MeasurementListener, Start
 from peagle.bench.folder import digest
 from peagle.bench.loop import Measurement, TokenizerOf
-from peagle.bench.plan import Pass, Plan, make_plan
+from peagle.bench.plan import BenchPlan, Pass, make_plan
 from peagle.bench.prompts import Prompt
 from peagle.bench.record import PassRecord, summarise
 from peagle.bench.setups import Setup
@@ -45,7 +45,7 @@ _SPENT = "engine-time"
 
 def tune(
     config: TuneConfig,
-    listener: Listener,
+    listener: MeasurementListener,
     *,
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
@@ -94,7 +94,7 @@ class Tuning(Measurement):
     parent = Path("runs/tune")
 
     @staticmethod
-    def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> Plan:
+    def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         """Every engine, checked.
 
         They are a benchmark's for each precision, with each number of token slots. Methods, K, precisions, the goal,
@@ -215,7 +215,7 @@ def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repea
     Each repeat goes on where the one before ended, and begins again at the end.
     """
     num = max(concurrency * waves, _MIN_PROMPTS)
-    return [prompts[(repeat * num + place) % len(prompts)] for place in range(num)]
+    return [prompts[(repeat * num + index) % len(prompts)] for index in range(num)]
 
 
 def _turn(one: Pass) -> Turn:

@@ -173,7 +173,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         if num_nodes > 1 and self.engine_range.fixed is None:
             raise ValueError(
                 f"engines {self.engines} with nodes_per_engine {num_nodes}: give one number, for an engine that came"
-                " beyond the first ones could hold the places of their other nodes' ranks"
+                " beyond the first ones could hold the slots of their other nodes' ranks"
             )
         return self
 

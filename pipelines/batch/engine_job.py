@@ -26,13 +26,13 @@ class EngineJob:
     Attributes:
         facts: of its engine; model and drafter are labels there, and `spec` names them as the user did.
         driver: the number of the lease of who runs it; only that one can stop it.
-        places: the name under which engines that share a node number their places on it.
+        slot_group: the name under which engines that share a node number their slots on it.
         part: what an engine on several nodes takes of each of them, by Ray's names.
         fake: the traits of the fake engine where it stands in for vLLM.
     """
 
     run_dir: str
-    places: str
+    slot_group: str
     spec: EngineSpec
     facts: EngineFacts
     driver: int = 0
@@ -102,7 +102,7 @@ def _start_fake(spec: EngineSpec, traits: FakeTraits) -> StartedEngine:
 def _other_nodes(job: EngineJob, session: Session) -> OtherNodes:
     follower = FollowerJob(
         run_dir=job.run_dir,
-        places=job.places,
+        slot_group=job.slot_group,
         spec=job.spec,
         num_engines_on_node=job.num_engines_on_node,
         session_id=session.session_id,

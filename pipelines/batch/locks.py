@@ -10,41 +10,41 @@ from collections.abc import AsyncIterator
 _MOST_WAITING = 32
 
 
-class Turns:
+class SharedExclusiveLock:
     """Who may be in the engine: many rows together, or one alone."""
 
     def __init__(self) -> None:
-        self._num_together = 0
+        self._num_sharing = 0
         self._num_waiting = 0
-        self._is_alone = False
+        self._is_exclusive = False
         self._changed = asyncio.Condition()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether somebody is alone in it."""
-        return self._is_alone
+    def is_exclusive(self) -> bool:
+        """Whether somebody holds it alone."""
+        return self._is_exclusive
 
     @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
-        """In the engine with others; waits while somebody is alone in it or wants to be."""
+    async def shared(self) -> AsyncIterator[None]:
+        """Hold it with others; waits while somebody holds it alone or wants to."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_alone and not self._num_waiting)
-            self._num_together += 1
+            await self._changed.wait_for(lambda: not self._is_exclusive and not self._num_waiting)
+            self._num_sharing += 1
         try:
             yield
         finally:
             async with self._changed:
-                self._num_together -= 1
+                self._num_sharing -= 1
                 self._changed.notify_all()
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """With nobody else in the engine."""
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Hold it alone."""
         async with self._changed:
             self._num_waiting += 1
             try:
-                await self._changed.wait_for(lambda: not self._is_alone and not self._num_together)
-                self._is_alone = True
+                await self._changed.wait_for(lambda: not self._is_exclusive and not self._num_sharing)
+                self._is_exclusive = True
             finally:
                 self._num_waiting -= 1
                 self._changed.notify_all()
@@ -52,34 +52,34 @@ class Turns:
             yield
         finally:
             async with self._changed:
-                self._is_alone = False
+                self._is_exclusive = False
                 self._changed.notify_all()
 
 
-class Places:
-    """Places in the engine; who comes first has his first.
+class WeightedSemaphore:
+    """Slots in the engine; who comes first has his first.
 
     Args:
-        number: of places.
+        num_slots: that there are.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = self._free = number
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = self._num_free = num_slots
         self._door = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def take(self, number: int = 1) -> AsyncIterator[None]:
-        """Have so many places at once, or all where there are fewer."""
-        number = min(number, self._number)
+    async def take(self, num_slots: int = 1) -> AsyncIterator[None]:
+        """Hold so many slots at once, or all where there are fewer."""
+        num_slots = min(num_slots, self._num_slots)
         async with self._door, self._changed:
-            await self._changed.wait_for(lambda: self._free >= number)
-            self._free -= number
+            await self._changed.wait_for(lambda: self._num_free >= num_slots)
+            self._num_free -= num_slots
         try:
             yield
         finally:
             async with self._changed:
-                self._free += number
+                self._num_free += num_slots
                 self._changed.notify_all()
 
 

@@ -1,4 +1,4 @@
-"""An engine's ranks on other nodes: places, following actors, and a watch.
+"""An engine's ranks on other nodes: room, following actors, and a watch.
 
 The engine's actor (`worker.py`) leads. Its followers end with it, for Ray ends what a process has started; and it ends
 with the first of them. What vLLM is told is in `peagle/engine/multinode.py`.
@@ -35,7 +35,7 @@ class FollowerJob:
     """
 
     run_dir: str
-    places: str
+    slot_group: str
     spec: EngineSpec
     num_engines_on_node: int
     session_id: str
@@ -50,7 +50,7 @@ class Follower:
         self._run = RunDirectory(job.run_dir)
         self._log = self._run.logs / f"engine-{job.session_id}-node-{number}.log"
         redirect_output(self._log)
-        self._slot = claim_slot(job.places)
+        self._slot = claim_slot(job.slot_group)
 
     def follow(self, leader: tuple[str, int]) -> None:
         """Compute until the ranks end.
@@ -130,7 +130,7 @@ class OtherNodes:
 
 
 def _actors(part: Mapping[str, float], count: int) -> list[Any]:
-    """`Follower` on so many other nodes, when each has a place for it.
+    """`Follower` on so many other nodes, when each has room for it.
 
     The engine's capacity was checked: they come.
     """
@@ -151,7 +151,7 @@ def _actors(part: Mapping[str, float], count: int) -> list[Any]:
 
 
 def _group(part: Mapping[str, float], count: int) -> Any:
-    """Places on other nodes than this one. They go with this actor."""
+    """A placement group on other nodes than this one. It goes with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 

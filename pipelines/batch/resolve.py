@@ -34,7 +34,7 @@ class ResolvedRun:
         engine: with its models by names that any node can resolve.
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
-        places: under which name its engines number their places on a node; None is the run's own.
+        slot_group: the name under which its engines number their slots on a node; None is the run's own.
         tuned: watches the range of the run's profile; None without one.
         drafter_watch: watches a drafter of which no profile speaks; None without one.
     """
@@ -47,7 +47,7 @@ class ResolvedRun:
     sampling: SamplingSpec
     price: Price
     placement: Placement
-    places: str | None = None
+    slot_group: str | None = None
     tuned: TunedWatch | None = None
     drafter_watch: DrafterWatch | None = None
 
@@ -149,7 +149,7 @@ def resolve(
         sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
         price=machines.price,
         placement=machines.placement,
-        places=neighbours.places if neighbours else None,
+        slot_group=neighbours.slot_group if neighbours else None,
         tuned=engine.watch(hardware),
         drafter_watch=engine.drafter_watch(hardware, engine.spec.max_num_seqs),
     )

@@ -19,7 +19,7 @@ from peagle.runs.lease import Holding, hold_lease
 from peagle.runs.logs import copied
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
-from peagle.runs.progress import Progress
+from peagle.runs.progress import RunProgress
 from peagle.runs.report import make_report
 from peagle.signals import interrupted_by_signal, stop_on_signal
 from pipelines.batch.decide import Decided, decide, planned_again
@@ -65,7 +65,7 @@ class OpenRun:
         return self.plan.left(self.directory.committed())
 
 
-def generate(request: RunRequest, progress: Progress) -> Outcome:
+def generate(request: RunRequest, progress: RunProgress) -> Outcome:
     """Start a bulk run, or continue the unfinished one in the same directory.
 
     Raises:
@@ -103,7 +103,7 @@ def stoppable(request: RunRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_run(decided: Decided, progress: Progress) -> Iterator[OpenRun]:
+def open_run(decided: Decided, progress: RunProgress) -> Iterator[OpenRun]:
     """Take the lease, and begin or continue the run, or refuse to.
 
     Raises:
@@ -139,7 +139,8 @@ def begin_or_continue(decided: Decided) -> Plan:
     # The decided plan may be of this driver's own cut, if another created the run: only what is written counts.
     before, current = directory.manifest(), planned_again(request, directory)
     provenance.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(directory))
-    if resolved.places is None:  # else the endpoint's price, which may have changed since, and a batch keeps its own
+    # A batch keeps its own price: the endpoint's may have changed since.
+    if resolved.slot_group is None:
         require_same_price(
             request.config,
             resolved.price,
@@ -183,7 +184,7 @@ def manifest(decided: Decided) -> dict[str, Any]:
     }
 
 
-def _retry(directory: RunDirectory, plan: Plan, progress: Progress) -> Plan:
+def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     with_retry = plan_retry(directory, plan)
     added = with_retry.units[len(plan.units) :]
     if added:
@@ -196,7 +197,7 @@ def _retry(directory: RunDirectory, plan: Plan, progress: Progress) -> Plan:
 # --- execute
 
 
-def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progress: Progress) -> None:
+def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress) -> None:
     """Have engines generate and commit `units`; then leave the cluster.
 
     Raises:

@@ -37,7 +37,7 @@ class Session:
         start_warnings: of the engine's start.
     """
 
-    def __init__(self, run: RunDirectory, *, places: str, facts: EngineFacts, heartbeat_s: float) -> None:
+    def __init__(self, run: RunDirectory, *, slot_group: str, facts: EngineFacts, heartbeat_s: float) -> None:
         keep_private()
         self.meter = EngineMeter()
         self.self_check = ""
@@ -50,7 +50,7 @@ class Session:
         self.log = run.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
         self._log_copy = LogCopy(run.root, self.log, self.log.name)
-        self.slot = claim_slot(places)
+        self.slot = claim_slot(slot_group)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.beat()

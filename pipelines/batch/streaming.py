@@ -23,7 +23,7 @@ from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import taken_over
 from peagle.runs.plan import Plan, WorkUnit, chunks, longest_first, unit_to_json
 from peagle.runs.prepare import PrepareJob, prepare_units
-from peagle.runs.progress import Progress
+from peagle.runs.progress import RunProgress
 from peagle.runs.rows import require_storable
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.engine_job import EngineJob
@@ -46,7 +46,7 @@ def stream(
     units: Sequence[WorkUnit],
     resolved: ResolvedRun,
     supervisor: Supervisor,
-    progress: Progress,
+    progress: RunProgress,
     lost: threading.Event,
 ) -> None:
     """Generate and commit `units`; returns when all are committed.
@@ -76,7 +76,7 @@ def _watch(
     receipts: "_Receipts",
     resolved: ResolvedRun,
     supervisor: Supervisor,
-    progress: Progress,
+    progress: RunProgress,
     lost: threading.Event,
 ) -> None:
     """Until the dataset has ended, or is given up."""
@@ -106,7 +106,7 @@ def _watch(
     _tell_warnings(supervisor, progress)
 
 
-def _tell_warnings(supervisor: Supervisor, progress: Progress) -> None:
+def _tell_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
     for warning in supervisor.new_warnings():
         progress.say(as_told(warning))
 
@@ -195,7 +195,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
     engine_job = EngineJob(
         run_dir=str(run),
         driver=run.driver,
-        places=resolved.places or run.manifest()["run_id"],
+        slot_group=resolved.slot_group or run.manifest()["run_id"],
         spec=resolved.spec,
         facts=EngineFacts.priced(
             resolved.price,

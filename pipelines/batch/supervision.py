@@ -50,8 +50,8 @@ class Ending:
 class DeathWatch:
     """Counts engine deaths between which no row was finished.
 
-    An engine that starts again takes the place (host and number) of the one that died, so there are more sessions than
-    places. On a cluster it may start on another host: then there are more of them than engines.
+    An engine that starts again takes the slot (host and number) of the one that died, so there are more sessions than
+    slots. On a cluster it may start on another host: then there are more of them than engines.
 
     Args:
         num_engines: the most that there may be at once.
@@ -69,8 +69,8 @@ class DeathWatch:
         From this attempt's sessions and the committed rows.
         """
         sessions = list(sessions)
-        places = {(session.hostname, session.engine_index) for session in sessions}
-        num_deaths = len(sessions) - min(len(places), self._num_engines)
+        slots = {(session.hostname, session.engine_index) for session in sessions}
+        num_deaths = len(sessions) - min(len(slots), self._num_engines)
         num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
         if num_finished > self._num_finished:
             self.in_a_row = 0

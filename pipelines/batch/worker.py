@@ -28,7 +28,7 @@ from peagle.runs.stopping import GraceClock
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
 from pipelines.batch.engine_job import EngineJob, say_end, start_engine
-from pipelines.batch.locks import Places, Turns, rows_in_engine
+from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_in_engine
 from pipelines.batch.session import Session
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
@@ -50,7 +50,7 @@ class EngineWorker:
         grace = GraceClock(self._run.stop.reader())
         self._session = Session(
             self._run,
-            places=job.places,
+            slot_group=job.slot_group,
             facts=job.facts,
             heartbeat_s=job.heartbeat_s,
         )
@@ -63,8 +63,8 @@ class EngineWorker:
         self._session.beat()
         slots = job.spec.max_num_seqs
         # A row's limit must not pass while it waits in the engine for others to end.
-        self._places = Places(rows_in_engine(slots) if job.row_timeout_s is None else slots)
-        self._turns = Turns()
+        self._slots = WeightedSemaphore(rows_in_engine(slots) if job.row_timeout_s is None else slots)
+        self._lock = SharedExclusiveLock()
         self._rows = RowsInEngine()
         self._watchdog = Watchdog(
             self._engine.signs_of_life,
@@ -130,7 +130,7 @@ class EngineWorker:
         outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
         found = dict(zip(together, outcomes, strict=True))
         if suspects := sorted(verdict.suspects.intersection(indices)):
-            async with self._turns.alone():
+            async with self._lock.exclusive():
                 for index in suspects:
                     await asyncio.to_thread(self._session.beat)  # the driver should see what was finished until here
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
@@ -139,7 +139,7 @@ class EngineWorker:
         return {index: generation for index, generation in sorted(found.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        async with self._places.take(self._places_of(prepared.sampling[index])), self._turns.together():
+        async with self._slots.take(self._slots_of(prepared.sampling[index])), self._lock.shared():
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
@@ -177,8 +177,8 @@ class EngineWorker:
         except EngineError as error:
             self._die(error.message)
 
-    def _places_of(self, own: dict[str, Any]) -> int:
-        """A row's places in the engine: one for each response where its time counts."""
+    def _slots_of(self, own: dict[str, Any]) -> int:
+        """A row's slots in the engine: one for each response where its time counts."""
         sampling = self._job.sampling | own
         return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
 
@@ -218,7 +218,7 @@ class EngineWorker:
     def _die(self, why: str) -> NoReturn:
         """Note the engine's rows and end this process, which Ray replaces."""
         say_end(why)
-        self._rows.accuse(alone=self._turns.is_alone)
+        self._rows.accuse(alone=self._lock.is_exclusive)
         self._session.end()
         self._leave()
 

@@ -25,7 +25,7 @@ _MANY_SEQS = 8
 _YIELD = "KMP_USE_YIELD"
 
 
-def claim_slot(places: str) -> int:
+def claim_slot(slot_group: str) -> int:
     """Claim the smallest slot number free on this node under this name.
 
     The name is a run's, or an endpoint's.
@@ -33,7 +33,7 @@ def claim_slot(places: str) -> int:
     Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
     process ends, however it ends; so a restarted engine takes the place of the one that died.
     """
-    folder = temporary_folder(f"places-{places}")
+    folder = temporary_folder(f"slots-{slot_group}")
     for slot in range(_MAX_SLOTS):
         descriptor = os.open(folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, SECRET_MODE)
         try:

@@ -69,12 +69,12 @@ class Neighbours:
     """Engines of others on the same nodes, with which those of a run share the cores.
 
     Attributes:
-        places: the name under which all of them number their places on a node (`node.claim_slot`).
+        slot_group: the name under which all of them number their slots on a node (`node.claim_slot`).
         hardware: of a node, as it was when nothing ran there.
         placement: what an engine of the run takes when all are counted.
     """
 
-    places: str
+    slot_group: str
     hardware: Hardware
     placement: Placement
 

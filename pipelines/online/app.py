@@ -246,7 +246,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
     """The job of a model's replicas."""
-    from pipelines.online.replica.fake import stand_in
+    from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 
     keys, placement = one.keys, one.placement
@@ -284,7 +284,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
         parsers=keys.parsers,
         heartbeat_s=config.heartbeat_s,
         max_grammar_s=keys.max_grammar_s,
-        stand_in=stand_in(keys),
+        fake=fake_settings(keys),
     )
 
 

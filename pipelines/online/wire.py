@@ -102,7 +102,7 @@ class StreamEnd:
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerTally:
     """The facts of an answer so far; a later statement replaces an earlier one.
 
     Attributes:

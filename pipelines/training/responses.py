@@ -22,7 +22,7 @@ from peagle.errors import InputError
 from peagle.files import write_atomic, writing
 from peagle.plain_json import to_json
 from peagle.runs.directory import RunDirectory
-from peagle.runs.progress import Progress
+from peagle.runs.progress import RunProgress
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
@@ -31,7 +31,7 @@ _AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "instance_type", "us
 
 
 def regenerate(
-    config: TrainConfig, progress: Progress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
+    config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
     """Have the target answer the prompts that it has not answered.
 

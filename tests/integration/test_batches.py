@@ -39,7 +39,7 @@ class Endpoint:
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
         config = {"engine": "fake", "fake": {"token_s": 0.03}, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
         recipe = Recipe(
-            model=MODEL, config=config, neighbours=Neighbours(places="test", hardware=HERE, placement=placement)
+            model=MODEL, config=config, neighbours=Neighbours(slot_group="test", hardware=HERE, placement=placement)
         )
         self.settings = BatchSettings(
             folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,

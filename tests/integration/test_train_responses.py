@@ -11,7 +11,7 @@ from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.errors import ConfigError, InputError
 from peagle.runs.directory import RunDirectory
-from peagle.runs.progress import Progress
+from peagle.runs.progress import RunProgress
 from pipelines.training.responses import regenerate
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -32,7 +32,7 @@ def config(speaking_target, write_jsonl, tmp_path):
 
 
 def answer(config, console=None):
-    progress = Progress(console or Console(quiet=True))
+    progress = RunProgress(console or Console(quiet=True))
     regenerate(config, progress, command=["peagle", "train"], engine="fake")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from peagle.charts import HEIGHT, Axes, apart, drawing, grid_step, line_chart, shortened, standalone, text
 
-AXES = Axes(name="speed", x_name="requests", y_name="tokens/s", place="concurrency ", decimals=0, is_even=True)
+AXES = Axes(name="speed", x_name="requests", y_name="tokens/s", x_prefix="concurrency ", decimals=0, is_even=True)
 
 
 @pytest.mark.parametrize(

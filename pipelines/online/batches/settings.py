@@ -108,7 +108,7 @@ def batch_settings(
     Args:
         placements: what an engine takes, by the model's name, with those of batches counted in.
         specs: of the endpoint's engines, by the model's name.
-        app_id: under which the endpoint's engines number their places on a node.
+        app_id: under which the endpoint's engines number their slots on a node.
     """
     if config.batches is None:
         return None
@@ -124,7 +124,7 @@ def batch_settings(
             keys.served_name: Recipe(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
-                neighbours=Neighbours(places=app_id, hardware=hardware, placement=placements[keys.served_name]),
+                neighbours=Neighbours(slot_group=app_id, hardware=hardware, placement=placements[keys.served_name]),
                 commits=specs[keys.served_name].commits,
             )
             for keys in config.served

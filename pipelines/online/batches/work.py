@@ -92,7 +92,7 @@ class Result:
     record: RequestUsage | None
 
 
-class Counts(progress.Progress):
+class Counts(progress.RunProgress):
     """The progress of a run as two numbers, for whoever asks."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.bodies import Upload
 from pipelines.online.gateway.limits import Used
-from pipelines.online.wire import OURS, Tally, encoded, error_event, error_response
+from pipelines.online.wire import OURS, AnswerTally, encoded, error_event, error_response
 
 _NOTHING = Used()  # as of a request that was refused
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
@@ -111,7 +111,7 @@ class Outgoing:
 
     def note(self, said: Mapping[str, Any]) -> None:
         """Take what an answer says of its own usage."""
-        tally, summary = Tally(), said.get(OURS) or {}
+        tally, summary = AnswerTally(), said.get(OURS) or {}
         tally.read(said)
         self.used = Used(output_tokens=tally.num_output_tokens, usd=summary.get("usd") or 0.0)
         for name in _SUMMARY_HEADERS:

@@ -22,14 +22,14 @@ from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsa
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.online.serve.sequences import Sequences
-from pipelines.online.wire import Tally
+from pipelines.online.wire import AnswerTally
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # that a request waits for its record to be on the disk
 _KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
 
 
-class Listener(Protocol):
+class RecordListener(Protocol):
     """Told of each record once it is in the ledger."""
 
     def request(self, record: RequestUsage) -> None:
@@ -59,7 +59,7 @@ class EngineAccount:
         engine: EngineFacts,
         *,
         heartbeat_s: float = 5.0,
-        listener: Listener | None = None,
+        listener: RecordListener | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         make_folder(folder)
@@ -116,7 +116,7 @@ class EngineAccount:
             request_id,
             key,
             self._monotonic(),
-            Tally(choices_per_prompt=choices_per_prompt),
+            AnswerTally(choices_per_prompt=choices_per_prompt),
             key_account=account,
             tags=tags,
             num_choices=num_choices,
@@ -222,7 +222,7 @@ class RequestAccount:
         request_id: str,
         key: str,
         began: float,
-        tally: Tally,
+        tally: AnswerTally,
         *,
         key_account: str,
         tags: str,

@@ -30,7 +30,7 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class FakeSettings:
     """The settings of the fake engine.
 
     Attributes:
@@ -41,21 +41,21 @@ class StandIn:
     num_speculative_tokens: int = 0
 
 
-def stand_in(keys: ServedModelKeys) -> StandIn | None:
+def fake_settings(keys: ServedModelKeys) -> FakeSettings | None:
     """The fake engine that a model's keys ask for; None where a real one answers."""
     if keys.engine != "fake":
         return None
-    return StandIn(traits=keys.fake, num_speculative_tokens=keys.num_speculative_tokens or 0)
+    return FakeSettings(traits=keys.fake, num_speculative_tokens=keys.num_speculative_tokens or 0)
 
 
-class StandInEngine:
+class FakeServeEngine:
     """The methods that Ray's `LLMServer` calls of an engine.
 
     Args:
         llm_config: the model's `LLMConfig`.
     """
 
-    def __init__(self, settings: StandIn, llm_config: Any) -> None:
+    def __init__(self, settings: FakeSettings, llm_config: Any) -> None:
         self._settings = settings
         self._model: str = llm_config.model_id
         self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]

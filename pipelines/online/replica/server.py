@@ -35,7 +35,7 @@ from peagle.private import keep_private
 from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
-from pipelines.online.replica.fake import StandIn, StandInEngine
+from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.serve.deployment import Sizes, make_llm_config
 from pipelines.online.serve.exceptions import is_engine_death
@@ -107,7 +107,7 @@ class ReplicaJob:
         state: folder of the ledger and the logs, which every node sees.
         parsers: as `make_llm_config` takes them.
         max_grammar_s: processor time in which a request's grammar must compile.
-        stand_in: the fake engine in place of vLLM.
+        fake: the fake engine in place of vLLM.
     """
 
     app_id: str
@@ -119,7 +119,7 @@ class ReplicaJob:
     parsers: Mapping[str, Any]
     heartbeat_s: float
     max_grammar_s: float = DEFAULT_CPU_S
-    stand_in: StandIn | None = None
+    fake: FakeSettings | None = None
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
@@ -139,12 +139,12 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         )
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
-        if job.stand_in:
-            kwargs["engine_cls"] = functools.partial(StandInEngine, job.stand_in)
+        if job.fake:
+            kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.fake)
         config = self._local_config(job)
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
-        if not job.stand_in:
+        if not job.fake:
             client = engine_client(self.engine)
             tell_sequences(client)
             self._trials = trials_of(client, is_shared=True, cpu_s=job.max_grammar_s)
@@ -160,7 +160,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         Raises:
             EngineError: they are not, or it died.
         """
-        engine = self.engine.checkable if job.stand_in else CheckableLlm(engine_client(self.engine))
+        engine = self.engine.checkable if job.fake else CheckableLlm(engine_client(self.engine))
         found = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = found.to_json()
         self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
@@ -183,7 +183,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                     os._exit(1)
 
     def _local_config(self, job: ReplicaJob) -> Any:
-        here, spec = hardware.detect(), job.spec if job.stand_in else local_spec(job.spec)
+        here, spec = hardware.detect(), job.spec if job.fake else local_spec(job.spec)
         self._account.engine_index = claim_slot(job.app_id)
         set_threads(spec)
         set_environment(

@@ -79,11 +79,11 @@ def middlewares() -> list[Any]:
     should for headers.
     """
     slow_clients.limit()
-    return [Middleware(Front)]
+    return [Middleware(ProxyMiddleware)]
 
 
-class Front:
-    """The middleware."""
+class ProxyMiddleware:
+    """The middleware of ASGI around one request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

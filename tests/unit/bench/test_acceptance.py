@@ -11,7 +11,7 @@ from config_only import write_head
 
 from peagle.bench.acceptance import evaluate, make_cell
 from peagle.bench.config import EvaluateConfig
-from peagle.bench.engine import Listener
+from peagle.bench.engine import MeasurementListener
 from peagle.bench.record import CategoryResult
 from peagle.bench.setups import make_setup
 from peagle.engine.fake import ByteTokenizer, FakeEngine
@@ -73,7 +73,7 @@ def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Calla
     def run(start: Callable[[EngineSpec, Hardware], Any], **keys: Any) -> dict[str, Any]:
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
         config = EvaluateConfig(model=str(target), **values)
-        report, folder = evaluate(config, Listener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
+        report, folder = evaluate(config, MeasurementListener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.folder import digest
-from peagle.bench.plan import Plan, all_passes, make_plan, num_starts
+from peagle.bench.plan import BenchPlan, all_passes, make_plan, num_starts
 from peagle.bench.prompts import Dataset
 from peagle.bench.run import time_left_s
 from peagle.bench.setups import make_setup, make_setups
@@ -81,7 +81,7 @@ GPU = Hardware(
 )  # fmt: skip
 
 
-def plan(target: Path, hardware: Hardware = CPU, **keys: Any) -> Plan:
+def plan(target: Path, hardware: Hardware = CPU, **keys: Any) -> BenchPlan:
     config = BenchConfig(**{"model": str(target), "methods": "none", **keys})
     return make_plan(config, hardware, resolve_model(str(target)))
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import Listener
+from peagle.bench.engine import MeasurementListener
 from peagle.bench.run import bench
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
@@ -70,7 +70,7 @@ def run(target: Path, head: Any, tmp_path: Path, write_jsonl: Callable[..., Path
             "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = Listener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(said if said is not None else []).append)
         report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report

@@ -8,7 +8,7 @@ from moving_hub import FIRST, MovingHub
 
 from peagle.bench.acceptance import evaluate
 from peagle.bench.config import BenchConfig, EvaluateConfig, MeasurementKeys
-from peagle.bench.engine import Listener
+from peagle.bench.engine import MeasurementListener
 from peagle.bench.run import bench
 from peagle.tuning.config import TuneConfig
 from peagle.tuning.run import tune
@@ -42,7 +42,7 @@ def test_a_measurement_tokenises_with_the_revision_that_its_engines_load(
     with pytest.raises(Asked) as asked:
         measure(
             config(model="org/model", dataset=str(write_jsonl([{"prompt": "p"}])), **keys),
-            Listener(),
+            MeasurementListener(),
             tokenizer_of=tokenizer_of,
         )
     assert asked.value.args == (("org/model", FIRST),)

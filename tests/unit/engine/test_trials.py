@@ -14,7 +14,7 @@ import xgrammar
 
 from peagle.engine import trial_process
 from peagle.engine import trials as module
-from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _specs, _Turns, check_schema, try_first
+from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _FairLock, _specs, check_schema, try_first
 from peagle.errors import ConfigError
 
 BYTES = [bytes([one]) for one in range(256)]
@@ -296,7 +296,7 @@ def test_a_client_that_leaves_makes_no_room_for_another_trial(monkeypatch):
 
 def test_turns_go_from_asker_to_asker():
     async def scene():
-        turns, order = _Turns(), []
+        turns, order = _FairLock(), []
 
         async def work(asker):
             await turns.take(asker)

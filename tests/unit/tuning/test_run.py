@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from config_only import write_head, write_target
 
-from peagle.bench.engine import Listener
+from peagle.bench.engine import MeasurementListener
 from peagle.bench.prompts import Prompt
 from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
@@ -68,7 +68,7 @@ def run(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profi
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
             "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = Listener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(said if said is not None else []).append)
         profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
         return profile

@@ -1,20 +1,20 @@
 import asyncio
 
-from pipelines.batch.locks import Places, Turns
+from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore
 
 
 def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
     async def scene():
-        turns, seen = Turns(), []
+        lock, seen = SharedExclusiveLock(), []
 
         async def together(name, seconds):
-            async with turns.together():
+            async with lock.shared():
                 seen.append(f"{name} in")
                 await asyncio.sleep(seconds)
                 seen.append(f"{name} out")
 
         async def alone(name):
-            async with turns.alone():
+            async with lock.exclusive():
                 seen.append(f"{name} in")
                 await asyncio.sleep(0.02)
                 seen.append(f"{name} out")
@@ -32,18 +32,18 @@ def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
 
 def test_one_that_gives_up_waiting_lets_the_others_in():
     async def scene():
-        turns = Turns()
+        lock = SharedExclusiveLock()
 
         async def alone():
-            async with turns.alone():
+            async with lock.exclusive():
                 raise AssertionError("it was not alone")
 
-        async with turns.together():
+        async with lock.shared():
             waiting = asyncio.create_task(alone())
             await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            async with turns.together():
+            async with lock.shared():
                 return True
 
     assert asyncio.run(asyncio.wait_for(scene(), 5))
@@ -51,10 +51,10 @@ def test_one_that_gives_up_waiting_lets_the_others_in():
 
 def test_places_go_to_who_came_first_however_many_he_wants():
     async def scene():
-        places, seen = Places(3), []
+        slots, seen = WeightedSemaphore(3), []
 
         async def take(name, number, seconds=0.02):
-            async with places.take(number):
+            async with slots.take(number):
                 seen.append(f"{name} in")
                 await asyncio.sleep(seconds)
                 seen.append(f"{name} out")
@@ -69,13 +69,13 @@ def test_places_go_to_who_came_first_however_many_he_wants():
 
 def test_who_gives_up_waiting_for_places_leaves_them_to_the_next():
     async def scene():
-        places = Places(2)
+        slots = WeightedSemaphore(2)
 
         async def take(number):
-            async with places.take(number):
+            async with slots.take(number):
                 return number
 
-        async with places.take(1):
+        async with slots.take(1):
             waiting = asyncio.create_task(take(2))
             await asyncio.sleep(0.01)
             waiting.cancel()

@@ -21,7 +21,7 @@ PART = {"CPU": 1.0}
 def job(run_dir="run"):
     return FollowerJob(
         run_dir=str(run_dir),
-        places="places",
+        slot_group="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
         num_engines_on_node=1,
         session_id="session",
@@ -144,7 +144,7 @@ def test_a_node_follows_in_a_place_of_its_own_and_says_what_its_log_says(monkeyp
         logs.append(log)
 
     monkeypatch.setattr(multinode, "redirect_output", redirect)
-    monkeypatch.setattr(multinode, "claim_slot", lambda places: 3)
+    monkeypatch.setattr(multinode, "claim_slot", lambda slot_group: 3)
     monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.2")
     monkeypatch.setattr(multinode, "follow_vllm", follow)
     follower = Follower(job(tmp_path), 2)

@@ -86,11 +86,11 @@ def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
         config,
         HERE,
         ["prompt"],
-        neighbours=Neighbours(places="app", hardware=HERE, placement=placement),
+        neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement),
         announce=print,
     )
-    assert (run.placement, run.places) == (placement, "app")
-    assert resolved().places is None
+    assert (run.placement, run.slot_group) == (placement, "app")
+    assert resolved().slot_group is None
 
 
 @pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])

@@ -11,7 +11,7 @@ from peagle.economics.usage import UnitUsage
 from peagle.engine.fake import ByteTokenizer
 from peagle.errors import CapacityError, ConfigError, InputError, PriceError, StoppedEarly
 from peagle.hardware import Hardware
-from peagle.runs.progress import Progress
+from peagle.runs.progress import RunProgress
 from peagle.speculation import SpeculationStats
 from pipelines.batch import decide as decide_module
 from pipelines.batch import run as run_module
@@ -31,7 +31,7 @@ HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 
 def started(config, **others):
     request = RunRequest(config=config, command=COMMAND, **others)
-    return run_module.generate(request, Progress(Console(quiet=True)))
+    return run_module.generate(request, RunProgress(Console(quiet=True)))
 
 
 def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_that_are_written_down(decided):
@@ -136,7 +136,7 @@ def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_non
     with pytest.raises(PriceError, match=r"is charged at \$.*, and this would cost \$"):
         begin_or_continue(decided(usd_per_hour=2))
     batch = decided(usd_per_hour=2)
-    begin_or_continue(replace(batch, resolved=replace(batch.resolved, places="endpoint")))
+    begin_or_continue(replace(batch, resolved=replace(batch.resolved, slot_group="endpoint")))
 
 
 @pytest.fixture

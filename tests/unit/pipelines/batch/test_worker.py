@@ -73,7 +73,7 @@ class Scene:
         made = EngineWorker(
             EngineJob(
                 run_dir=str(self.run),
-                places="test-worker",
+                slot_group="test-worker",
                 spec=self._spec,
                 facts=EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu"),
                 sampling=self._base,

@@ -6,7 +6,7 @@ from peagle.engine.memory import check_capacity
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
-from pipelines.cluster import placement as placing
+from pipelines.cluster import placement
 from pipelines.cluster.placement import PREPARE_CPUS, lacking, node_to_ask, num_engine_nodes, on_accelerators, place
 
 HEAD = {"CPU": 4.0}
@@ -79,7 +79,7 @@ def test_an_engine_with_more_ranks_than_cores_is_refused():
 @pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
 def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(cpus, room):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
-    assert placing.room(nodes, on_accelerators(1)) == room
+    assert placement.room(nodes, on_accelerators(1)) == room
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_the_node_that_is_asked_holds_an_engine_and_what_fits_there_fits_elsewhe
 
 def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
     engine = on_accelerators(1, accelerator_type="H100")
-    assert placing.room([HEAD, G7E, G7E], engine) == 0
-    assert placing.room([HEAD, G7E, P5], engine) == 8
+    assert placement.room([HEAD, G7E, G7E], engine) == 0
+    assert placement.room([HEAD, G7E, P5], engine) == 8
     assert lacking([HEAD, G7E], engine, 1) == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
     assert lacking([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
     assert engine.bundles == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}]
@@ -154,7 +154,7 @@ def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
 def test_engines_on_several_nodes_have_room_however_their_parts_are_placed(parts, per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
     engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
-    assert placing.room(nodes, engine) == num_engines
+    assert placement.room(nodes, engine) == num_engines
     assert lacking(nodes, engine, num_engines) == ""
     on = f"each of {per_engine} nodes" if per_engine > 1 else "one node"
     assert lacking(nodes, engine, num_engines + 1) == (

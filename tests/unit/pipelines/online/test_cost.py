@@ -16,7 +16,7 @@ from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import Tally
+from pipelines.online.wire import AnswerTally
 from tests.unit.economics.month import at, write_endpoint
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -29,7 +29,7 @@ def view(engine_account, clock, tmp_path):
     engine_account.ready()
     for request_id, key, tokens, busy_s in (("1", "alice", 100, 2), ("2", "bob", 300, 3)):
         request = engine_account.begin(request_id, key)
-        request.tally = Tally(num_prompt_tokens=10, num_output_tokens=tokens)
+        request.tally = AnswerTally(num_prompt_tokens=10, num_output_tokens=tokens)
         clock.now += busy_s
         append_request(tmp_path / "ledger", request.finish("ok"))
     clock.now += 10
@@ -66,7 +66,7 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
 
     def request_of(seconds, request_id):
         request = engine_account.begin(request_id, "alice")
-        request.tally = Tally(num_output_tokens=100)
+        request.tally = AnswerTally(num_output_tokens=100)
         clock.now += seconds
         record = request.finish("ok")
         finished_at = start + clock.now - 100
@@ -101,7 +101,7 @@ def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_p
     account.ready()
     for number in range(630):
         request = account.begin(str(number), "alice")
-        request.tally = Tally(num_output_tokens=100)
+        request.tally = AnswerTally(num_output_tokens=100)
         clock.now += 1
         request.write("ok")
         if number % 5 == 4:

@@ -9,7 +9,7 @@ from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
 from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps, watch_engines
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import Tally
+from pipelines.online.wire import AnswerTally
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
 NOW = 1_000_000.0  # at the beginning of a step
@@ -23,7 +23,7 @@ def ledger(engine_account, clock, tmp_path):
     def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
         request = engine_account.begin(request_id, key)
         stats = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1))
-        request.tally = Tally(num_prompt_tokens=5, num_output_tokens=tokens, speculation=stats)
+        request.tally = AnswerTally(num_prompt_tokens=5, num_output_tokens=tokens, speculation=stats)
         clock.now += lasted_s
         record = replace(request.finish("ok"), ttft_s=ttft_s, model=model)
         ends = NOW - ended_s_ago

@@ -68,7 +68,7 @@ def settings(tmp_path, store):
     recipe = Recipe(
         model=ServedModel(name="m", max_model_len=1000),
         config={"engine": "fake", "usd_per_hour": 1},
-        neighbours=Neighbours(places="app", hardware=CPU, placement=placement),
+        neighbours=Neighbours(slot_group="app", hardware=CPU, placement=placement),
         commits={"org/model": "abc"},
     )
     return BatchSettings(

@@ -8,7 +8,7 @@ import pytest
 from pipelines.online.batches.downloads import WINDOW_BYTES, Download, Room, attachment, span_of
 from pipelines.online.batches.records import INPUT, StoredFile
 from pipelines.online.errors import ApiError
-from pipelines.online.serve.proxy import Front
+from pipelines.online.serve.proxy import ProxyMiddleware
 
 MIB = 1 << 20
 DATA = bytes(range(256)) * (3 * WINDOW_BYTES // 256)
@@ -99,7 +99,7 @@ def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
     async def run():
         source, client = Source(), Client(most=2)
         download = Download(file_of(), lambda: source, {}, room)
-        task = asyncio.create_task(Front(serve(download))(SCOPE, client.receive, client.send))
+        task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
         with room.hold("alice", WINDOW_BYTES):  # it holds no more than the window
@@ -116,7 +116,7 @@ def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
 def test_a_client_that_reads_gets_all_of_it(room):
     async def run():
         client = Client()
-        await Front(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
+        await ProxyMiddleware(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
         assert client.body == DATA
         status, headers = client.head
         assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
@@ -130,7 +130,9 @@ def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
         owners = ["alice", "alice", "bob", "bob"]
         tasks = [
             asyncio.create_task(
-                Front(serve(Download(file_of(owner=owner), Source, {}, room)))(SCOPE, client.receive, client.send)
+                ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, room)))(
+                    SCOPE, client.receive, client.send
+                )
             )
             for owner, client in zip(owners, clients, strict=True)
         ]
@@ -190,7 +192,7 @@ def test_a_client_cannot_say_what_it_has_taken(room):
     async def run():
         source, client = Source(), Talker(most=2)
         download = Download(file_of(), lambda: source, {"peagle.taken": "99999999"}, room)
-        task = asyncio.create_task(Front(serve(download))(SCOPE, client.receive, client.send))
+        task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert source.num_read <= len(client.body) + WINDOW_BYTES
         client.leaves.set()

@@ -44,5 +44,5 @@ def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
         for name in ("model", "drafter", "num_speculative_tokens", "max_num_seqs", "precision"):
             assert getattr(run, name) == getattr(keys, name)
         assert run.usd_per_hour == 2
-        assert recipes[keys.served_name].neighbours.places == "app"
+        assert recipes[keys.served_name].neighbours.slot_group == "app"
         assert recipes[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}

@@ -34,7 +34,7 @@ def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
         "engine": "fake", "usd_per_hour": 1, "input_format": "openai-batch", "temperature": 1.0, "max_tokens": 1000,
         "tags": {},
     }  # fmt: skip
-    assert task.neighbours.places == "app"
+    assert task.neighbours.slot_group == "app"
     assert task.commits == {"org/model": "abc"}
 
 

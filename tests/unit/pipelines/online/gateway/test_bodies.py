@@ -21,7 +21,7 @@ from pipelines.online.gateway.bodies import (
 )
 from pipelines.online.serve import flow
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
-from pipelines.online.serve.proxy import Front
+from pipelines.online.serve.proxy import ProxyMiddleware
 
 JSON = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(alphabet='ab,:[]{}"\\\n\u00e9', max_size=8)),
@@ -284,7 +284,7 @@ def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": []}
-    asyncio.run(Front(serve)(scope, client, send))
+    asyncio.run(ProxyMiddleware(serve)(scope, client, send))
     assert num_sent == NUM_PIECES
     assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
@@ -319,7 +319,7 @@ def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path)
     async def send(message):
         pass
 
-    asyncio.run(Front(serve)({"type": "http", "method": method, "path": path, "headers": []}, client, send))
+    asyncio.run(ProxyMiddleware(serve)({"type": "http", "method": method, "path": path, "headers": []}, client, send))
     assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
 
 
@@ -341,7 +341,7 @@ def test_an_application_that_tells_nothing_gets_its_bodies(monkeypatch):
         pass
 
     scope = {"type": "http", "method": "POST", "path": "/other/v1/files", "headers": []}
-    asyncio.run(asyncio.wait_for(Front(another)(scope, client, send), 5))
+    asyncio.run(asyncio.wait_for(ProxyMiddleware(another)(scope, client, send), 5))
     assert not pieces
 
 
@@ -364,5 +364,5 @@ def test_a_body_that_is_refused_is_not_held_up():
         pass
 
     scope = {"type": "http", "method": "POST", "path": "/prefix/v1/files", "headers": []}
-    asyncio.run(asyncio.wait_for(Front(serve)(scope, client, send), 10))
+    asyncio.run(asyncio.wait_for(ProxyMiddleware(serve)(scope, client, send), 10))
     assert num_sent == NUM_PIECES

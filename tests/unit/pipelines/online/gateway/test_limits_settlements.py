@@ -9,7 +9,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import KeyLimits, Used
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import Tally
+from pipelines.online.wire import AnswerTally
 from tests.unit.pipelines.online.ledgers import a_request
 
 ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100)
@@ -19,7 +19,7 @@ POOR = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
 def used(account, request_id, tokens, busy_s, clock):
     request = account.begin(request_id, "alice")
     clock.now += busy_s
-    request.tally = Tally(num_output_tokens=tokens)
+    request.tally = AnswerTally(num_output_tokens=tokens)
     return request.finish("cut")
 
 

@@ -15,8 +15,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from peagle.engine.fake import FakeTraits
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.replica.fake import StandIn, StandInEngine, stand_in
-from pipelines.online.wire import Tally, events
+from pipelines.online.replica.fake import FakeServeEngine, FakeSettings, fake_settings
+from pipelines.online.wire import AnswerTally, events
 
 CONFIG = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": 200})
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8}
@@ -27,7 +27,7 @@ def answer(kind="chat", engine=None, **body):
     """All that comes of one request."""
 
     async def scene():
-        one = engine or StandInEngine(StandIn(num_speculative_tokens=3), CONFIG)
+        one = engine or FakeServeEngine(FakeSettings(num_speculative_tokens=3), CONFIG)
         if engine is None:
             await one.start()
         request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
@@ -37,11 +37,13 @@ def answer(kind="chat", engine=None, **body):
 
 
 def test_a_real_engine_has_no_stand_in_and_a_fake_one_is_named_so():
-    assert stand_in(ServedModelKeys()) is None
+    assert fake_settings(ServedModelKeys()) is None
     keys = ServedModelKeys(
         engine="fake", num_speculative_tokens=3, fake={"token_s": 0.1, "start_s": 2, "has_core": True}
     )
-    assert stand_in(keys) == StandIn(traits=FakeTraits(token_s=0.1, start_s=2, has_core=True), num_speculative_tokens=3)
+    assert fake_settings(keys) == FakeSettings(
+        traits=FakeTraits(token_s=0.1, start_s=2, has_core=True), num_speculative_tokens=3
+    )
     assert (keys.served_name, ServedModelKeys(engine="fake", name="a").served_name) == ("fake", "a")
 
 
@@ -53,7 +55,7 @@ def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
     parts = [event for text in texts[:-1] for event in events(text)]
     assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == whole.choices[0].message.content
     assert parts[-2]["choices"][0]["finish_reason"] == whole.choices[0].finish_reason
-    tallies = Tally(), Tally()
+    tallies = AnswerTally(), AnswerTally()
     tallies[0].read(json.loads(whole.model_dump_json()))
     for part in parts:
         tallies[1].read_event(part)
@@ -68,7 +70,7 @@ def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all
     last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
     assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
     assert len(last) == 3
-    tally = Tally()
+    tally = AnswerTally()
     for part in parts[:-1]:
         tally.read_event(part)
     assert tally.num_output_tokens == sum(last.values())
@@ -96,7 +98,7 @@ def test_what_it_cannot_do_is_refused(changes, message):
 
 def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
     async def scene():
-        engine = StandInEngine(StandIn(traits=FakeTraits(token_s=0.01, has_core=True)), CONFIG)
+        engine = FakeServeEngine(FakeSettings(traits=FakeTraits(token_s=0.01, has_core=True)), CONFIG)
         await engine.start()
         stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
         first = await anext(stream)
@@ -116,7 +118,7 @@ def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
 
 def test_a_dead_engine_is_unhealthy_and_raises_what_vllm_would():
     async def scene():
-        engine = StandInEngine(StandIn(traits=FakeTraits(has_core=True)), CONFIG)
+        engine = FakeServeEngine(FakeSettings(traits=FakeTraits(has_core=True)), CONFIG)
         await engine.start()
         await engine.check_health()
         os.kill(engine._engine.core_pid, signal.SIGKILL)

@@ -30,7 +30,7 @@ def test_threads_of_an_engine_with_many_requests_keep_their_cores(monkeypatch, s
     monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # what holds on this machine
     monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
     job = SimpleNamespace(
-        spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a", num_engines_on_node=1, stand_in=True,
+        spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a", num_engines_on_node=1, fake=True,
         engine=SimpleNamespace(model="m"), sizes=None, parsers={},
     )  # fmt: skip
     variables = Replica()._local_config(job)

@@ -10,8 +10,8 @@ import pytest
 from peagle.errors import ConfigError
 from pipelines.online.app import build
 from pipelines.online.config import ServeConfig
-from pipelines.online.serve import proxy as front
-from pipelines.online.serve.proxy import Front, middlewares, require_certificate
+from pipelines.online.serve import proxy
+from pipelines.online.serve.proxy import ProxyMiddleware, middlewares, require_certificate
 
 OURS = (b"x-peagle-request-id", b"r")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -32,7 +32,7 @@ def asked(proxy, *, kind="http", path="/v1/models", headers=()):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Front(proxy)({"type": kind, "path": path, "headers": list(headers)}, None, send))
+    asyncio.run(ProxyMiddleware(proxy)({"type": kind, "path": path, "headers": list(headers)}, None, send))
     return sent
 
 
@@ -188,17 +188,17 @@ def test_ray_finds_it_by_its_name(monkeypatch):
     from uvicorn.protocols.http import auto
 
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # which it changes
-    module, _, name = front.IMPORT_PATH.partition(":")
-    assert (module, name) == (front.__name__, "middlewares")
+    module, _, name = proxy.IMPORT_PATH.partition(":")
+    assert (module, name) == (proxy.__name__, "middlewares")
     (middleware,) = middlewares()
-    assert middleware.cls is Front
+    assert middleware.cls is ProxyMiddleware
 
 
 def test_rays_limit_for_an_answer_is_none_beside_ours():
     """It is read when Ray's module is imported, so in a process that is started with it."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=os.environ | front.ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
     assert float(done.stdout) > 30 * 24 * 3600
 
 
@@ -209,12 +209,12 @@ def test_ray_reads_each_of_the_variables():
         print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
               c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
     """
-    others = {name: value for name, value in os.environ.items() if name not in front.ENVIRONMENT}
+    others = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
     said = [
         subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-        for env in (others | front.ENVIRONMENT, others)
+        for env in (others | proxy.ENVIRONMENT, others)
     ]
-    assert said == [f"{front.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+    assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
 def test_rays_proxy_says_so_where_it_has_no_route():
@@ -225,8 +225,8 @@ def test_rays_proxy_says_so_where_it_has_no_route():
         return [message async for message in HTTPProxy.not_found_response(None, request)]
 
     head, answer, *_ = asyncio.run(said())
-    assert head["status"] == front._NOT_FOUND
-    assert answer["body"].endswith(front._NO_ROUTE)
+    assert head["status"] == proxy._NOT_FOUND
+    assert answer["body"].endswith(proxy._NO_ROUTE)
 
 
 def test_the_orders_are_rays():
@@ -237,8 +237,8 @@ def test_the_orders_are_rays():
         constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
         constants.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
     }
-    assert {name.encode() for name in orders} == front._ORDERS
-    assert {constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(), constants.SERVE_SESSION_ID.encode()} == front._NOTES
+    assert {name.encode() for name in orders} == proxy._ORDERS
+    assert {constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(), constants.SERVE_SESSION_ID.encode()} == proxy._NOTES
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
