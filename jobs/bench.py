@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import listener, say
+from jobs.output import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_options import PRICE_KEYS
 from peagle.engine.keys import TARGET_SIZES
@@ -19,14 +19,14 @@ acceptance, time to first token and per token, memory, tokens per dollar. One en
   peagle bench --dataset mine.jsonl --limit 64 --repeats 5 --rounds 5
   peagle bench --load-format dummy --synthetic-acceptance peagle=3.2 --synthetic-acceptance eagle3=2.9
 
-All prompts go through the engine with so many at once, after a warm-up. Each engine is started --rounds times, its
-repeats shared out among them, and the order turns round from one round to the next. OUTPUT holds report.json, report.md
-and two plots. A finished pass is kept there: the same command goes on where it was stopped, and methods, K,
-concurrencies up to --max-num-seqs and repeats can be added to it. An engine that fails is left out, with exit code 1;
-Ctrl-C and SIGTERM leave the report of the finished passes.
+After a warm-up, all prompts go through the engine at each concurrency. Each engine is started --rounds times, which
+share its repeats, and the order is reversed from one round to the next. OUTPUT holds report.json, report.md and two
+plots. Finished passes are kept there: the same command continues where it stopped, and you can add methods, K,
+repeats, and concurrencies up to --max-num-seqs. An engine that fails is left out, with exit code 1; Ctrl-C and SIGTERM
+leave the report of the finished passes.
 """
 _GROUPS = {
-    "what is compared": [
+    "compared": [
         "methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds", "time_budget_s",
     ],
     "target": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.streams import broken_pipe, is_unicode, prints_unicode, standard_streams
-from jobs.throttle import human_output
+from jobs.output import broken_pipe, human_output, is_unicode, prints_unicode, standard_streams
 from peagle import __version__
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
@@ -29,12 +28,12 @@ from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_sig
 COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
     "generate": "generate text in bulk for a corpus of prompts",
-    "status": "say how a run stands, from another terminal or machine",
+    "status": "show a run's progress, from another terminal or machine",
     "audit": "check a run's files against its plan, and a sample of its rows against the target alone",
-    "serve": "serve models by OpenAI's API, with keys, limits and cost",
-    "up": "start an endpoint in the background, or list those there are",
-    "down": "end an endpoint that `peagle up` has started",
-    "deploy sagemaker": "make an endpoint of SageMaker's that serves a catalog model, or delete it",
+    "serve": "serve models through OpenAI's API, with keys, limits and cost",
+    "up": "start an endpoint in the background, or list them",
+    "down": "stop an endpoint that `peagle up` started",
+    "deploy sagemaker": "serve a catalog model from a SageMaker endpoint, or delete that endpoint",
     "serve keys": "make, list and revoke the endpoint's API keys",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
@@ -47,16 +46,16 @@ COMMANDS = {
     "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
     "bench": "measure methods of speculation, K and concurrency against each other",
     "tune": "find method, K, concurrency and precision for a target, prompts and hardware: a profile for runs",
-    "plan": "machines, hours and dollars for tokens wanted, from what was measured",
+    "plan": "say which machines, hours and dollars your tokens take, from measured speeds",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "deploy kuberay": "write the Kubernetes objects of a bulk run or an endpoint, and apply them",
     "deploy cluster": "write the file for `ray up` of a bulk run's cluster on AWS, and start it",
-    "config show": "print what a configuration comes to, and where each value came from",
+    "config show": "print each value of a configuration, and where it came from",
     "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "say what this machine can do",
 }
 _SHARED = ("models add", "quantize-drafter")  # a catalog and its heads may be for all users of a machine
-_JSON_HELP = "write the result as data ('-' for standard output; the rest is then on standard error)"
+_JSON_HELP = "write the result as JSON ('-' for standard output; the rest then goes to standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.streams import console
+from jobs.output import console
 
 HELP = """\
-Run the main job on the embedded model: generate for HumanEval prompts one at a time, with the P-EAGLE drafter and,
-on the first of them, without, and say what each cost. It needs no accelerator, no account and no network.
+Run the main job on the embedded model. It answers HumanEval prompts one at a time with the P-EAGLE drafter, and the
+first of them again without it, and says what each cost. It needs no accelerator, no account and no network.
 """
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 48, 16, 128, 3
@@ -19,7 +19,7 @@ NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 48, 16, 128, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle demo`."""
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="where the runs go")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the runs")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

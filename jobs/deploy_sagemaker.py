@@ -5,8 +5,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags
-from jobs.throttle import say
-from peagle.deploy.sagemaker_requests import SageMakerKeys, make_requests
+from jobs.output import say
+from peagle.deploy.sagemaker import SageMakerKeys, make_requests
 from peagle.economics.report.figures import in_words_s, in_words_usd
 from peagle.errors import ConfigError
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from peagle.deploy.sagemaker_api import Removed
 
 HELP = """\
-Make an endpoint of SageMaker's that serves a catalog model with its drafter preset, and wait until it is in service.
+Serve a catalog model with its drafter preset from a SageMaker endpoint, and wait until it is in service.
 
   peagle deploy sagemaker qwen3-coder-30b-a3b-instruct --instance-type ml.g7e.2xlarge --image IMAGE --role ROLE
   peagle deploy sagemaker qwen3-coder-30b-a3b-instruct ... --dry-run
   peagle deploy sagemaker --down qwen3-coder-30b-a3b-instruct
 
-It makes a model, an endpoint configuration and an endpoint of one name. Where that fails or is interrupted, what was
-made is taken back. It costs money until `--down`, asked or not. docs/deploy.md has the image, the role and the rights.
+It creates a model, an endpoint configuration and an endpoint, all of one name. If that fails or is interrupted, what it
+created is deleted again. The endpoint costs money until `--down`, with requests or without. docs/deploy.md has the
+image, the role and the rights.
 """
 _GROUPS = {
     "endpoint": ["instance_type", "instances", "image", "role", "name", "region", "ami_version", "usd_per_hour"],
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle deploy sagemaker`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="catalog name or hub id")
     parser.add_argument(
-        "--down", metavar="NAME", help="delete the endpoint of that name instead, with all that is its own"
+        "--down", metavar="NAME", help="delete the endpoint of that name instead, with its configuration and its model"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the requests, and send none")
     flags.add_flags(parser, SageMakerKeys, _GROUPS)

@@ -3,15 +3,15 @@
 import argparse
 from typing import Any
 
-from jobs.throttle import say
+from jobs.output import say
 from jobs.up import cost_in_words, described
 
 HELP = """\
-End an endpoint that `peagle up` has started, as Ctrl-C ends `peagle serve`: requests under way get --drain-s.
+Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: requests under way get --drain-s.
 
   peagle down                      the only one that is up
   peagle down smollm2-135m
-  peagle up --list                 those there are
+  peagle up --list                 all there are
 
 It says what the endpoint cost. Its log and its ledger stay, in $PEAGLE_HOME/endpoints/NAME.
 """

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import listener, say
+from jobs.output import listener, say
 from peagle.bench.config import EvaluateConfig
 from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
@@ -18,8 +18,8 @@ per second. One engine at a time, started once for each drafter and K; Ray is no
   peagle evaluate --dataset mine.jsonl --category-column task --temperature 0.8
 
 OUTPUT holds report.json, report.md (for a model card) and two plots. A finished drafter and K is kept there: the same
-command goes on where it was stopped, and other drafters and K can be added to it. An engine that fails is left out,
-with exit code 1; Ctrl-C and SIGTERM leave the report of what is finished.
+command continues where it stopped, and you can add drafters and K. An engine that fails is left out, with exit code 1;
+Ctrl-C and SIGTERM leave the report of what is finished.
 """
 _GROUPS = {
     "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],

@@ -19,7 +19,7 @@ import pydantic
 import yaml
 from pydantic.fields import FieldInfo
 
-from jobs.streams import is_unicode
+from jobs.output import is_unicode
 from peagle.errors import ConfigError, did_you_mean
 from peagle.ports import is_service_link
 from peagle.storage import Place

@@ -5,8 +5,7 @@ import sys
 from typing import Any
 
 from jobs import flags
-from jobs.dry_run import DRY_RUN_HELP, told
-from jobs.streams import console
+from jobs.output import DRY_RUN_HELP, console, print_forecast
 from peagle.economics.price_options import PRICE_KEYS
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.requests.sampling import SAMPLING_KEYS
@@ -22,9 +21,9 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
 
 The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
 --budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it
-is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job goes
-on. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless RAY_AUTH_MODE=disabled says otherwise;
-without it one is started on this machine and stopped at the end.
+is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job
+continues. RAY_ADDRESS names the cluster to run on. It must require a token, unless RAY_AUTH_MODE=disabled says
+otherwise. Without RAY_ADDRESS a cluster is started on this machine, and stopped at the end.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
@@ -86,7 +85,7 @@ def _dry_run(config: GenerateConfig, command_line: list[str]) -> tuple[int, dict
     from pipelines.batch.forecast import forecast
     from pipelines.batch.request import RunRequest
 
-    return told(forecast(RunRequest(config=config, command=command_line), print))
+    return print_forecast(forecast(RunRequest(config=config, command=command_line), print))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from jobs.streams import console
+from jobs.output import console
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a ca
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle models`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="catalog name or hub id; all models without it")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="catalog name or hub id (default: all models)")
     parser.add_argument(
         "--sagemaker-env",
         action="store_true",

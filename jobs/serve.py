@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags
-from jobs.dry_run import DRY_RUN_HELP, told
+from jobs.output import DRY_RUN_HELP, print_forecast
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipelines.online.app import Served
 
 HELP = """\
-Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that follow the load.
+Serve models through OpenAI's API: keys, limits, usage and cost by key, engines that follow the load.
 
   peagle serve
   peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
@@ -31,11 +31,12 @@ Serve models by OpenAI's API: keys, limits, usage and cost by key, engines that 
   peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
-Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models stand in
-the YAML under `models`. RAY_ADDRESS names the cluster to run on, which must ask for a token, unless
-RAY_AUTH_MODE=disabled says otherwise; without it one is started on this machine. Ctrl-C or SIGTERM stop it: new
-requests are refused, those under way get --drain-s; a second one ends it at once. `serve deploy deploy/serve.yaml` runs
-the same without this command. PEAGLE_SAGEMAKER=true makes it what SageMaker runs in a container: docs/deploy.md.
+Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models are
+listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
+RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
+the endpoint: new requests are refused, those under way get --drain-s; a second one stops it at once.
+`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true makes it a container as
+SageMaker runs it: docs/deploy.md.
 """
 EPILOG = """\
 each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
@@ -175,7 +176,7 @@ def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
     """Say what the endpoint would be, and start nothing."""
     from pipelines.online.forecast import forecast
 
-    return told(forecast(config, print))
+    return print_forecast(forecast(config, print))
 
 
 def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:

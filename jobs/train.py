@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import Throttle, say
+from jobs.output import Throttle, say
 from peagle.drafter.config import TrainConfig
 from peagle.errors import ConfigError
 
 HELP = """\
-Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it as vLLM takes it.
+Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it as vLLM loads it.
 
   peagle train --prompts prompts.jsonl --output heads/first
   peagle train --prompts stdlib --limit 4000 --output heads/code
   peagle train --prompts runs/responses --responses given --output heads/second
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.train --config train.yaml
 
-The target answers the prompts itself first, in two bulk runs in OUTPUT/responses, greedily and by sampling. Its hidden
-states are computed once and kept in OUTPUT/features; the head ends in OUTPUT/head. Stop it whenever you like: the same
-command goes on with its runs and from its last checkpoint, and the curve is the uninterrupted one.
+First the target answers the prompts itself, in two bulk runs in OUTPUT/responses: one greedy, one by sampling. Its
+hidden states are computed once and kept in OUTPUT/features; the head is written to OUTPUT/head. Stop it whenever you
+like: the same command continues its runs, and trains from its last checkpoint as if it had never stopped.
 """
 _GROUPS = {
     "target and data": [

@@ -7,29 +7,29 @@ import argparse
 from typing import Any
 
 from jobs import flags
-from jobs.throttle import listener, say
+from jobs.output import listener, say
 from peagle.economics.price_options import PRICE_KEYS
 from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
 
 HELP = """\
-Find the configuration with the most tokens per dollar, or the most throughput within a limit of latency, within a
-budget of engine time. Successive halving in vLLM; one engine at a time, which serves several configurations. Ray is
-not needed.
+Find the configuration with the most tokens per dollar, or with the most throughput below a latency limit, in a given
+budget of engine time. It compares by successive halving in vLLM, one engine at a time, which serves several
+configurations. Ray is not needed.
 
   peagle tune --dataset mine.jsonl --budget-min 30
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
   peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
-The answer is a profile that `peagle generate` and `peagle serve` take; it may be no speculation. A finished pass is
-kept in OUTPUT: the same command goes on where it was stopped, also with a larger budget, other limits or more methods.
-Ctrl-C and SIGTERM shut the engine down.
+The answer is a profile for `peagle generate` and `peagle serve`; it may be that no speculation is best. Finished passes
+are kept in OUTPUT: the same command continues where it stopped, also with a larger budget, other limits or more
+methods. Ctrl-C and SIGTERM shut the engine down.
 """
 _GROUPS = {
-    "what is wanted": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
-    "what is tried": [
+    "goal": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
+    "candidates": [
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],
     "target": ["model", "kv_cache_precision"],

@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jobs import flags, serve
-from jobs.throttle import say
+from jobs.output import say
 from peagle.economics.report.figures import in_words_s, in_words_usd
 from peagle.ports import free_port, is_free
 from peagle.tables import aligned
@@ -23,7 +23,7 @@ Start an endpoint in the background, here or on the cluster of RAY_ADDRESS, and 
   peagle down
 
 It is `peagle serve` with the same keys; `--name` tells two endpoints of one model apart. Where 8000 is taken and no
-port is named, it gets a free one. Its log, its ledger and its configuration are in $PEAGLE_HOME/endpoints/NAME.
+port is named, it takes a free one. Its log, its ledger and its configuration are in $PEAGLE_HOME/endpoints/NAME.
 """
 EPILOG = serve.EPILOG
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="catalog name, folder, or Hugging Face id"
     )
-    parser.add_argument("--list", action="store_true", help="the endpoints there are: state, address, cost, log")
+    parser.add_argument("--list", action="store_true", help="list the endpoints: state, address, cost, log")
     serve.add_arguments(parser)
 
 

@@ -20,8 +20,8 @@ from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
-from peagle.engine.slots import check_slots, max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
@@ -44,7 +44,7 @@ class EngineKeys(TargetKeys):
     """The keys of an engine, among those of commands that run engines."""
 
     profile: Path | None = Field(
-        None, description="YAML of `peagle tune`: engine keys where flags, environment and --config say nothing"
+        None, description="YAML of `peagle tune`: it sets engine keys that flags, environment and --config leave open"
     )
     drafter: str = Field(
         "auto",

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # vLLM's worker import
 from step_floor import median_step, step_bytes
 
 from jobs import flags
-from jobs.throttle import listener, say
+from jobs.output import listener, say
 from peagle import hardware
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import read_from, reported

@@ -15,7 +15,7 @@ from peagle.bench.plan import MODEL_RUNNER, BenchPlan, Pass, chosen_model_runner
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources, summarise
 from peagle.bench.setups import Setup
-from peagle.engine.slots import max_num_batched_tokens
+from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.provenance import git_revision, versions

@@ -18,8 +18,8 @@ from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import check_capacity
-from peagle.engine.slots import check_slots
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod
+from peagle.engine.steps import check_slots
 from peagle.errors import ConfigError, DrafterError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import METHOD_NAMES, NONE, method_label

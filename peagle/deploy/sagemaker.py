@@ -1,17 +1,26 @@
-"""A catalog model in a container on SageMaker: its drafter, variables and uploads.
+"""A catalog model as an endpoint of SageMaker's: its settings, and the requests.
+
+    catalog card -> preset: drafter, variables, uploads -> requests: a model, an endpoint configuration, an endpoint
 
 The variables are those of AWS's own vLLM container and of peagle's in it (`peagle.engine.sagemaker`), so that either
-serves the model. It starts nothing.
+serves the model. Pure: cards and keys in, requests out; `sagemaker_api.py` sends them.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from peagle.catalog.cards import HeadCard, ModelCard
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.economics.prices import PriceTable
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env
 from peagle.engine.spec import DrafterSpec, DraftMethod
+from peagle.errors import ConfigError, PriceError
+from peagle.pairs import parse_pairs
 
 DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
 """Where SageMaker puts further data, a folder for each channel."""
@@ -108,3 +117,163 @@ def _local_head(head: HeadCard) -> Path | None:
     if head.kind == "huggingface":
         return None
     return whole_head(HEADS_FOLDER / str(head.id)) if head.kind == "shipped" else Path(str(head.id))
+
+
+MOST_START_S = 3600  # what SageMaker gives a container at most
+_MOST_NAME, _MOST_VALUE = 63, 1024
+_NOT_OF_A_NAME = re.compile(r"[^a-zA-Z0-9-]+")
+_S3 = re.compile(r"s3://[^/]+/.+"), "s3://BUCKET/FOLDER"
+_FORMS = {
+    "instance_type": (re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+"), "ml.g7e.2xlarge"),
+    "role": (re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+"), "arn:aws:iam::123456789012:role/NAME"),
+    "name": (re.compile(r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*"), "my-endpoint, of 63 letters, digits and hyphens"),
+    "model_data": _S3,
+    "head_data": _S3,
+}
+
+
+class SageMakerKeys(BaseModel):
+    """The keys of `peagle deploy sagemaker`.
+
+    A description is the help text of its flag.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    instance_type: str = Field(description="SageMaker's name of the instances, such as ml.g7e.2xlarge")
+    image: str = Field(description="peagle's image, or AWS's for vLLM, in your registry (ECR) in that region")
+    role: str = Field(description="ARN of the container's role, which reads the image and the model's data")
+    name: str | None = Field(None, description="name of the endpoint; default: the model's")
+    region: str | None = Field(None, description="AWS region; default: that of your AWS configuration")
+    instances: int = Field(1, ge=1, description="number of instances, each with an engine")
+    concurrency: int | None = Field(
+        None, ge=1, description="requests at once that the drafter is chosen for; default: as others deploy it"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
+    model_data: str | None = Field(
+        None, description="s3:// folder for /opt/ml/model; default: it is loaded from the hub"
+    )
+    head_data: str | None = Field(None, description="s3:// folder of the drafter; default: it is loaded from the hub")
+    ami_version: str | None = Field(None, description="SageMaker's name of the instances' image (NVIDIA's driver)")
+    usd_per_hour: float | None = Field(
+        None, gt=0, description="SageMaker's price of one instance; default: EC2's of the table, which may be lower"
+    )
+    variables: dict[str, str] = Field(
+        default_factory=dict,
+        description="a further variable of the container, as KEY=VALUE; may be repeated; a map in YAML",
+        json_schema_extra={"flag": "variable", "metavar": "KEY=VALUE"},
+    )
+
+    @field_validator("variables", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        return parse_pairs(value) if isinstance(value, list) else value
+
+    @field_validator("instance_type", "role", "model_data", "head_data", "name")
+    @classmethod
+    def _has_its_form(cls, value: str | None, info: ValidationInfo) -> str | None:
+        form, example = _FORMS[str(info.field_name)]
+        if value is not None and not form.fullmatch(value):
+            raise ValueError(f"it must be as {example}")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The three requests, as boto3 takes them, and what the instances cost together.
+
+    Attributes:
+        price: where the price comes from, in a phrase.
+    """
+
+    name: str
+    model: dict[str, Any]
+    endpoint_config: dict[str, Any]
+    endpoint: dict[str, Any]
+    usd_per_hour: float
+    price: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data."""
+        return asdict(self)
+
+
+def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Requests:
+    """The requests for a model with its preset.
+
+    Raises:
+        ConfigError: data is only here, or a name or a variable is longer than SageMaker takes it.
+        PriceError: nobody says what the instances cost.
+    """
+    name = keys.name or _NOT_OF_A_NAME.sub("-", card.name)[:_MOST_NAME].strip("-")
+    usd_per_hour, price = _price(keys)
+    container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, found, usd_per_hour)}
+    if keys.model_data:
+        container["ModelDataSource"] = {"S3DataSource": _s3(keys.model_data)}
+    if keys.head_data:
+        container["AdditionalModelDataSources"] = [
+            {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(keys.head_data)},
+        ]
+    _require_uploads(keys, found)
+    variant = {
+        "VariantName": "all",
+        "ModelName": name,
+        "InstanceType": keys.instance_type,
+        "InitialInstanceCount": keys.instances,
+        "ContainerStartupHealthCheckTimeoutInSeconds": MOST_START_S,
+        "ModelDataDownloadTimeoutInSeconds": MOST_START_S,
+        **({"InferenceAmiVersion": keys.ami_version} if keys.ami_version else {}),
+    }
+    tags = [{"Key": "peagle", "Value": card.name}]
+    return Requests(
+        name=name,
+        model={"ModelName": name, "ExecutionRoleArn": keys.role, "PrimaryContainer": container, "Tags": tags},
+        endpoint_config={"EndpointConfigName": name, "ProductionVariants": [variant], "Tags": tags},
+        endpoint={"EndpointName": name, "EndpointConfigName": name, "Tags": tags},
+        usd_per_hour=keys.instances * usd_per_hour,
+        price=price,
+    )
+
+
+def _price(keys: SageMakerKeys) -> tuple[float, str]:
+    """USD of an instance for an hour, and whose word that is."""
+    if keys.usd_per_hour is not None:
+        return keys.usd_per_hour, "as stated"
+    try:
+        found = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
+    except PriceError as error:
+        raise PriceError(
+            f"what {keys.instance_type} costs is not known: {error.message}",
+            hint="state SageMaker's price of one instance with --usd-per-hour",
+        ) from error
+    return found.usd_per_hour, f"EC2's price of {found.instance_type}, {found.as_of}; SageMaker's own may be higher"
+
+
+def _variables(keys: SageMakerKeys, found: Preset, usd_per_hour: float) -> dict[str, str]:
+    variables = {
+        "PEAGLE_SAGEMAKER": "true",
+        "PEAGLE_USD_PER_HOUR": f"{usd_per_hour:g}",
+        **found.variables,
+        **({"SM_VLLM_MAX_MODEL_LEN": str(keys.max_model_len)} if keys.max_model_len else {}),
+        **keys.variables,
+    }
+    for name, value in variables.items():
+        if len(value) > _MOST_VALUE:
+            raise ConfigError(f"the variable {name} has {len(value)} letters; SageMaker takes {_MOST_VALUE}")
+    return variables
+
+
+def _require_uploads(keys: SageMakerKeys, found: Preset) -> None:
+    for folder, data, flag in (
+        (found.model_folder, keys.model_data, "--model-data"),
+        (found.head_folder, keys.head_data, "--head-data"),
+    ):
+        if folder is not None and data is None:
+            raise ConfigError(
+                f"{folder} is on this machine alone, and SageMaker's instances cannot load it",
+                hint=f"aws s3 cp --recursive {folder} s3://BUCKET/FOLDER/, and name that with {flag}",
+            )
+
+
+def _s3(uri: str) -> dict[str, str]:
+    return {"S3Uri": uri.rstrip("/") + "/", "S3DataType": "S3Prefix", "CompressionType": "None"}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.deploy.sagemaker_requests import Requests
+from peagle.deploy.sagemaker import Requests
 from peagle.economics.report.figures import in_words_s
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, did_you_mean
 

@@ -6,8 +6,7 @@ with it says so.
 
 from dataclasses import dataclass
 
-from peagle.economics.accelerators import is_accelerator
-from peagle.economics.offers import Offer
+from peagle.economics.offers import Offer, is_accelerator
 from peagle.economics.price_options import PriceKeys
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError

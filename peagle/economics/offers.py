@@ -1,6 +1,7 @@
 """Rows of a price table: an instance type in a region, read from CSV.
 
-It knows the columns and what makes a row believable; which row answers a question is `prices`' business.
+It knows the columns, what makes a row believable, and whether its accelerator is the one that a driver names; which row
+answers a question is `prices`' business.
 
 The packaged table, prices.csv, is taken from a public catalogue of cloud prices. Each row names the catalogue
 file and its commit in `source`. The dates of those commits are not known: `as_of` is the day on which they were read,
@@ -9,6 +10,7 @@ Spot prices are the median over a region's zones.
 """
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -166,3 +168,37 @@ def _check_unique(path: Path, offers: list[Offer]) -> None:
         if key in seen:
             raise PriceError(f"{path}: {offer.instance_type} is priced twice for {offer.place or 'everywhere'}")
         seen.add(key)
+
+
+# Catalogues write "A100-80GB" and "RTXPRO6000", drivers "NVIDIA A100-SXM4-80GB" and "NVIDIA RTX PRO 6000 Blackwell",
+# Ray "A100-80G".
+_FORM = re.compile(r"SXM\d*")  # drivers put the form between the model and its memory
+_OTHER_FORMS = {"PCIE", "NVL"}
+_MEMORY = re.compile(r"(\d+)GB?")
+# A catalogue's name without memory means the card that came first, where there are several.
+_PLAIN_MEMORY = {"A100": "40GB"}
+
+
+def is_accelerator(name: str | None, device_name: str) -> bool:
+    """Whether a table's name and a driver's mean the same accelerator.
+
+    A run of the device's words has to spell the name, so "L4" is no "NVIDIA L40S".
+
+    >>> [is_accelerator(name, "NVIDIA A100-SXM4-80GB") for name in ("A100-80GB", "A100", None)]
+    [True, False, False]
+    """
+    if name is None:
+        return False
+    words = _words(device_name)
+    if _FORM.search(name.upper()) and not _OTHER_FORMS.isdisjoint(words):
+        return False
+    spelled = "".join(_words(name))
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    plain, memory = _PLAIN_MEMORY.get(spelled), [word for word in words if _MEMORY.fullmatch(word)]
+    return spelled in runs and (plain is None or not memory or plain in memory)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name, without its form, and with memory in one spelling."""
+    words = [word for word in re.findall(r"[A-Z0-9]+", name.upper()) if not _FORM.fullmatch(word)]
+    return [_MEMORY.sub(r"\1GB", word) if _MEMORY.fullmatch(word) else word for word in words]

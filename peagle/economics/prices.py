@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from peagle.economics.accelerators import is_accelerator
-from peagle.economics.offers import Offer, packaged_offers, read_offers
+from peagle.economics.offers import Offer, is_accelerator, packaged_offers, read_offers
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 

@@ -5,19 +5,22 @@ Bulk, online and benchmarks share this drafter code.
 Pure: a spec and a description of the hardware in, a dict out, by the names of vLLM 0.29's `EngineArgs`. It
 starts nothing and imports no vLLM; the few facts about vLLM's scheduler that it rests on are cited where they
 are used.
+
+An engine may have ranks on several nodes (`NodeRank`). The first node leads: requests go to it, and there vLLM
+schedules. The others follow until their ranks end (`vllm_internals.follow`).
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peagle.engine.attention import draft_backend, target_backend
 from peagle.engine.extra import check_extra
-from peagle.engine.graphs import capture_sizes
 from peagle.engine.memory import default_kv_cache_gib
-from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
+from peagle.engine.steps import capture_sizes, max_num_batched_tokens
 from peagle.hardware import Hardware
 
 MODALITIES = ("image", "audio", "video")
@@ -166,3 +169,39 @@ def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
     folder = Path(drafter.model)
     has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
     return config | ({"draft_load_config": {"load_format": "auto"}} if has_weights else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRank:
+    """A node's place in an engine.
+
+    Attributes:
+        number: 0 leads.
+        host: the address of this node, under which the others reach it.
+        leader: the leader's address, and a port that is free there: the ranks meet at it.
+    """
+
+    number: int
+    host: str
+    leader: tuple[str, int]
+
+    def arguments(self, num_nodes: int) -> dict[str, Any]:
+        """Additions to `engine_args`.
+
+        vLLM 0.29's Ray executor knows no CPUs, so each node starts its own ranks.
+        """
+        address, port = self.leader
+        return {
+            "distributed_executor_backend": "mp",
+            "nnodes": num_nodes,
+            "node_rank": self.number,
+            "master_addr": address,
+            "master_port": port,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Additions to `environment`.
+
+        vLLM would guess the address by a route to the internet.
+        """
+        return {"VLLM_HOST_IP": self.host}

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.engine.graphs import graphs_gib
-from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
+from peagle.engine.steps import graphs_gib, max_num_batched_tokens
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 

@@ -11,10 +11,9 @@ from itertools import zip_longest
 from typing import Any
 
 from peagle.engine import vllm_plugin
-from peagle.engine.arguments import engine_args
+from peagle.engine.arguments import NodeRank, engine_args
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
-from peagle.engine.multinode import NodeRank
 from peagle.engine.self_check import CheckableLlm, SelfCheck
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit

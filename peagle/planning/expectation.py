@@ -5,7 +5,7 @@ A speed counts only where method, K, precision and hardware are the engine's own
 
 from dataclasses import dataclass
 
-from peagle.economics.accelerators import is_accelerator
+from peagle.economics.offers import is_accelerator
 from peagle.engine_options import ResolvedEngine
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE

@@ -7,8 +7,7 @@ accelerator. Published speeds hold for every machine with theirs.
 from collections.abc import Sequence
 from typing import Literal
 
-from peagle.economics.accelerators import is_accelerator
-from peagle.economics.offers import Offer
+from peagle.economics.offers import Offer, is_accelerator
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig

@@ -23,8 +23,8 @@ from peagle.catalog.targets import resolve_model, tokenizer_of
 from peagle.corpus.scan import read
 from peagle.engine.interface import Completion, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
-from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError, InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError

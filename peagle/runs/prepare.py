@@ -1,4 +1,4 @@
-"""Prepare units on a CPU: read, template, tokenise; and plan retries.
+"""Prepare units on a CPU: read, template, tokenise; plan retries; sample a corpus.
 
 It is the first stage that Ray Data runs.
 
@@ -7,7 +7,7 @@ knows neither engines nor the driver.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -17,7 +17,10 @@ from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, Retry, WorkUnit, unit_from_json
-from peagle.runs.rows import given_back, packed, prepare
+from peagle.runs.rows import PreparedUnit, given_back, packed, prepare
+
+_MOST_SAMPLED_ROWS = 200
+_MOST_SAMPLED_UNITS = 20  # the file of each is opened, and a compressed one read from its beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +88,59 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
         return plan
     run.add_retries(retries, number=plan.num_retries + 1)
     return plan.with_retries(retries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSample:
+    """Prepared rows of a corpus, and what follows for all of them.
+
+    Attributes:
+        num_rows: rows of the corpus.
+        num_sampled: rows that were prepared.
+        num_failed: sampled rows that would be dead letters.
+        prompt_tokens: of all rows, by the mean of the sampled ones.
+        most_output_tokens: likewise, where every answer is as long as it may be.
+        example: the message of a dead letter; empty where there is none.
+    """
+
+    num_rows: int
+    num_sampled: int
+    num_failed: int
+    prompt_tokens: float
+    most_output_tokens: float
+    example: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row was prepared."""
+        return self.num_sampled == self.num_rows
+
+
+def sample_corpus(plan: Plan, job: PrepareJob) -> CorpusSample:
+    """Prepare the first rows of some units, spread evenly over the corpus.
+
+    Raises:
+        InputError: a file of the corpus cannot be read.
+    """
+    units = [unit for unit in plan.units if unit.supersedes is None]
+    if plan.num_rows > _MOST_SAMPLED_ROWS:
+        units = units[:: -(-len(units) // _MOST_SAMPLED_UNITS)]
+        each = -(-_MOST_SAMPLED_ROWS // len(units))
+        units = [_beginning(unit, each) for unit in units]
+    prepared = [PreparedUnit(prepare_unit(unit, job)) for unit in units]
+    pairs = [pair for one in prepared for pair in zip(one.prompts, one.sampling, strict=True)]
+    answered = [(len(prompt), {**job.sampling.base, **own}) for prompt, own in pairs if prompt is not None]
+    letters = [letter for one in prepared for letter in one.dead_letters.values()]
+    factor = plan.num_rows / len(pairs)
+    return CorpusSample(
+        num_rows=plan.num_rows,
+        num_sampled=len(pairs),
+        num_failed=len(letters),
+        prompt_tokens=factor * sum(num_tokens for num_tokens, _ in answered),
+        most_output_tokens=factor * sum(own["max_tokens"] * own["n"] for _, own in answered),
+        example=letters[0]["message"] if letters else "",
+    )
+
+
+def _beginning(unit: WorkUnit, num_rows: int) -> WorkUnit:
+    return replace(unit, rows=tuple(range(min(num_rows, unit.num_rows))))

@@ -29,7 +29,7 @@ from peagle.bench.setups import Setup
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import resolve_price
 from peagle.economics.report.figures import in_words_s
-from peagle.engine.slots import check_slots, max_num_batched_tokens
+from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.engine.vllm import start_engine
 from peagle.hardware import Hardware
 from peagle.profiles.profile import Profile, write_profile

@@ -12,13 +12,13 @@ from peagle.economics.machines import machine_for
 from peagle.economics.price_options import settled_price
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import in_words_count, in_words_s, in_words_usd, price_in_words
-from peagle.engine.fit import memory_in_words
+from peagle.engine.memory import Footprint, default_kv_cache_gib, gpu_need, read_footprint
+from peagle.engine.spec import EngineSpec
 from peagle.engine_options import FAKE_MODEL, ResolvedEngine, Settled, footprint_of, settled_keys
 from peagle.hardware import Hardware
 from peagle.planning.expectation import Speed, known_speed
 from peagle.runs.directory import RunDirectory
-from peagle.runs.prepare import PrepareJob
-from peagle.runs.sample import Sample, sample
+from peagle.runs.prepare import CorpusSample, PrepareJob, sample_corpus
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.decide import Decided, decided_on, planned, require_run_fits
 from pipelines.batch.request import RunRequest
@@ -44,7 +44,7 @@ class Forecast:
     is_here: bool
     num_nodes: int
     num_rows_left: int
-    sample: Sample
+    sample: CorpusSample
     speed: Speed | None
     memory: str
 
@@ -165,7 +165,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> Forecast:
         is_here=is_here,
         num_nodes=num_nodes,
         num_rows_left=sum(unit.num_rows for unit in left),
-        sample=sample(plan, job),
+        sample=sample_corpus(plan, job),
         speed=known_speed(resolved.engine, here, decided.concurrency),
         memory=memory_of(resolved.engine, here, resolved.placement),
     )
@@ -208,7 +208,7 @@ def memory_of(engine: ResolvedEngine, here: Hardware, placement: Placement) -> s
     )
 
 
-def _prompts(found: Sample) -> str:
+def _prompts(found: CorpusSample) -> str:
     mean = found.prompt_tokens / found.num_rows
     how = "all rows" if found.is_whole else f"{found.num_sampled:,} rows sampled"
     failed = f"; {found.num_failed:,} of them would be dead letters ({found.example})" if found.num_failed else ""
@@ -239,3 +239,25 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
         return []
     hours = in_words_s(config.budget_usd / usd_per_h * 3600)
     return [("budget", f"{in_words_usd(config.budget_usd)} pays these engines for {hours}")]
+
+
+def memory_in_words(
+    spec: EngineSpec, hardware: Hardware, known: Footprint | None, *, num_engines_on_node: int = 1
+) -> str:
+    """The memory of an engine that `check_capacity` has let pass.
+
+    Args:
+        spec: its model by its folder, if it is on this disk.
+        known: the footprint of a model that is not.
+    """
+    footprint = read_footprint(spec.model) or known
+    if footprint is None:
+        return "not known: config.json does not say enough"
+    if hardware.platform == "cpu":
+        cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
+        return f"fits by estimate, with a KV cache of {cache_gib:.1f} GiB; {hardware.free_memory_gib:.1f} GiB are free"
+    need = gpu_need(spec, hardware, footprint)
+    return (
+        f"about {need.total_gib:.1f} of {need.available_gib:.1f} GiB (weights {need.weights_gib:.1f}, KV cache of one "
+        f"request {need.kv_cache_gib:.1f}, a step {need.step_gib:.1f}, CUDA graphs {need.graphs_gib:.1f})"
+    )

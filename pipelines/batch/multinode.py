@@ -1,7 +1,7 @@
 """An engine's ranks on other nodes: room, following actors, and a watch.
 
 The engine's actor (`worker.py`) leads. Its followers end with it, for Ray ends what a process has started; and it ends
-with the first of them. What vLLM is told is in `peagle/engine/multinode.py`.
+with the first of them. What vLLM is told is in `peagle/engine/arguments.py`.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.engine.multinode import NodeRank
+from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port

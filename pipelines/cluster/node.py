@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peagle import hardware
 from peagle.catalog.targets import local_path, localize
-from peagle.engine.multinode import NodeRank
+from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm import VllmEngine, follow_engine, start_engine
 from peagle.errors import CapacityError

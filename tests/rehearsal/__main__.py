@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.throttle import say
+from jobs.output import say
 from tests.rehearsal.cards import CARDS
 from tests.rehearsal.table import page
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from peagle.catalog.targets import ResolvedModel, localize
 from peagle.engine.arguments import engine_args
-from peagle.engine.graphs import graphs_gib
 from peagle.engine.memory import gpu_need, read_footprint
 from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine.steps import graphs_gib
 from peagle.engine_options import footprint_of
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware

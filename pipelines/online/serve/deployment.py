@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.arguments import engine_args
-from peagle.engine.slots import max_num_batched_tokens, slots_per_request
 from peagle.engine.spec import EngineSpec
+from peagle.engine.steps import max_num_batched_tokens, slots_per_request
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement

@@ -8,9 +8,8 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from peagle.catalog.cards import load_catalog
-from peagle.deploy.sagemaker import preset
+from peagle.deploy.sagemaker import Requests, SageMakerKeys, make_requests, preset
 from peagle.deploy.sagemaker_api import SageMaker
-from peagle.deploy.sagemaker_requests import Requests, SageMakerKeys, make_requests
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError
 
 NAME = "qwen3-coder-30b-a3b-instruct"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from peagle.engine.arguments import command_line, engine_args, speculative_config
-from peagle.engine.slots import max_num_batched_tokens
 from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
+from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError, PrecisionError
 from peagle.hardware import Hardware
 

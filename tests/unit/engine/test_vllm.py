@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peagle.engine import vllm as start
+from peagle.engine.arguments import NodeRank
 from peagle.engine.interface import RequestRefused
-from peagle.engine.multinode import NodeRank
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, has_request_metrics
 from peagle.errors import ConfigError, EngineError

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jobs import cli
-from jobs.throttle import say
+from jobs.output import say
 from peagle.quiet import QuietStderr
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")

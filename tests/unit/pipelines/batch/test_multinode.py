@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from peagle.engine.multinode import NodeRank
+from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from pipelines.batch import multinode

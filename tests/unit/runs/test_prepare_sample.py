@@ -6,8 +6,7 @@ from peagle.requests.builder import SamplingSpec
 from peagle.requests.prompts import resolve_prompts
 from peagle.requests.sampling import SamplingLimits
 from peagle.runs.plan import make_plan
-from peagle.runs.prepare import PrepareJob
-from peagle.runs.sample import sample
+from peagle.runs.prepare import PrepareJob, sample_corpus
 from pipelines.batch.config import GenerateConfig
 
 
@@ -26,7 +25,7 @@ def sampled(tmp_path):
             sampling=SamplingSpec(base=config.sampling(), column="sampling", limits=limits),
             schema=plan.schema,
         )
-        found = sample(plan, job)
+        found = sample_corpus(plan, job)
         assert not (tmp_path / "run").exists()
         return found
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from peagle.engine.arguments import engine_args
-from peagle.engine.graphs import capture_sizes, graphs_gib
 from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
+from peagle.engine.steps import capture_sizes, graphs_gib
 from peagle.hardware import Hardware
 
 CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
