@@ -4,18 +4,20 @@ import argparse
 from typing import Any
 
 HELP = """\
-Audit a run. Its files against its plan: every unit, every id in exactly one row or dead letter, usage equal to the sum
-of the rows, the ledger, nothing left over, the input unchanged. And the lossless promise: a sample of its rows is
-generated again without the drafter, on the same engine settings, and compared token by token.
+Audit a run: its files against its plan, and a sample of its rows against the target alone.
+
+Files: every unit is there, every id is in exactly one row or dead letter, usage is the sum of the rows, the ledger
+agrees, nothing is left over and the input is unchanged. Rows: the sample is generated again without the drafter, on the
+same engine settings, and compared token by token: that is the lossless promise.
 
   peagle audit runs/first
   peagle audit runs/first --sample 64 --seed 1
   peagle audit runs/first --no-regenerate      files only: no engine is started
   peagle audit runs/first --json -             as data, and nothing else
 
-Where a text differs, the log-probabilities of the two tokens decide: nearly equal ones are a rounding tie (how near
-depends on the precision), anything else is a difference. Sampled rows cannot be compared and are skipped. The engine
-runs in this process, without Ray; nothing is written into the run directory.
+Where two texts differ, the log-probabilities of the two tokens decide: nearly equal ones are a rounding tie (how near
+depends on the precision), anything else is a difference. Rows at a temperature above 0 cannot be compared and are
+skipped. The engine runs in this process, without Ray; nothing is written into the run directory.
 """
 EPILOG = """\
 exit codes: 0 all right, 1 a file that is not as planned or a text that differs by more than a tie, 2 bad usage
@@ -26,10 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle audit`."""
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--sample", type=int, default=16, metavar="N", help="rows to generate again (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sample (default: 0)")
     parser.add_argument("--no-regenerate", action="store_true", help="check the files only")
     parser.add_argument(
-        "--max-tie", type=float, metavar="X", help="largest margin that is a tie (default: by the run's precision)"
+        "--max-tie",
+        type=float,
+        metavar="X",
+        help="largest margin of a rounding tie (default: by the run's precision)",
     )
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from peagle.engine_options import Settled
 
 HELP = """\
-Print each key of a bulk run or an endpoint with its value and where that came from: a flag, the environment, the YAML,
-a profile, the catalog, the machine, or the default.
+Print each key of a bulk run or an endpoint with its value and its origin: a flag, the environment, the YAML, a profile,
+the catalog, the machine, or the default.
 
   peagle config show examples/job.yaml
   peagle config show job.yaml --engines 4 --precision bf16

@@ -19,16 +19,18 @@ the cent.
   peagle cost runs/serve --month 2026-11 --format focus > focus.csv
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, or a glob of them. Days are UTC's, and both ends are
-included. Work counts on the day on which it is committed. What has no price is "unknown", never 0.
+included. Work counts on the day on which it is committed. A cost without a price is "unknown", never 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle cost`."""
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="run directory, --state folder or glob, or s3://")
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="run directory, --state folder, or a glob of them; local or s3://"
+    )
     parser.add_argument("--month", metavar="YYYY-MM", help="the days of this month")
     parser.add_argument("--from", dest="first", metavar="DATE", help="from this day on")
-    parser.add_argument("--to", dest="last", metavar="DATE", help="until this day, which is included")
+    parser.add_argument("--to", dest="last", metavar="DATE", help="up to and including this day")
     parser.add_argument(
         "--by",
         default="run",

@@ -13,7 +13,7 @@ Write the file for `ray up`: a Ray cluster on AWS for a bulk run, as its instanc
   peagle deploy cluster job.yaml --ami ami-0abc --security-group sg-0abc --head-profile ARN --worker-profile ARN \\
       --output cluster.yaml --apply
 
-The file's first lines say how to submit the run. Machines of market: spot are asked for as spot, in the configuration's
+The file's first lines say how to submit the run. With market: spot it asks for spot machines, in the configuration's
 region. docs/deploy.md has the commands that make the account's names.
 """
 _MOST_OF_NAME = 50
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, client="ray up")
     names = parser.add_argument_group("names of the account")
     names.add_argument("--ami", metavar="ID", help="image with NVIDIA's driver and Python 3.12")
-    names.add_argument("--security-group", metavar="ID", help="which lets its own members in, and SSH from one address")
+    names.add_argument(
+        "--security-group", metavar="ID", help="group that admits its own members, and SSH from one address"
+    )
     names.add_argument("--head-profile", metavar="ARN", help="instance profile of the head")
     names.add_argument("--worker-profile", metavar="ARN", help="instance profile of the others")
 

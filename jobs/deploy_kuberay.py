@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `peagle deploy kuberay`."""
     add_common_arguments(parser, client="kubectl apply")
     parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with peagle installed")
-    parser.add_argument("--namespace", metavar="TEXT", help="default: kubectl's own")
+    parser.add_argument("--namespace", metavar="TEXT", help="namespace of the objects (default: kubectl's own)")
     parser.add_argument(
         "--claim",
         default="peagle",
@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="Secret whose entries are environment variables, as AWS_ACCESS_KEY_ID or HF_TOKEN; may be repeated",
     )
-    secrets.add_argument("--service-account", metavar="TEXT", help="whose rights pods have, in place of AWS's keys")
+    secrets.add_argument(
+        "--service-account", metavar="TEXT", help="account whose rights pods have, instead of AWS's keys"
+    )
     secrets.add_argument(
         "--token-secret", default="peagle-ray", metavar="TEXT", help="Ray's token, as auth_token (default: %(default)s)"
     )
@@ -63,10 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bulk = parser.add_argument_group("bulk runs")
     bulk.add_argument(
-        "--retries", type=int, default=3, metavar="N", help="continue a run that ended early so often (default: 3)"
+        "--retries",
+        type=int,
+        default=3,
+        metavar="N",
+        help="times to continue a run that ended early (default: 3)",
     )
-    bulk.add_argument("--schedule", metavar="CRON", help="a run each time, in a folder of its own below output")
-    bulk.add_argument("--time-zone", metavar="NAME", help="of the schedule (default: the operator's)")
+    bulk.add_argument("--schedule", metavar="CRON", help="a new run each time, in a folder of its own below output")
+    bulk.add_argument("--time-zone", metavar="NAME", help="time zone of the schedule (default: the operator's)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

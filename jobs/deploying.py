@@ -27,8 +27,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> Non
         client: the command that `--apply` runs.
     """
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML of `peagle generate` or `peagle serve`")
-    parser.add_argument("--name", metavar="TEXT", help="of what is made (default: peagle- and the file's)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of to standard output")
+    parser.add_argument("--name", metavar="TEXT", help="name of what is created (default: peagle- and the file's name)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to this file instead of standard output")
     parser.add_argument("--apply", action="store_true", help=f"also run it: {client}")
 
 

@@ -16,15 +16,15 @@ Put a drafter head into your catalog, so that `peagle generate --model TARGET` d
 
 DIR is a folder as `peagle train` writes it, or in the layout of the published heads (config.json with ptd_token_id,
 weights with mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads; the
-target's card goes to $PEAGLE_HOME/models/NAME.yaml and replaces the one before. How many requests at once drafting
-pays for was measured for some targets and is kept; --max-concurrency says otherwise.
+target's card goes to $PEAGLE_HOME/models/NAME.yaml and replaces the one before. For some targets it
+was measured up to how many requests at once drafting pays: that is kept, unless --max-concurrency says otherwise.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle models add`."""
     parser.add_argument("head", type=Path, metavar="DIR", help="the head's folder")
-    parser.add_argument("--name", metavar="NAME", help="of the card (default: the target's name)")
+    parser.add_argument("--name", metavar="NAME", help="name of the card (default: the target's)")
     parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: what the head says)")
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="N", help="K (default: the card's, else the head's own)"

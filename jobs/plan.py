@@ -18,14 +18,14 @@ measured speeds and a price table; how that changes with the acceptance length, 
   peagle plan --measured report.json --tokens-per-s 20000 --max-tpot-ms 40
   peagle plan --measured qwen3-coder-30b-a3b-instruct --start-s 300 --tokens 2B      speeds that others published
 
-Nothing is started. docs/planning.md has the arithmetic and the form for measurements of others; how to compare plans
-with runs that were made stands in benchmarks/plan/README.md.
+Nothing is started. docs/planning.md has the arithmetic and the form for measurements of others;
+benchmarks/plan/README.md compares plans with runs.
 """
 _GROUPS = {
-    "what is wanted": ["tokens", "within", "tokens_per_s", "max_tpot_ms", "max_ttft_ms", "max_machines"],
-    "what is known": ["measured", "start_s", "lost_s"],
+    "goal": ["tokens", "within", "tokens_per_s", "max_tpot_ms", "max_ttft_ms", "max_machines"],
+    "measurements": ["measured", "start_s", "lost_s"],
     "money": ["instance_types", "market", "provider", "region", "prices"],
-    "what is assumed": [
+    "assumptions": [
         "target_utilisation",
         "spot_interruptions_per_h",
         "failures_per_h",

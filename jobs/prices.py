@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from peagle.economics.prices import PriceTable
 
 HELP = """\
-List the prices that runs and endpoints are accounted by: dollars an hour for a machine, with the date and the source of
-each.
+List the prices that runs and endpoints are charged by: dollars an hour for a machine, each with its date and source.
 
   peagle prices                  the whole table
   peagle prices H100             machines with that accelerator
@@ -24,7 +23,7 @@ each.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle prices`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="accelerator or instance type; everything without it")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="accelerator or instance type (default: all)")
     parser.add_argument("--prices", type=Path, metavar="FILE", help="CSV that adds to or replaces rows of the table")
 
 

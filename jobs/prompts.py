@@ -18,9 +18,9 @@ Write code prompts made from the signatures and docstrings of the Python standar
   peagle prompts --output prompts.jsonl --limit 4000
   peagle prompts --source package:networkx --output more.jsonl
 
-Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem, or with what --exclude
-names in its place, are left out and listed. The order depends on --seed and the interpreter alone; each function is
-asked for once before any is again.
+Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem, or with the set
+that --exclude names instead, are left out and listed. The order depends on --seed and the interpreter alone; every
+function is used once before any is used again.
 """
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet to write")
     parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: every function once")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order and the wordings (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of order and wordings (default: 0)")
     parser.add_argument(
         "--exclude",
         action="append",

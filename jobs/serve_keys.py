@@ -43,24 +43,24 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys list --keys keys.json --state runs/serve
   peagle serve keys revoke alice --keys keys.json
 
-`add` and `rotate` print the key once; nobody can read it again. `rotate` gives a key a new secret, and the old one no
-longer holds; `set` changes the limits that are named. Both keep its files, batches and spending. A key that is added
-under the name of a revoked one sees that one's files and batches; what it spends is counted anew.
+`add` and `rotate` print the key once; nobody can read it again. `rotate` gives a key a new secret, and the old one
+stops working; `set` changes the limits that are named. Both keep its files, batches and spending. A key that is added
+under the name of a revoked one sees the files and batches of that one; its spending begins at 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle serve keys`."""
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the key: all but list need it")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the key; only list needs none")
     parser.add_argument(
-        "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="the file (default: %(default)s)"
+        "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="file of the keys (default: %(default)s)"
     )
     parser.add_argument(
         "--state",
         type=Path,
         metavar="PATH",
-        help="list: folder of the endpoint's ledger, for what each key has spent and has left",
+        help="for list: --state of the endpoint, for what each key has spent and has left",
     )
     limits = parser.add_argument_group("limits of a new key, or of one that is set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
@@ -70,22 +70,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--every",
         choices=["day", "week", "month"],
-        help="the period of UTC for which the budget is (default: all time)",
+        help="period of the budget, in UTC (default: all time)",
     )
     limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of files that it may keep")
-    limits.add_argument("--max-stored-files", type=int, metavar="N", help="files that it may keep, and batches")
+    limits.add_argument("--max-stored-files", type=int, metavar="N", help="files and batches that it may keep")
     limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="batches that have not ended")
     expiry = limits.add_mutually_exclusive_group()
-    expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days from now for which it holds")
+    expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days from now until it expires")
     expiry.add_argument(
         "--expires-at",
         metavar="TIME",
-        help="when it stops to hold, as 2027-01-31 or 2027-01-31T12:00+01:00; else in UTC",
+        help="when it expires, as 2027-01-31 (UTC) or 2027-01-31T12:00+01:00",
     )
     limits.add_argument(
         "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
     )
-    limits.add_argument("--tag", action="append", metavar="KEY=VALUE", help="for whom it spends; may be repeated")
+    limits.add_argument("--tag", action="append", metavar="KEY=VALUE", help="tag of its spending; may be repeated")
     limits.add_argument(
         "--request-tag",
         action="append",
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LIMIT",
         choices=[name.replace("_", "-") for name in _LIMITS],
-        help="set: a limit to take away, by the name of its flag; may be repeated",
+        help="for set: a limit to remove, by the name of its flag; may be repeated",
     )
 
 

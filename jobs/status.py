@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 HELP = """\
-Say how a run stands, from its directory alone: it asks neither its driver nor its cluster.
+Show a run's progress from its directory alone, without its driver or its cluster.
 
   peagle status runs/first
   peagle status runs/first --watch 5
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         type=float,
         metavar="SECONDS",
-        help="look again every so often, while the run is running",
+        help="repeat this often while the run is running",
     )
 
 

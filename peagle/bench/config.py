@@ -28,7 +28,7 @@ class MeasurementKeys(PromptKeys, TargetKeys):
 
     dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts as generate reads it")
     limit: int | None = Field(None, ge=1, description="take only the first rows")
-    output: Path | None = Field(None, description="folder of results; a measurement there goes on")
+    output: Path | None = Field(None, description="folder of results; a measurement there is continued")
 
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
     max_tokens: int = Field(256, ge=1, description="longest response in tokens")
@@ -89,7 +89,7 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
-        description=f"of {', '.join(METHODS)}; default: none,peagle",
+        description=f"any of {', '.join(METHODS)}; default: none,peagle",
     )
     concurrency: list[int] = Field(
         default_factory=lambda: [1, 4, 8], description="requests in the engine at once, as 1,4,8; default: 1,4,8"
@@ -98,19 +98,17 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         None, ge=1, description="requests that each engine is sized for; default: the largest concurrency"
     )
     repeats: int = Field(3, ge=1, description="passes over all prompts for each cell")
-    rounds: int = Field(
-        2, ge=1, description="times that each engine is started, its repeats shared out among them; at most repeats"
-    )
+    rounds: int = Field(2, ge=1, description="starts of each engine, which share its repeats; at most --repeats")
     requests_per_slot: int | None = Field(
         None,
         ge=1,
-        description="requests of a pass for each at once: N x concurrency prompts, round and round; default: each once",
+        description="length of a pass: N x concurrency prompts, some repeated if need be; default: each once",
     )
     time_budget_s: float | None = Field(
-        None, gt=0, description="begin no pass that would hardly end in that time; the same command goes on"
+        None, gt=0, description="begin no pass that would not end within this time; the same command continues"
     )
     output: Path | None = Field(
-        None, description="folder of results; a benchmark there goes on; default: runs/bench/FINGERPRINT"
+        None, description="folder of results; a benchmark there is continued; default: runs/bench/FINGERPRINT"
     )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token slots of a step of every engine; default: from K and max_num_seqs"
@@ -185,7 +183,8 @@ class EvaluateConfig(MeasurementKeys):
     )
     category_column: str = Field("category", description="column to break acceptance down by, where the data has it")
     output: Path | None = Field(
-        None, description="folder of results; an evaluation there goes on; default: runs/evaluate/FINGERPRINT"
+        None,
+        description="folder of results; an evaluation there is continued; default: runs/evaluate/FINGERPRINT",
     )
     concurrency: int = Field(1, ge=1, le=MAX_CONCURRENCY, description="requests in the engine at once")
 

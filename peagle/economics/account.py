@@ -248,7 +248,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
 
 
 def _for_good(totals: Sequence[float]) -> list[float]:
-    """Of each running total, the part that no later one takes back."""
+    """The part of each running total that no later one takes back."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 

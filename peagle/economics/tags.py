@@ -24,7 +24,7 @@ class TagKeys(BaseModel):
 
     tags: dict[str, str] = Field(
         default_factory=dict,
-        description="for whom the money is spent, for `peagle cost --by tag`; may be repeated; a map in YAML",
+        description="tag of the spending, for `peagle cost --by tag`; may be repeated; a map in YAML",
         json_schema_extra={"flag": "tag", "metavar": "KEY=VALUE"},
     )
 

@@ -36,7 +36,8 @@ class TargetKeys(BaseModel):
     model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
     precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
     kv_cache_precision: CachePrecision = Field(
-        "auto", description="of the KV cache alone; auto: as --precision has it, fp8 from contexts for which it pays"
+        "auto",
+        description="of the KV cache alone; auto: as --precision, but fp8 for contexts long enough to pay",
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
@@ -46,10 +47,10 @@ class TargetKeys(BaseModel):
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
     draft_kv_cache_precision: CachePrecision = Field(
-        "auto", description="of the drafter's own KV cache; auto: the target's"
+        "auto", description="precision of the drafter's own KV cache; auto: the target's"
     )
     draft_attention_backend: str | None = Field(
-        None, min_length=1, description="vLLM's name of what computes the drafter's attention; default: vLLM's choice"
+        None, min_length=1, description="vLLM's name of the drafter's attention back end; default: vLLM's choice"
     )
     draft_lookup: DraftLookup = Field(
         "auto",

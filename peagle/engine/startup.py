@@ -18,7 +18,7 @@ VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
 """vLLM's own; there it limits the last step of a start, in which an engine that is up says so."""
 DEFAULT_S = 3600
 LATE = r"the engine did not start within \d+ s"
-"""What is said of it, as a pattern."""
+"""The message, as a pattern."""
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died, and to give up
 
 

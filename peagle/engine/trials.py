@@ -292,7 +292,7 @@ def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _SchemaAlone:
-    """Of vLLM's `StructuredOutputsParams`, what a run has."""
+    """The part of vLLM's `StructuredOutputsParams` that a run has."""
 
     json: str
     regex: None = None

@@ -26,9 +26,9 @@ class PlanConfig(BaseModel):
     tokens_per_s: float | None = Field(None, gt=0, description="instead: output tokens/s to be sustained")
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
-    max_machines: int | None = Field(None, ge=1, description="machines that can be had at most")
+    max_machines: int | None = Field(None, ge=1, description="most machines to plan with")
     target_utilisation: float = Field(
-        0.8, gt=0, le=1, description="of a service: the share of a machine's measured tokens/s that is planned on"
+        0.8, gt=0, le=1, description="share of a machine's measured tokens/s that a service is planned on"
     )
 
     instance_types: list[str] = Field(

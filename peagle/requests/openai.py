@@ -41,7 +41,7 @@ class Body:
 
 
 class _Wrong(Exception):  # noqa: N818 - it never leaves this file
-    """Of a field of a body: its name, and what is wrong."""
+    """A wrong field of a body: its name, and the fault."""
 
 
 def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:

@@ -45,8 +45,8 @@ class SamplingKeys(BaseModel):
         le=MAX_LOGPROBS,
         description="log-probabilities of each token, and of this many of the likeliest at its position",
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="against tokens that are there already")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, by how often they are there")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that are there already")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they are there")
     repetition_penalty: float = Field(1.0, gt=0, le=10, description="the same as a factor, prompt included; 1 is none")
     json_schema: str | None = Field(
         None, description="JSON schema that every response keeps to: a file, or the schema itself"
@@ -84,7 +84,7 @@ class SamplingKeys(BaseModel):
 
 
 SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
-"""Of a run."""
+"""The sampling parameters of a run."""
 
 
 class RequestSampling(SamplingKeys):

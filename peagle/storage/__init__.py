@@ -26,7 +26,7 @@ WRITE_ERRORS = (OSError, StorageError)  # with which a write fails, here or ther
 
 
 class Stat(Protocol):
-    """Of a file, what is asked of it."""
+    """The facts of a file that are asked for."""
 
     @property
     def st_size(self) -> int:

@@ -21,7 +21,7 @@ READ_AHEAD_BYTES = 1 << 22  # that whoever reads an open object holds of it
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of an object, what is asked of it."""
+    """The facts of an object that are asked for."""
 
     st_size: int
 

@@ -25,7 +25,7 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
 
     objective: Objective = Field(
         "tokens-per-dollar",
-        description="what is to be large: output tokens per dollar, or output tokens/s of an engine",
+        description="maximise output tokens per dollar, or output tokens/s of an engine",
     )
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
@@ -36,7 +36,7 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
-        description=f"of {', '.join(METHODS)}; none is always among them; default: none,peagle",
+        description=f"any of {', '.join(METHODS)}; none is always among them; default: none,peagle",
     )
     max_num_seqs: list[int] | None = Field(
         None, description="requests at once, as 1,4,16; default: 1,4,16 on a CPU, 8,32,128 on a GPU"
@@ -52,7 +52,7 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         3, ge=1, description="prompts of a pass, as a multiple of the requests at once; never fewer than 6"
     )
     output: Path | None = Field(
-        None, description="folder of results; a tuning there goes on; default: runs/tune/FINGERPRINT"
+        None, description="folder of results; a tuning there is continued; default: runs/tune/FINGERPRINT"
     )
     profile_output: Path | None = Field(None, description="where the profile goes; default: OUTPUT/profile.yaml")
 

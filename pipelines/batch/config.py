@@ -82,7 +82,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         "text formats also as .gz or .zst; local or s3://"
     )
     input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
-        "auto", description="format of the corpus; auto goes by suffix, and tells an OpenAI batch by its columns"
+        "auto", description="format of the corpus; auto: by suffix, and an OpenAI batch by its columns"
     )
     output: FolderKey = Field(
         description="run directory, local or s3://BUCKET/FOLDER; an unfinished run there is continued"
@@ -92,7 +92,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         description="parquet: the units in OUTPUT/data are the result; jsonl and openai-batch are also written to "
         "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
     )
-    retry_failed: bool = Field(False, description="take up the rows again that are dead letters of this run")
+    retry_failed: bool = Field(False, description="retry the rows that are dead letters of this run")
     limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,
@@ -110,7 +110,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
     engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="engine actors: N, or MIN:MAX for as many as there is room for and work enough to pay their load",
+        description="engine actors: N, or MIN:MAX: as many as find room and have work enough to pay for loading",
     )
     nodes_per_engine: int = Field(
         1, ge=1, description="nodes of the cluster that share the ranks of one engine, an equal part each"
@@ -131,11 +131,11 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
     engine_timeout_s: float = Field(
         ENGINE_TIMEOUT_S,
         gt=0,
-        description="an engine that has rows and takes no step for so long hangs: it is ended and replaced",
+        description="an engine that has rows and takes no step for this long hangs: it is killed and replaced",
     )
     grace_s: float = Field(20, ge=0, description="when the run is stopped, time for units under way to be committed")
     lease_s: float = Field(
-        30, ge=1, le=3600, description="a driver that shows no sign of life for so long may be replaced by another"
+        30, ge=1, le=3600, description="a driver without a heartbeat for this long may be replaced by another"
     )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
 
@@ -146,7 +146,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
     )
     deadline: str | None = Field(
         None,
-        description="have ended by then: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
+        description="end by then: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
     )
     max_failed_rows: str | None = Field(
         None,

@@ -29,7 +29,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     name: str | None = Field(
         None,
         min_length=1,
-        description="what clients call it, without a colon; default: the value of model, of a folder its name, or fake",
+        description="name for clients, without a colon; default: the value of model, a folder's own name, or fake",
     )
     tool_call_parser: str | None = Field(
         None,
@@ -38,15 +38,15 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         "default: requests with tools are refused",
     )
     reasoning_parser: str | None = Field(
-        None, min_length=1, description="vLLM's name of the form in which it thinks; default: thoughts are text"
+        None, min_length=1, description="vLLM's name of the form of the model's reasoning; default: reasoning is text"
     )
-    min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 lets the last one go when it idles")
-    max_replicas: int = Field(1, ge=1, description="engines under load")
+    min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle one")
+    max_replicas: int = Field(1, ge=1, description="most engines under load")
     target_ongoing_requests: float | None = Field(
         None, gt=0, description="requests under way on each engine that scaling aims at; default: from its slots"
     )
-    upscale_delay_s: float = Field(10, ge=0, description="load above the target for that long starts an engine")
-    downscale_delay_s: float = Field(300, ge=0, description="load below the target for that long stops one")
+    upscale_delay_s: float = Field(10, ge=0, description="load above the target for this long starts an engine")
+    downscale_delay_s: float = Field(300, ge=0, description="load below the target for this long stops one")
     max_queued_requests: int | None = Field(
         None,
         ge=0,
@@ -56,20 +56,19 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     stream_interval_ms: float = Field(
         50,
         ge=0,
-        description="tokens of a stream are sent together that arrive within this time after the last ones were; "
-        "0 sends each step's",
+        description="a stream's tokens are collected for this long and then sent together; 0 sends each step's",
     )
     stream_pieces_per_s: float | None = Field(
         None,
         gt=0,
-        description="what all streams of an engine send in a second at most; with more of them each waits longer; "
-        "default: 20 for each core of an engine on CPUs, which it shares with what passes them on; 400 on accelerators",
+        description="most pieces that all streams of an engine send in a second; with more streams each waits longer; "
+        "default: 20 for each core of an engine on CPUs, which also pass them on; 400 on accelerators",
     )
     max_grammar_s: float = Field(
         DEFAULT_CPU_S,
         gt=0,
         description="processor time in which a new schema, regular expression or grammar of a request must compile; "
-        "what takes longer is refused",
+        "one that takes longer is refused",
     )
     drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
     limit_mm_per_prompt: dict[str, int] = Field(
@@ -140,14 +139,16 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     is_behind_sagemaker: ClassVar[bool] = False
 
     models: tuple[ServedModelKeys, ...] = Field(
-        (), description="several models: a list of such keys; what stands beside the list holds for all of them"
+        (), description="several models: a list of these keys; those beside the list hold for all models"
     )
     host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     tls_cert: Path | None = Field(
-        None, description="certificate in PEM, those of its issuers after it: clients come by https"
+        None, description="certificate in PEM, followed by those of its issuers: clients use https"
     )
-    tls_key: Path | None = Field(None, description="its private key in PEM, not encrypted, for its owner alone")
+    tls_key: Path | None = Field(
+        None, description="the certificate's private key in PEM, not encrypted, for its owner alone"
+    )
     metrics_port: int | None = Field(
         None,
         ge=1,
@@ -170,7 +171,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     max_output_tokens: int | None = Field(
         None,
         ge=1,
-        description="most output tokens of a request, all its choices together, and what one gets that names none",
+        description="most output tokens of a request, all its choices together, also of one that names no limit",
     )
     max_choices: int = Field(128, ge=1, description="most choices of a request: n for each of its prompts")
     max_answer_mib: int = Field(
@@ -191,23 +192,23 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     max_stored_mib: int = Field(
         10_240, ge=1, description="MiB of files that a key may keep, outputs of its batches included"
     )
-    max_stored_files: int = Field(2000, ge=1, description="files that a key may keep, and batches")
+    max_stored_files: int = Field(2000, ge=1, description="files and batches that a key may keep")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
     max_transfers_mib: int = Field(
-        256, ge=1, description="MiB of files that may be under way at once, up and down; each takes two"
+        256, ge=1, description="MiB of uploads and downloads that may be under way at once; each takes 2 MiB"
     )
-    max_transfers_mib_per_key: int = Field(32, ge=1, description="likewise of the clients of one key")
+    max_transfers_mib_per_key: int = Field(32, ge=1, description="the same for the clients of one key")
     presigned_downloads: bool = Field(
         True,
-        description="files on S3 come from the store itself, by a URL that holds for five minutes; off where clients "
-        "do not reach the store",
+        description="clients download files on S3 from the store itself, by a URL valid for five minutes; turn it off "
+        "where they cannot reach the store",
     )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
     idle_timeout: float | None = Field(
         None,
         gt=0,
-        description="end the endpoint, and say what it cost, when no engine had a request for so long: 30m, 2h; "
-        "default: it goes on",
+        description="stop the endpoint, and say what it cost, when no engine had a request for this long: 30m, 2h; "
+        "default: never",
     )
 
     @model_validator(mode="before")

@@ -20,7 +20,7 @@ _ASK_FOR_FEWER = (
 
 
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
-    """Of an engine of each model, by the model's name.
+    """The placement of an engine of each model, by the model's name.
 
     Raises:
         CapacityError: on CPUs all models' largest numbers of engines and those of batches do not fit together; on

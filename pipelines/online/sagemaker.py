@@ -31,7 +31,7 @@ class SageMakerConfig(ServeConfig):
     is_behind_sagemaker: ClassVar[bool] = True
 
     host: str = Field("0.0.0.0", description="address to listen on")
-    port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker asks 8080")
+    port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker uses 8080")
     drain_s: float = Field(
         15, ge=0, le=_MOST_DRAIN_S, description="time for requests under way when SageMaker stops the container"
     )

@@ -44,7 +44,7 @@ _KEPT = 0.98  # of what is known, with each request
 
 @dataclass(slots=True)
 class TokenPrice:
-    """Of one model, on the engines that it has."""
+    """The price of one model's tokens, on the engines that it has."""
 
     num_requests: float = 0.0
     usd: float = 0.0

@@ -85,7 +85,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 # 1 MiB of token ids has some 175,000, a conversation with tools five objects and lists a step.
 REQUEST = Shape(num_containers=10_000, num_members=30_000, num_values=250_000)
 ORDER = Shape(num_containers=10, num_members=50, num_values=50)
-"""Of a batch: six fields, one of them with 16 members."""
+"""The most values of a batch's order: six fields, one of them with 16 members."""
 
 
 AT_ONCE = 2

@@ -25,11 +25,11 @@ class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
 
 Note = Callable[[Mapping[str, Any]], None]
 NOTE: ContextVar[Note] = ContextVar("note")
-"""Of the request under way: takes what its answer says of its own usage."""
+"""Takes the usage that the answer to the request under way reports."""
 
 
 class ServeResponse(Protocol):
-    """Of Serve's `DeploymentResponseGenerator`, what is used here."""
+    """The part of Serve's `DeploymentResponseGenerator` that is used here."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The parts of the answer."""
