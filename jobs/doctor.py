@@ -67,6 +67,7 @@ def examine(hardware: "Hardware") -> dict[str, Any]:
         "description": hardware.describe(),
         "precision_auto": resolve_precision("auto", hardware).describe(),
         "fp8": _fp8(hardware),
+        "int8": "weights" if hardware.supports_int8 else "none",
         "versions": versions,
         "embedded": embedded,
         "preload_libraries": libraries,
@@ -149,6 +150,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"cores       {len(hardware['core_ids'])} physical, {hardware['num_cpus']} usable CPUs{quota}")
     print(f"            {' '.join(hardware['cpu_flags']) or 'no vector instruction set that matters here'}")
     print(f"fp8         {result['fp8']}")
+    print(f"int8        {result['int8']}")
     print(f"precision   auto means {result['precision_auto']}")
     for name in PINNED:
         print(f"{name:11} {result['versions'][name] or 'not installed'}")

@@ -14,9 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 _GIB = 1024**3
 # The instruction sets that decide what an engine on CPU can do; the rest of /proc/cpuinfo is noise.
-_RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"})
+_RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
 _FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
 _BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
+# Turing to Hopper: for 10.0 and up (Blackwell) vLLM's CUTLASS kernels have none, "Int8 not supported on SM100"
+# (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
+_INT8_COMPUTE_CAPABILITIES = ((7, 5), (10, 0))
+_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 
 
 class _Gpu(NamedTuple):
@@ -87,6 +91,17 @@ class Hardware:
     def supports_fp8_weights(self) -> bool:
         """FP8 matrix units: CUDA compute capability 8.9 (Ada) and up."""
         return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY
+
+    @property
+    def supports_int8(self) -> bool:
+        """INT8 matrix products in vLLM's kernels: CUDA compute capability 7.5 (Turing) to 9.0, or a CPU with VNNI.
+
+        Without VNNI two products of bytes are added in 16 bits, which saturate: `docs/decisions/0016-int8-needs-vnni.md`.
+        """
+        if self.platform == "cpu":
+            return bool(self.cpu_flags & _VNNI)
+        first, end = _INT8_COMPUTE_CAPABILITIES
+        return first <= (self.compute_capability or (0, 0)) < end
 
     @property
     def supports_fp8_kv_cache(self) -> bool:

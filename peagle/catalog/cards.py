@@ -70,7 +70,7 @@ class PrecisionFacts(Strict):
         source: who says so.
     """
 
-    options: list[Literal["bf16", "fp8", "float32", "float16"]]
+    options: list[Literal["bf16", "fp8", "int8", "float32", "float16"]]
     default: Literal["auto", "bf16", "fp8", "float32", "float16"] = "auto"
     native_quantization: str | None = None
     source: str

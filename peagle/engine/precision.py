@@ -6,6 +6,7 @@ They follow from the request and the hardware.
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
 | auto      | fp8, its KV cache below | bf16, float16 < 8.0   | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
+| int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
 `auto` never trades accuracy for nothing: on a GPU FP8 halves the weights that a decode step reads. It halves the KV
@@ -13,8 +14,11 @@ cache, too, but attention in FP8 has costs of its own, so `auto` takes it only f
 (`_FP8_CACHE_PAYS_FROM`). On a CPU the weights stay bf16 anyway and only the target's own output would change. An
 x86-64 CPU without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
 that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto` its cache
-as well. The KV cache can be set apart, to see what each of the two is worth: then it is what was asked for, or
-refused.
+as well; it cannot be run in INT8 or float32. The KV cache can be set apart, to see what each of the two is worth: then
+it is what was asked for, or refused.
+
+INT8 is W8A8, the counterpart of FP8 where that is not: the weights are converted beforehand (`catalog/int8.py`),
+activations as they come, and all else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
 """
 
 import math
@@ -24,7 +28,7 @@ from typing import Literal, get_args
 from peagle.errors import PrecisionError, did_you_mean
 from peagle.hardware import Hardware
 
-PrecisionName = Literal["auto", "bf16", "fp8", "float16", "float32"]
+PrecisionName = Literal["auto", "bf16", "fp8", "int8", "float16", "float32"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 KV_CACHE_PRECISIONS = ("auto", "bf16", "fp8")
 
@@ -43,13 +47,14 @@ class Precision:
 
     Attributes:
         dtype: activations, and weights unless quantised.
-        quantization: how vLLM quantises the weights as it loads them; None leaves them as published.
+        quantization: the format of the weights of linear layers: FP8 as vLLM loads them, INT8 in a folder that was
+            converted; None leaves them as published.
         kv_cache_dtype: "auto" is `dtype`; "fp8" is E4M3.
         native_quantization: how the checkpoint itself is quantised, such as "mxfp4".
     """
 
     dtype: Dtype
-    quantization: Literal["fp8"] | None = None
+    quantization: Literal["fp8", "int8"] | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     native_quantization: str | None = None
 
@@ -134,14 +139,16 @@ def _fp8_cache_pays(hardware: Hardware, context_tokens: int | None) -> bool:
 def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -> Precision:
     if chosen == "fp8":
         return _fp8(hardware, native_quantization)
-    if chosen == "bf16":
-        _require_bf16(hardware)
-        return Precision(dtype="bfloat16", native_quantization=native_quantization)
-    if native_quantization and chosen == "float32":
+    if native_quantization and chosen in ("int8", "float32"):
         raise PrecisionError(
             f"the checkpoint's weights are {native_quantization}: they cannot be run in {chosen}",
             hint="use --precision auto",
         )
+    if chosen == "int8":
+        return _int8(hardware)
+    if chosen == "bf16":
+        _require_bf16(hardware)
+        return Precision(dtype="bfloat16", native_quantization=native_quantization)
     return Precision(dtype="float16" if chosen == "float16" else "float32", native_quantization=native_quantization)
 
 
@@ -157,12 +164,7 @@ def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: st
 def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     if not hardware.supports_fp8_kv_cache:
         needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
-        raise PrecisionError(
-            f"fp8 needs {needs}; this is {hardware.describe()}",
-            hint="use --precision bf16, or auto for the best that this hardware has"
-            if hardware.supports_bf16
-            else "use --precision float16, or auto",
-        )
+        raise PrecisionError(f"fp8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
     quantize = hardware.supports_fp8_weights and native_quantization is None
     return Precision(
         dtype="bfloat16",
@@ -172,13 +174,30 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     )
 
 
+def _int8(hardware: Hardware) -> Precision:
+    if not hardware.supports_int8:
+        needs = "CUDA compute capability 7.5 to 9.0 (Turing to Hopper)"
+        needs = needs if hardware.platform == "cuda" else "a CPU with VNNI (AVX-512 VNNI or AVX-VNNI)"
+        raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
+    if not hardware.supports_bf16:
+        return Precision(dtype="float16", quantization="int8")
+    return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
+
+
+def _instead(hardware: Hardware) -> str:
+    """The precisions to use in place of one of 8 bits that this hardware lacks."""
+    eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8}
+    names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
+    return f"use --precision {', '.join(names)}, or auto for the best that this hardware has"
+
+
 def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> Precision:
     if kv_cache not in KV_CACHE_PRECISIONS:
         hint = did_you_mean(kv_cache, KV_CACHE_PRECISIONS)
         raise PrecisionError(f"unknown precision {kv_cache!r} of the KV cache", hint=hint)
     if precision.dtype != "bfloat16":
         raise PrecisionError(
-            f"a KV cache in {kv_cache} is for an engine in bf16 or fp8; this one is in {_SHORT[precision.dtype]}",
+            f"a KV cache in {kv_cache} is for an engine in bf16, fp8 or int8; this one is in {_SHORT[precision.dtype]}",
             hint="leave --kv-cache-precision out, or use --precision bf16",
         )
     if kv_cache == "fp8" and not hardware.supports_fp8_kv_cache:

@@ -161,7 +161,7 @@ def require_none_failed(checks: Iterable[str]) -> None:
 def _advice(spec: EngineSpec, precision: Precision) -> str:
     ways = ["--drafter none"] * (spec.drafter is not None)
     ways += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
-    ways += ["--precision bf16"] * (precision.quantization == "fp8")
+    ways += ["--precision bf16"] * (precision.quantization is not None)
     ways += ["--enforce-eager"] * (not spec.enforce_eager)
     other = f" by another setting: {', or '.join(ways)}" if ways else ""
     return f"a kernel of this vLLM is wrong on this hardware or in this precision; find out which{other}"

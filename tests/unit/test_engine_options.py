@@ -25,6 +25,15 @@ HEAD = ResolvedDrafter(
 NO_HEAD = ResolvedDrafter(spec=None, name=None, note="", fingerprint=None)
 
 
+def test_a_target_is_converted_to_int8_where_the_engine_runs_and_checked_before(tmp_path):
+    keys = EngineKeys(precision="int8")
+    engine = compose_engine(keys, GPU, MODEL, NO_HEAD)
+    assert (engine.spec.model, engine.spec.precision) == ("m", "int8")
+    assert engine.precision.describe() == "int8 weights, bf16 KV cache"
+    with pytest.raises(PrecisionError, match=r"no \*\.safetensors to convert"):
+        compose_engine(keys, GPU, replace(MODEL, path=str(tmp_path)), NO_HEAD)
+
+
 def test_the_accelerators_of_an_engine_are_its_ranks():
     keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6

@@ -156,11 +156,21 @@ def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "bf16", "fp8"), [((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)]
+    ("capability", "bf16", "fp8", "int8"),
+    [
+        ((7, 0), False, False, False),
+        ((7, 5), False, False, True),
+        ((8, 0), True, False, True),
+        ((8, 9), True, True, True),
+        ((9, 0), True, True, True),
+        ((10, 0), True, True, False),
+        ((12, 0), True, True, False),
+    ],
 )
-def test_formats_follow_the_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool) -> None:
+def test_formats_follow_the_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool, int8: bool) -> None:
     gpu = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=8, compute_capability=capability)
     assert (gpu.supports_bf16, gpu.supports_fp8_weights, gpu.supports_fp8_kv_cache) == (bf16, fp8, fp8)
+    assert gpu.supports_int8 == int8
 
 
 def test_a_cpu_caches_in_fp8_with_avx512_alone() -> None:
@@ -168,6 +178,14 @@ def test_a_cpu_caches_in_fp8_with_avx512_alone() -> None:
     wide = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({"avx512f"}))
     assert (plain.supports_fp8_kv_cache, wide.supports_fp8_kv_cache) == (False, True)
     assert not wide.supports_fp8_weights
+
+
+@pytest.mark.parametrize(
+    ("flags", "int8"), [(("avx2",), False), (("avx512f",), False), (("avx512_vnni",), True), (("avx_vnni",), True)]
+)
+def test_a_cpu_computes_int8_with_vnni_alone(flags: tuple[str, ...], int8: bool) -> None:
+    here = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset(flags))
+    assert here.supports_int8 == int8
 
 
 def test_this_machine_can_be_detected_and_written_as_json() -> None:

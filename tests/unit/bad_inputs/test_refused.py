@@ -163,6 +163,7 @@ CASES = [
     bad("a drafter for the fake engine", "--drafter peagle", "loads no drafter"),
     bad("a precision that is not known", "--precision int4", "precision"),
     bad("FP8 on a CPU without AVX-512", "--precision fp8", "fp8 needs AVX-512"),
+    bad("INT8 on a CPU without VNNI", "--precision int8", "int8 needs a CPU with VNNI"),
     bad("more context than the model has", "--max-model-len 100000", "the context of fake has 8192"),
     bad("no engine", "--engines 0", "engines"),
     bad("more engines than the machine holds", "--engines 64", "--engines", code=1),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peagle.catalog import embedded
+from peagle.catalog import converted, embedded
 from peagle.catalog.embedded import embedded_folder, ensure_embedded, is_embedded_ready
 from peagle.errors import CatalogError, ConfigError, PeagleError
 
@@ -129,7 +129,7 @@ def test_a_target_that_cannot_be_written_to_is_still_used(
     def refuse(path: Path, value: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(embedded, "write_json", refuse)
+    monkeypatch.setattr(converted, "write_json", refuse)
     ensure_embedded(NAME)
     ensure_embedded(NAME)
     assert converter.num_runs == 1

@@ -157,6 +157,14 @@ def test_fp8_reaches_weights_and_cache_on_a_gpu_and_the_cache_alone_on_cpu() -> 
     assert "quantization" not in on_cpu
 
 
+def test_int8_is_what_the_converted_folder_says_it_is() -> None:
+    spec = EngineSpec(model="/targets/m-int8", precision="int8")
+    here = replace(CPU, cpu_flags=frozenset({"avx512f", "avx512_vnni"}))
+    arguments = engine_args(spec, here)
+    assert (arguments["dtype"], arguments["quantization"]) == ("bfloat16", "compressed-tensors")
+    assert arguments["kv_cache_dtype"] == "auto"
+
+
 def test_mxfp4_weights_are_left_as_published() -> None:
     spec = EngineSpec(model="openai/gpt-oss-20b", native_quantization="mxfp4")
     assert "quantization" not in engine_args(spec, GPU)

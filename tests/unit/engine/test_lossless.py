@@ -99,6 +99,7 @@ def test_the_space_that_a_text_drops_at_its_beginning_is_no_difference():
         (Precision(dtype="bfloat16"), 0.25),
         (Precision(dtype="bfloat16", native_quantization="mxfp4"), 0.25),
         (Precision(dtype="bfloat16", kv_cache_dtype="fp8"), 0.5),
+        (Precision(dtype="float32", quantization="int8"), 0.5),
     ],
 )
 def test_a_tie_depends_on_the_precision(precision, margin):

@@ -245,5 +245,10 @@ def test_a_gpu_that_is_too_small_is_told_what_fits(tmp_path: Path) -> None:
         check_capacity(replace(spec, max_model_len=context + 1024), gpu(40, num=8))
     check_capacity(replace(spec, tensor_parallel_size=2), gpu(40, num=8))
     check_capacity(replace(spec, precision="fp8"), gpu(40, num=8))
+    ampere = replace(gpu(40, num=8), compute_capability=(8, 0))
+    with pytest.raises(CapacityError) as caught:
+        check_capacity(spec, ampere)
+    assert caught.value.hint.endswith("or --precision int8")
+    check_capacity(replace(spec, precision="int8"), ampere)
     with pytest.raises(CapacityError, match="weights 30"):
         check_capacity(spec, gpu(16, num=1))

@@ -23,10 +23,12 @@ def cpu(*flags: str) -> Hardware:
 
 HOPPER, AMPERE, TURING = gpu((9, 0)), gpu((8, 6)), gpu((7, 5))
 AVX512, AVX2 = cpu("avx512f", "avx2"), cpu("avx2")
+VNNI, AVX_VNNI = cpu("avx512f", "avx2", "avx512_vnni"), cpu("avx2", "avx_vnni")
 BF16 = Precision(dtype="bfloat16")
 FP8 = Precision(dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
 FP8_CACHE = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
 FP8_WEIGHTS = Precision(dtype="bfloat16", quantization="fp8")
+INT8 = Precision(dtype="bfloat16", quantization="int8")
 FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
 
 
@@ -45,6 +47,12 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
         ("bf16", HOPPER, BF16),
         ("bf16", AMPERE, BF16),
         ("bf16", AVX2, BF16),
+        ("auto", VNNI, BF16),
+        ("int8", HOPPER, INT8),
+        ("int8", AMPERE, INT8),
+        ("int8", TURING, Precision(dtype="float16", quantization="int8")),
+        ("int8", VNNI, INT8),
+        ("int8", AVX_VNNI, Precision(dtype="float32", quantization="int8")),
         ("float32", HOPPER, FLOAT32),
         ("float32", TURING, FLOAT32),
         ("float32", AVX2, FLOAT32),
@@ -87,6 +95,8 @@ def test_auto_has_an_fp8_cache_where_it_is_published_to_pay(
         ("bf16", "fp8", HOPPER, "bf16 weights, fp8 KV cache"),
         ("bf16", "fp8", AVX512, "bf16 weights, fp8 KV cache"),
         ("auto", "bf16", AVX2, "bf16 weights, bf16 KV cache"),
+        ("int8", "auto", AVX_VNNI, "int8 weights, float32 KV cache"),
+        ("int8", "fp8", HOPPER, "int8 weights, fp8 KV cache"),
     ],
 )
 def test_the_kv_cache_can_be_set_apart(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
@@ -109,9 +119,15 @@ def test_a_kv_cache_that_cannot_be_is_refused(requested: str, kv_cache: str, har
 @pytest.mark.parametrize(
     ("requested", "hardware", "reason", "way_out"),
     [
-        ("fp8", AMPERE, "compute capability 8.9", "--precision bf16"),
-        ("fp8", TURING, "compute capability 8.9", "--precision float16"),
-        ("fp8", AVX2, "AVX-512", "--precision bf16"),
+        ("fp8", AMPERE, "compute capability 8.9", "--precision int8, bf16, or auto"),
+        ("fp8", TURING, "compute capability 8.9", "--precision int8, float16, or auto"),
+        ("fp8", AVX2, "AVX-512", "--precision bf16, or auto"),
+        ("int8", gpu((10, 0)), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
+        ("int8", gpu((12, 0)), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
+        ("int8", gpu((7, 0)), "compute capability 7.5 to 9.0", "--precision float16, or auto"),
+        ("int8", AVX512, "VNNI", "--precision bf16, or auto"),
+        ("int8", AVX2, "VNNI", "--precision bf16, or auto"),
+        ("int8", cpu(), "VNNI", "--precision bf16, or auto"),
         ("bf16", TURING, "compute capability 8.0", "--precision float16"),
     ],
 )
@@ -138,7 +154,7 @@ def test_an_unknown_precision_suggests_the_nearest() -> None:
 
 @pytest.mark.parametrize("requested", PRECISIONS)
 def test_native_weights_are_never_quantised_again(requested: str) -> None:
-    if requested == "float32":
+    if requested in ("float32", "int8"):
         with pytest.raises(PrecisionError, match="mxfp4"):
             resolve_precision(requested, HOPPER, native_quantization="mxfp4")
         return

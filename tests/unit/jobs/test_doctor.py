@@ -83,17 +83,18 @@ def test_a_gpu_node_needs_no_cpu_libraries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "fp8", "auto"),
+    ("hardware", "fp8", "int8", "auto"),
     [
-        (GPU, "weights and KV cache", "fp8 weights, bf16 KV cache"),
-        (cpu(20, "avx512f"), "KV cache only", "bf16 weights, bf16 KV cache"),
-        (cpu(20, "avx2"), "none", "float32 weights, float32 KV cache"),
-        (cpu(20), "none", "bf16 weights, bf16 KV cache"),
+        (GPU, "weights and KV cache", "weights", "fp8 weights, bf16 KV cache"),
+        (cpu(20, "avx512f"), "KV cache only", "none", "bf16 weights, bf16 KV cache"),
+        (cpu(20, "avx512f", "avx512_vnni"), "KV cache only", "weights", "bf16 weights, bf16 KV cache"),
+        (cpu(20, "avx2"), "none", "none", "float32 weights, float32 KV cache"),
+        (cpu(20), "none", "none", "bf16 weights, bf16 KV cache"),
     ],
 )
-def test_the_findings_say_what_fp8_and_auto_mean_here(hardware: Hardware, fp8: str, auto: str) -> None:
+def test_the_findings_say_what_8_bits_and_auto_mean_here(hardware: Hardware, fp8: str, int8: str, auto: str) -> None:
     result = doctor.examine(hardware)
-    assert (result["fp8"], result["precision_auto"]) == (fp8, auto)
+    assert (result["fp8"], result["int8"], result["precision_auto"]) == (fp8, int8, auto)
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
 
 

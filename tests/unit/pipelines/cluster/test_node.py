@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,16 @@ def test_a_node_takes_the_commit_of_the_spec_wherever_the_main_branch_is(moving_
     spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
     assert local_spec(spec) == spec
     assert moving_hub.asked == [("org/model-of-this-test", FIRST)]
+
+
+def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    spec = EngineSpec(model=str(target), precision="int8")
+    first, second = local_spec(spec), local_spec(spec)
+    assert first == second
+    assert Path(first.model).parent == tmp_path / "targets"
+    assert capfd.readouterr().err.count("converting") == 1
+    assert local_spec(EngineSpec(model=str(target), precision="bf16")).model == str(target)
 
 
 @pytest.mark.parametrize(

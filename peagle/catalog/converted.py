@@ -1,0 +1,165 @@
+"""Folders under `$PEAGLE_HOME` that a conversion fills once.
+
+A folder lands by one rename, and a manifest of checksums in it says later whether it is still intact. The conversion
+runs in a process of its own, so that torch and its memory and threads stay out of the caller. It knows nothing of what
+is converted.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peagle
+from peagle.errors import ConfigError, PeagleError
+from peagle.files import sha256, write_json
+
+MANIFEST = "peagle-manifest.json"
+_VERIFIED = ".verified.json"
+
+
+def ensure_converted(
+    folder: Path, lock: str, fill: Callable[[Path], dict[str, Any]], *, before: Callable[[], None]
+) -> Path:
+    """The folder, filled now where it is missing or damaged.
+
+    Safe when several processes ask at once: one converts, the others wait for it.
+
+    Args:
+        folder: what its name stands for never changes: another source has another name.
+        lock: of a file beside the folder.
+        fill: writes all files into an empty folder, and returns what the manifest says of their source.
+        before: called when a conversion begins.
+
+    Raises:
+        ConfigError: `$PEAGLE_HOME` cannot be written to.
+    """
+    if is_intact(folder):
+        return folder
+    _make_folder(folder.parent)
+    with _lock(folder.parent / f".{lock}.lock"):
+        if not is_intact(folder):
+            before()
+            _convert(folder, fill)
+    return folder
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether every file is there with its checksum.
+
+    Hashing 269 MB takes 0.6 s, so sizes and modification times of files found good are noted in
+    `.verified.json`; a file that was touched since is hashed again.
+    """
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
+        stamps = {name: _stamp(folder / name) for name in files}
+    except (OSError, ValueError, KeyError):
+        return False
+    if any(stamps[name][0] != entry["size_bytes"] for name, entry in files.items()):
+        return False
+    if _read_stamps(folder) == stamps:
+        return True
+    if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
+        return False
+    _write_stamps(folder, stamps)
+    return True
+
+
+def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int) -> None:
+    """Run `python -m MODULE ARGUMENTS` without a network.
+
+    Args:
+        what: is converted, in errors.
+
+    Raises:
+        PeagleError: it failed, with its last words, or took too long.
+    """
+    package_root = str(Path(peagle.__file__).parent.parent)
+    search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", module, *arguments]
+    environment = os.environ | {"PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1"}
+    try:
+        subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=limit_s,
+        )
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PeagleError(f"converting {what} failed: {reason}", hint=f"to see it all: {' '.join(command)}") from error
+    except subprocess.TimeoutExpired as error:
+        raise PeagleError(f"converting {what} took more than {limit_s} s") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be created: {error.strerror}",
+            hint="set PEAGLE_HOME to a folder that you can write to",
+        ) from error
+
+
+def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
+    """Convert into a temporary folder beside `folder` and rename it.
+
+    The caller holds the lock.
+    """
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_manifest(staging, fill(staging))
+        staging.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, source: dict[str, Any]) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o644)
+        files[path.name] = {"sha256": sha256(path), "size_bytes": path.stat().st_size}
+    (folder / MANIFEST).write_text(json.dumps(source | {"files": files}, indent=2))
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _read_stamps(folder: Path) -> Any:
+    try:
+        return json.loads((folder / _VERIFIED).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
+    """Note the stamps; a folder that cannot be written is hashed at every use instead."""
+    with contextlib.suppress(OSError):
+        write_json(folder / _VERIFIED, stamps)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock among processes.
+
+    The kernel frees it when its holder dies.
+    """
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
