@@ -7,11 +7,14 @@ layers that are described instead of loaded: attention back ends, the KV cache's
 """
 
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from peagle.catalog.int8_weights import quantization_config
 from peagle.catalog.targets import ResolvedModel, localize
 from peagle.engine.arguments import engine_args
 from peagle.engine.memory import gpu_need, read_footprint
@@ -22,6 +25,7 @@ from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.resolve import resolve
+from tests.rehearsal.shapes import write_json
 
 _GIB = 2**30
 
@@ -117,9 +121,11 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
     from vllm.config import set_current_vllm_config
 
     spec = replace(spec, model=localize(spec.model, spec.revision))
-    config = AsyncEngineArgs(**engine_args(spec, hardware)).create_engine_config()
     footprint = read_footprint(spec.model) or footprint_of(model)
     assert footprint is not None
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = engine_args(spec, hardware) | _in_int8(spec, model, Path(folder))
+        config = AsyncEngineArgs(**arguments).create_engine_config()
     need = gpu_need(spec, hardware, footprint)
     target, draft = list(_target_layers(config)), list(_draft_layers(config))
     draft_config = _draft_config(config) if draft else config
@@ -153,6 +159,14 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
         estimated_gib=need.kv_cache_gib,
         cache_requests=concurrency,
     )
+
+
+def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
+    """The target of an engine in INT8: what a converted folder says of it, without weights. Of another none."""
+    if spec.precision != "int8":
+        return {}
+    write_json(folder, {**model.config, "quantization_config": quantization_config([])})
+    return {"model": str(folder)}
 
 
 def as_dict(cell: Accepted | Refused) -> dict[str, Any]:

@@ -100,13 +100,19 @@ def test_our_estimate_of_a_request_s_cache_is_near_vllm_s(hopper: list[dict[str,
 def test_a_card_that_is_too_small_is_named_with_what_fits(card: str) -> None:
     cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
     cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]
+    cells += [cell(model, "peagle", 8, precision="int8") for model in (EMBEDDED, QWEN, OSS_20B)]
     found = rehearse_card(card, cells)
     assert [c for c in found if c["outcome"] == "failed"] == []
     assert one(found, EMBEDDED, "peagle", 8)["flags"] == []
     fp8 = one(found, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
     assert (fp8["back_ends"], fp8["draft_back_ends"]) == (["TRITON_ATTN"], ["TRITON_ATTN"])
+    int8 = {c["model"]: c for c in found if c["more"] == {"precision": "int8"}}
+    assert "they cannot be run in int8" in int8[OSS_20B]["message"]
     if card == "L4":
+        assert [int8[model]["precision"] for model in (EMBEDDED, QWEN)] == ["int8 weights, bf16 KV cache"] * 2
         assert any(flag.startswith("--tensor-parallel-size") for flag in one(found, QWEN, "peagle", 8)["flags"])
+    else:
+        assert "int8 needs CUDA compute capability 7.5 to 9.0" in int8[EMBEDDED]["message"]
 
 
 def test_the_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]]) -> None:
