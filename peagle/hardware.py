@@ -94,9 +94,10 @@ class Hardware:
 
     @property
     def supports_int8(self) -> bool:
-        """INT8 matrix products in vLLM's kernels: CUDA compute capability 7.5 (Turing) to 9.0, or a CPU with VNNI.
+        """Whether vLLM computes INT8 matrix products right.
 
-        Without VNNI two products of bytes are added in 16 bits, which saturate: `docs/decisions/0016-int8-needs-vnni.md`.
+        GPUs do from compute capability 7.5 (Turing) to 9.0, and CPUs with VNNI. Without it two products of bytes are
+        added in 16 bits, which saturate (`docs/decisions/0016-int8-needs-vnni.md`).
         """
         if self.platform == "cpu":
             return bool(self.cpu_flags & _VNNI)

@@ -1,10 +1,10 @@
-"""Targets in INT8: converted once from weights of 16 or 32 bits into a folder that vLLM loads.
+"""Targets in INT8, converted once into a folder that vLLM loads.
 
     $PEAGLE_HOME/targets/<name>-int8-<fingerprint>/    config.json  *.safetensors  tokenizer...
     peagle-manifest.json
 
-Each node converts its own: 135M parameters take seconds, and weights in bf16 are read and half of them written.
-`int8_weights.py` does it, and `converted.py` keeps the folder. It knows nothing of engines.
+Each node converts its own from weights of 16 or 32 bits, and writes a byte for each. `int8_weights.py` does it, and
+`converted.py` keeps the folder. It knows nothing of engines.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _HINT = "use --precision auto, or bf16"
 
 
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Refuse a target that cannot be run in INT8, before anything is converted or bought.
+    """Refuse a target that cannot be run in INT8, before anything is spent.
 
     Of a hub id that is not on this disk only the configuration is known.
 
@@ -59,7 +59,9 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
 def ensure_int8(
     model: str, revision: str | None = None, *, announce: Callable[[str], None] = lambda message: None
 ) -> Path:
-    """The folder of a target in INT8, converted now where it is missing or damaged.
+    """The folder of a target in INT8.
+
+    It is converted now where it is missing or damaged.
 
     Safe when several processes ask at once: one converts, the others wait for it.
 

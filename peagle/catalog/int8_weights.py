@@ -1,4 +1,6 @@
-"""Convert a model folder to W8A8 INT8: `python -m peagle.catalog.int8_weights SOURCE FOLDER`.
+"""Convert a model folder to INT8: `python -m peagle.catalog.int8_weights`.
+
+Its arguments are SOURCE FOLDER.
 
 A matrix [N, K] of a linear layer becomes int8 with one float32 scale for each of its N outputs, symmetric, so that the
 largest element of a row stands at 127. Activations are quantised by the engine, token by token, as it runs. Everything
@@ -32,7 +34,7 @@ _MAX = 127
 
 
 def is_quantisable(name: str, num_dimensions: int) -> bool:
-    """Whether a tensor of a checkpoint is the matrix of a linear layer that is converted.
+    """Whether a tensor is the matrix of a linear layer that is converted.
 
     >>> is_quantisable("model.layers.0.mlp.down_proj.weight", 2), is_quantisable("lm_head.weight", 2)
     (True, False)
