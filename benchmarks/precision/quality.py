@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.precision.execution import passes
+from jobs.throttle import say
 from peagle import hardware
 from peagle.catalog.int8 import ensure_int8
 from peagle.catalog.int8_weights import weight_files
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=41, help="problems that are answered at once")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
-    model = resolve_model(options.model, announce=_say)
+    model = resolve_model(options.model, announce=say)
     folder = Path(model.path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems = read_humaneval()[: options.problems]
@@ -168,17 +169,17 @@ def main() -> None:
         "versions": versions() | {"git": git_revision()},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
-    targets = {"float32": load(folder, None), "int8": load(folder, ensure_int8(model.path, announce=_say))}
+    targets = {"float32": load(folder, None), "int8": load(folder, ensure_int8(model.path, announce=say))}
     for name, loaded in targets.items():
         found = {kind: asdict(likelihood(loaded, some)) for kind, some in texts.items()}
         result[name] = {"likelihood": found}
-        _say(f"{name}: " + ", ".join(f"{kind} {one['nats_per_token']:.4f} nats a token" for kind, one in found.items()))
+        say(f"{name}: " + ", ".join(f"{kind} {one['nats_per_token']:.4f} nats a token" for kind, one in found.items()))
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     for name, loaded in targets.items():
         written = answers(loaded, tokenizer, problems, options.max_tokens, options.batch)
         passed = [problem["task_id"] for problem, text in zip(problems, written, strict=True) if passes(problem, text)]
         result[name] |= {"passed": passed, "answers": written}
-        _say(f"{name}: {len(passed)} of {len(problems)} problems passed")
+        say(f"{name}: {len(passed)} of {len(problems)} problems passed")
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -189,10 +190,6 @@ def _own_chat(tokenizer: Any, prompt: str) -> str:
 
 def _solution(problem: dict[str, Any]) -> str:
     return f"```python\n{problem['prompt']}{problem['canonical_solution']}```"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -164,7 +164,9 @@ def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: st
 def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     if not hardware.supports_fp8_kv_cache:
         needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
-        raise PrecisionError(f"fp8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
+        raise PrecisionError(
+            f"fp8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware, native_quantization)
+        )
     quantize = hardware.supports_fp8_weights and native_quantization is None
     return Precision(
         dtype="bfloat16",
@@ -184,9 +186,9 @@ def _int8(hardware: Hardware) -> Precision:
     return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
 
 
-def _instead(hardware: Hardware) -> str:
+def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
     """The precisions to use in place of one of 8 bits that this hardware lacks."""
-    eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8}
+    eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
     names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
     return f"use --precision {', '.join(names)}, or auto for the best that this hardware has"
 

@@ -141,6 +141,12 @@ def test_what_the_hardware_cannot_do_is_refused_with_a_way_out(
     assert way_out in caught.value.hint
 
 
+def test_a_native_checkpoint_is_not_told_of_int8() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        resolve_precision("fp8", AMPERE, native_quantization="mxfp4")
+    assert caught.value.hint.startswith("use --precision bf16, or auto")
+
+
 def test_auto_has_no_fp8_cache_for_wide_heads() -> None:
     assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=256).kv_cache == "bf16"
     assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=128).kv_cache == "fp8"
