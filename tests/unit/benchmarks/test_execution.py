@@ -34,7 +34,7 @@ def test_an_answer_passes_where_its_code_does(answer: str, expected: bool) -> No
     "tried",
     [
         "import socket; socket.create_connection(('1.1.1.1', 53), timeout=1)",
-        "open('file', 'w').write('x')",
+        "with open('file', 'w') as file: file.write('x')",
         "import os; os.system('true')",
         "x = bytearray(3 << 30)",
         "import os; os.environ['PATH']",
