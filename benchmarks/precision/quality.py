@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.precision.execution import passes
-from jobs.throttle import say
+from jobs.output import say
 from peagle import hardware
 from peagle.catalog.int8 import ensure_int8
 from peagle.catalog.int8_weights import weight_files
