@@ -3,6 +3,7 @@
 import argparse
 import calendar
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ the cent.
   peagle cost s3://bucket/runs/* --from 2026-11-01 --to 2026-11-15 --by tag:team --format csv > team.csv
   peagle cost runs/serve --by day --format html > spending.html
   peagle cost runs/serve --month 2026-11 --format focus > focus.csv
+
+Under "saved" it says what generation would have cost without the drafter, by step times that were measured: of the
+catalog, of the profile, or of a benchmark that you name.
+
+  peagle bench --model m --methods none,peagle ... --output runs/bench
+  peagle cost runs/* --baseline runs/bench/report.json
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, or a glob of them. Days are UTC's, and both ends are
 included. Work counts on the day on which it is committed. A cost without a price is "unknown", never 0.
@@ -37,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="of key, model, drafter, tag, tag:NAME, day, run, instance; empty for the total (default: %(default)s)",
     )
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="report.json of `peagle bench`, for what was saved"
+    )
     parser.add_argument("--format", choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
@@ -47,10 +57,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.spending import charges
     from peagle.economics.statement import dimensions, statement
     from peagle.plain_json import to_json
+    from peagle.profiles.baselines import read_benchmark
     from peagle.runs.ledgers import find_ledgers
 
     by, days = dimensions(args.by), _days(args)
-    found = find_ledgers(args.sources)
+    benchmark = read_benchmark(args.baseline) if args.baseline else None
+    found = find_ledgers(args.sources, benchmark)
     charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
     result = statement(charged, by, days, found.notes)
     if args.format == "focus":

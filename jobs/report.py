@@ -9,6 +9,8 @@ Account for runs: tokens per dollar, acceptance, where the money went.
 
   peagle report runs/first                    writes report.json and report.html into it again
   peagle report runs/a runs/b --html both.html    compares them side by side
+
+Of an endpoint `peagle cost STATE` is the account.
 """
 
 
@@ -24,8 +26,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.report.text import text_summary
     from peagle.files import write_atomic
     from peagle.runs.directory import RunDirectory
+    from peagle.runs.ledgers import require_runs
     from peagle.runs.report import make_report
 
+    require_runs(args.runs)
     runs = [RunDirectory(location) for location in args.runs]
     reports = [make_report(run) for run in runs]
     for run, report in zip(runs, reports, strict=True):

@@ -14,7 +14,9 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
+from peagle.catalog.step_times import StepTable
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
+from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, lookup_note, spec_fields, widest_head
@@ -24,8 +26,9 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from peagle.profiles.baselines import baseline_of_cells, baseline_of_table
 from peagle.profiles.measurements import NONE
-from peagle.profiles.profile import Profile, read_profile, with_profile
+from peagle.profiles.profile import MeasuredCell, Profile, read_profile, with_profile
 from peagle.profiles.ranges import break_evens
 from peagle.profiles.watch import DrafterWatch, TunedWatch
 from peagle.provenance import versions
@@ -113,17 +116,41 @@ class ResolvedEngine:
         head. Empty where there are none.
         """
         if self.follows_profile and (profile := self.profile) is not None:
-            own = [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
-            return break_evens(profile.chosen, own)
+            return break_evens(profile.chosen, _alike(profile))
+        drafter, table = self.spec.drafter, self._step_table(hardware)
+        if drafter is None or table is None:
+            return {}
+        return table.break_even(drafter.method, drafter.num_speculative_tokens)
+
+    def baseline(self, hardware: Hardware) -> Baseline | None:
+        """The times of its steps, measured on hardware like this.
+
+        None where there are none. They are from where `break_even` has its lengths. A ratio may hold on other
+        hardware, and seconds do not.
+        """
+        if self.follows_profile and (profile := self.profile) is not None:
+            if profile.hardware != hardware.describe():
+                return None
+            chosen, source = profile.chosen, f"peagle tune, {profile.made_at}"
+            return baseline_of_cells(_alike(profile), chosen.method, chosen.k, source)
+        drafter, table = self.spec.drafter, self._step_table(hardware)
+        if table is None or table.hardware != hardware.describe():
+            return None
+        return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
+
+    def _step_table(self, hardware: Hardware) -> StepTable | None:
+        """The card's table of steps for this engine.
+
+        It holds for compiled engines, without a drafter or with the card's own head.
+        """
         drafter, card = self.spec.drafter, self.model.card
-        if drafter is None or card is None or self.spec.enforce_eager:
-            return {}
+        if card is None or self.spec.enforce_eager:
+            return None
         heads = {str(method): head.id for method, head in card.heads.items()}
-        if self.drafter.name != heads.get(drafter.method):
-            return {}
+        if drafter is not None and self.drafter.name != heads.get(drafter.method):
+            return None
         here = (hardware.platform, self.precision.describe())
-        tables = [table for table in card.steps if (table.platform, table.precision) == here]
-        return tables[0].break_even(drafter.method, drafter.num_speculative_tokens) if tables else {}
+        return next((table for table in card.steps if (table.platform, table.precision) == here), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
         """The watch over its drafter.
@@ -150,6 +177,11 @@ class ResolvedEngine:
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
         differs = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
         return TunedWatch(profile, follows=self.follows_profile, differs=differs)
+
+
+def _alike(profile: Profile) -> list[MeasuredCell]:
+    """The measurements in the precision that the profile chose."""
+    return [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
 
 
 def resolve_engine(

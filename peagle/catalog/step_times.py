@@ -19,11 +19,13 @@ class StepRow(Strict):
     Attributes:
         num_speculative_tokens: K; 0 with "none".
         step_ms: one for each concurrency of the table, drafting and verifying included.
+        spread: range of the repeats over their median, likewise; empty where it is not known.
     """
 
     method: Method
     num_speculative_tokens: int = Field(ge=0)
     step_ms: list[float] = Field(min_length=1)
+    spread: list[float] = Field(default_factory=list)
 
 
 class StepTable(Strict):
@@ -31,11 +33,13 @@ class StepTable(Strict):
 
     Attributes:
         precision: weights and KV cache, as `Precision.describe` has them.
+        hardware: that it was measured on, as `Hardware.describe` has it; empty where it is not known.
         source: the measurement: figure, hardware, who.
     """
 
     platform: Literal["cpu", "cuda"]
     precision: str
+    hardware: str = ""
     source: str
     concurrency: list[int] = Field(min_length=1)
     rows: list[StepRow]
@@ -44,8 +48,12 @@ class StepTable(Strict):
     def _is_whole(self) -> Self:
         if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
             raise ValueError("steps: each row has a time for each concurrency")
+        if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
+            raise ValueError("steps: a row has a spread for each concurrency, or none")
         if min(self.concurrency) < 1 or any(ms <= 0 for row in self.rows for ms in row.step_ms):
             raise ValueError("steps: times must be above zero, and concurrencies at least 1")
+        if self.concurrency != sorted(set(self.concurrency)):
+            raise ValueError("steps: concurrencies ascend")
         kinds = [(row.method, row.num_speculative_tokens) for row in self.rows]
         if kinds.count(("none", 0)) != 1 or len(set(kinds)) < len(kinds):
             raise ValueError("steps: there is one row of method none with K=0, and one of each other method and K")
@@ -54,21 +62,33 @@ class StepTable(Strict):
     def break_even(self, method: str, k: int) -> dict[int, float]:
         """The acceptance lengths below which drafting costs more than it saves.
 
-        By requests at once. Between two measured K the time of a step is taken as a line; beyond them nothing is known.
+        By requests at once; empty where nothing is known.
         """
-        measured = {row.num_speculative_tokens: row.step_ms for row in self.rows if row.method == method}
-        step_ms = measured.get(k) or _between(measured, k)
-        if step_ms is None:
+        row = self.row(method, k)
+        if row is None:
             return {}
-        plain = next(row.step_ms for row in self.rows if row.method == "none")
-        lengths = map(break_even_acceptance_length, step_ms, plain)
+        lengths = map(break_even_acceptance_length, row.step_ms, self.plain.step_ms)
         return dict(zip(self.concurrency, lengths, strict=True))
 
+    @property
+    def plain(self) -> StepRow:
+        """The row without a drafter."""
+        return next(row for row in self.rows if row.method == "none")
 
-def _between(measured: dict[int, list[float]], k: int) -> list[float] | None:
+    def row(self, method: str, k: int) -> StepRow | None:
+        """The row of a method and K.
+
+        Between two measured K the time of a step is taken as a line; beyond them nothing is known.
+        """
+        measured = {row.num_speculative_tokens: row for row in self.rows if row.method == method}
+        return measured.get(k) or _between(measured, k)
+
+
+def _between(measured: dict[int, StepRow], k: int) -> StepRow | None:
     for below, above in pairwise(sorted(measured)):
         if below < k < above:
-            share = (k - below) / (above - below)
-            pairs = zip(measured[below], measured[above], strict=True)
-            return [first + share * (second - first) for first, second in pairs]
+            first, second, share = measured[below], measured[above], (k - below) / (above - below)
+            step_ms = [one + share * (two - one) for one, two in zip(first.step_ms, second.step_ms, strict=True)]
+            spread = list(map(max, first.spread, second.spread))
+            return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
     return None

@@ -38,6 +38,7 @@ class Price:
         doubt: why the number may be wrong; empty when nothing speaks against it.
         basis: how it is known to be this machine's: the user stated it or its instance type, the machine or its cluster
             says which it is, or it is an assumption. None where it is nobody's: a row of the table.
+        on_demand_usd_per_hour: of a spot instance, its price on demand; None where nobody knows it.
 
     Raises:
         PriceError: the price is not positive, or there is no device to share it.
@@ -55,6 +56,7 @@ class Price:
     as_of: str
     doubt: str = ""
     basis: Basis | None = None
+    on_demand_usd_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         for value, kind in ((self.market, Market), (self.device, Device), (self.basis or "stated", Basis)):
@@ -90,6 +92,11 @@ class Price:
         """USD for one second of one accelerator, or of one vCPU."""
         return self.usd_per_hour / self.num_devices / 3600
 
+    @property
+    def on_demand_usd_per_device_s(self) -> float:
+        """The same of a spot instance on demand; 0 where that is not known."""
+        return (self.on_demand_usd_per_hour or 0.0) / self.num_devices / 3600
+
     def to_dict(self) -> dict[str, object]:
         """Every field, ready for JSON."""
         return asdict(self)
@@ -102,7 +109,7 @@ class Price:
             PriceError: keys are missing or unknown, or the price is not one.
         """
         names = {field.name for field in fields(cls)}
-        data = {"basis": None, **data}  # records of benchmarks from before it was kept
+        data = {"basis": None, "on_demand_usd_per_hour": None, **data}  # records from before they were kept
         if set(data) != names:
             raise PriceError(f"a recorded price must have exactly the keys {sorted(names)}, got {sorted(data)}")
         try:
@@ -276,6 +283,7 @@ def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
         source=offer.source,
         as_of=offer.as_of,
         doubt=offer.doubt_on_demand if market == "on_demand" else "",
+        on_demand_usd_per_hour=offer.usd_per_hour_on_demand if market == "spot" and not offer.doubt_on_demand else None,
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from peagle.economics.ledger import REQUEST_FILES, readable
-from peagle.economics.spending import DAY_S, Spend, Whose, day_of
+from peagle.economics.spending import DAY_S, Whose, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import VERSION, RequestUsage
+from peagle.economics.work import Work
 from peagle.storage import Place, open_to_read
 
 if TYPE_CHECKING:
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 16 * 1024 * 1024
 _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
 _COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+_SUMMED = ("num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
 
 
-def read_work(folder: Place) -> Mapping[Whose, Spend]:
+def read_work(folder: Place) -> Mapping[Whose, Work]:
     """The work of all requests and batches of a ledger.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found: defaultdict[Whose, Spend] = defaultdict(Spend)
+    found: defaultdict[Whose, Work] = defaultdict(Work)
     for path in sorted(folder.glob(REQUEST_FILES), key=lambda path: path.name):
         with open_to_read(path) as file:
             for piece in _pieces(file):
@@ -46,7 +48,7 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
             yield lines + end
 
 
-def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Spend]]:
+def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Work]]:
     import pyarrow as pa
 
     try:
@@ -57,12 +59,12 @@ def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Spend]]:
     return found
 
 
-def _of_request(request: RequestUsage) -> tuple[Whose, Spend]:
+def _of_request(request: RequestUsage) -> tuple[Whose, Work]:
     usage = request.usage
     whose = Whose(
         day_of(usage.finished_at), usage.session_id, request.key, request.model, request.drafter, request.tags
     )
-    return whose, Spend.of(usage, request.usd)
+    return whose, Work.of(usage, request.usd, request_s=usage.finished_at - usage.started_at)
 
 
 def _columns(piece: bytes) -> "pa.Table":
@@ -79,8 +81,20 @@ def _columns(piece: bytes) -> "pa.Table":
     usage = table.column("usage").combine_chunks()
     for name in ("session_id", "started_at", "finished_at", "busy_s", *_COUNTS):
         table = table.append_column(name, usage.field(name))
+    speculation = usage.field("speculation")
+    table = table.append_column("num_drafts", speculation.field("num_drafts"))
+    table = table.append_column("num_accepted_tokens", _sums_of_lists(speculation.field("accepted_per_position")))
     _require_believable(table)
     return table
+
+
+def _sums_of_lists(lists: "pa.ListArray") -> "pa.Array":
+    import numpy as np
+    import pyarrow as pa
+
+    running = np.concatenate([[0], np.cumsum(lists.values.to_numpy(zero_copy_only=False))]).astype(np.int64)
+    ends = lists.offsets.to_numpy()
+    return pa.array(running[ends[1:]] - running[ends[:-1]])
 
 
 def _require_believable(table: "pa.Table") -> None:
@@ -96,11 +110,14 @@ def _require_believable(table: "pa.Table") -> None:
         "started_at",
         "finished_at",
         "busy_s",
+        "num_drafts",
         *_COUNTS,
     )
     if any(table.column(name).null_count for name in needed):
         raise ValueError("a field is missing")
-    least = {name: pc.min(table.column(name)).as_py() for name in ("usd", "busy_s", "started_at", *_COUNTS)}
+    least = {
+        name: pc.min(table.column(name)).as_py() for name in ("usd", "busy_s", "started_at", "num_drafts", *_COUNTS)
+    }
     checks = (
         pc.all(pc.equal(table.column("version"), VERSION)),
         pc.all(pc.is_finite(table.column("usd"))),
@@ -113,22 +130,24 @@ def _require_believable(table: "pa.Table") -> None:
         tags_from_text(NO_TAGS if text is None else text)
 
 
-def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Spend]]:
+def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
     import pyarrow.compute as pc
 
     days = pc.cast(pc.floor(pc.divide(table.column("finished_at"), float(DAY_S))), "int64")
     table = table.append_column("day", days)
-    sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, "usd")])
+    request_s = pc.subtract(table.column("finished_at"), table.column("started_at"))
+    table = table.append_column("request_s", request_s)
+    sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, *_SUMMED)])
     for row in sums.to_pylist():
         whose = Whose(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
         yield (
             whose,
-            Spend(
-                attributed_usd=row["usd_sum"],
+            Work(
                 num_requests=row["num_rows_sum"] + row["num_failed_rows_sum"],
                 num_prompt_tokens=row["num_prompt_tokens_sum"],
                 num_cached_tokens=row["num_cached_tokens_sum"],
                 num_output_tokens=row["num_output_tokens_sum"],
+                **{name: row[f"{name}_sum"] for name in _SUMMED},
             ),
         )
 
@@ -146,7 +165,12 @@ def _schema() -> "pa.Schema":
         session_id=text,
         **dict.fromkeys(_COUNTS, whole),
         busy_s=number,
-        speculation=struct(num_drafts=whole, num_draft_tokens=whole, accepted_per_position=pa.list_(whole)),
+        speculation=struct(
+            num_drafts=whole,
+            num_draft_tokens=whole,
+            accepted_per_position=pa.list_(whole),
+            num_lookup_tokens=whole,
+        ),
         started_at=number,
         finished_at=number,
     )

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Device, Price
 from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import VERSION, EngineSession, check_version
@@ -23,9 +24,12 @@ class EngineFacts:
     Attributes:
         model: what its clients or its run call it.
         num_devices: accelerators that it holds, or vCPUs.
+        num_speculative_tokens: K; 0 without a drafter.
         usd_per_device_s: what each costs; 0 where nobody knows.
-        instance_type, provider, region: of the price.
+        instance_type, provider, region, market: of the price.
+        on_demand_usd_per_device_s: of a spot machine, what it costs on demand; 0 where that is not known.
         tags: of whatever it runs for, as JSON (`tags.py`).
+        baseline: measured times of its steps, as JSON (`baseline.py`); empty without.
     """
 
     model: str
@@ -36,11 +40,24 @@ class EngineFacts:
     instance_type: str = ""
     provider: str = ""
     region: str = ""
+    market: str = ""
+    on_demand_usd_per_device_s: float = 0.0
     tags: str = NO_TAGS
+    num_speculative_tokens: int = 0
+    baseline: str = ""
 
     @classmethod
     def priced(
-        cls, price: Price, *, model: str, drafter: str | None, num_devices: int, device: Device, tags: str
+        cls,
+        price: Price,
+        *,
+        model: str,
+        drafter: str | None,
+        num_devices: int,
+        device: Device,
+        tags: str,
+        num_speculative_tokens: int | None,
+        baseline: Baseline | None,
     ) -> Self:
         """The facts of an engine that is paid for at this price."""
         return cls(
@@ -52,7 +69,11 @@ class EngineFacts:
             instance_type=price.instance_type,
             provider=price.provider,
             region=price.region,
+            market=price.market,
+            on_demand_usd_per_device_s=price.on_demand_usd_per_device_s,
             tags=tags,
+            num_speculative_tokens=num_speculative_tokens or 0,
+            baseline=baseline.to_text() if baseline else "",
         )
 
 

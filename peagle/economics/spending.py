@@ -19,7 +19,10 @@ from datetime import UTC, date, datetime
 from typing import Self
 
 from peagle.economics.account import shares_by_period
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.baseline import Baseline
+from peagle.economics.gain import Gain, gain_of, spot_gain
+from peagle.economics.usage import EngineSession
+from peagle.economics.work import Work
 
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -94,11 +97,15 @@ class Whose:
     tags: str
 
 
+_NO_GAIN = Gain()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
     """Dollars by kind, and what they bought; they add up with `+`.
 
     Attributes:
+        gain: what a drafter and spot machines saved of it.
         is_priced: False where seconds without a price are in it: then all but `attributed_usd` is unknown.
     """
 
@@ -110,17 +117,19 @@ class Spend:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    gain: Gain = _NO_GAIN
     is_priced: bool = True
 
     @classmethod
-    def of(cls, usage: UnitUsage, usd: float) -> Self:
-        """The work of a unit or of requests, and what is paid for it."""
+    def of(cls, work: Work, gain: Gain) -> Self:
+        """The spending on committed work."""
         return cls(
-            attributed_usd=usd,
-            num_requests=usage.num_rows + usage.num_failed_rows,
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-            num_output_tokens=usage.num_output_tokens,
+            attributed_usd=work.usd,
+            num_requests=work.num_requests,
+            num_prompt_tokens=work.num_prompt_tokens,
+            num_cached_tokens=work.num_cached_tokens,
+            num_output_tokens=work.num_output_tokens,
+            gain=gain,
         )
 
     def __add__(self, other: Self) -> Self:
@@ -145,7 +154,7 @@ class Ledger:
 
     run: str
     sessions: Sequence[EngineSession]
-    work: Mapping[Whose, Spend]
+    work: Mapping[Whose, Work]
     then: Callable[[EngineSession, float], EngineSession]
 
 
@@ -178,7 +187,7 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
 
     The charges of all days are the same however they are cut into periods.
     """
-    work_of: defaultdict[str, list[tuple[Whose, Spend]]] = defaultdict(list)
+    work_of: defaultdict[str, list[tuple[Whose, Work]]] = defaultdict(list)
     for whose, work in ledger.work.items():
         work_of[whose.session_id].append((whose, work))
     for session in ledger.sessions:
@@ -189,11 +198,22 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         ends = max([day_of(session.last_seen_at), *(whose.day for whose, _ in own)])
         if not days.overlap(begins, ends):
             continue
-        paid = [(whose.day, work.attributed_usd) for whose, work in own]
-        own += _overheads(session, ledger.then, range(begins, ends + 1), paid)
-        yield from (_charge(ledger.run, session, whose, spend) for whose, spend in own if whose.day in days)
+        paid = [(whose.day, work.usd) for whose, work in own]
+        spends = [(whose, _on_work(session, whose, work)) for whose, work in own]
+        spends += _overheads(session, ledger.then, range(begins, ends + 1), paid)
+        yield from (_charge(ledger.run, session, whose, spend) for whose, spend in spends if whose.day in days)
     for rest in work_of.values():
-        yield from (_charge(ledger.run, None, whose, work) for whose, work in rest if whose.day in days)
+        spends = [(whose, _on_work(None, whose, work)) for whose, work in rest]
+        yield from (_charge(ledger.run, None, whose, spend) for whose, spend in spends if whose.day in days)
+
+
+def _on_work(session: EngineSession | None, whose: Whose, work: Work) -> Spend:
+    """The spending on committed work, with what was saved of it."""
+    baseline = Baseline.from_text(session.baseline) if session else None
+    gain = gain_of(work, has_drafter=whose.drafter is not None, baseline=baseline)
+    if session:
+        gain += spot_gain(session, kept_usd=work.usd, lost_usd=0.0)
+    return Spend.of(work, gain)
 
 
 def _overheads(
@@ -220,7 +240,13 @@ def _overheads(
     states = [then(session, end) if end < session.last_seen_at else session for end in midnights]
     for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
         by_kind = seconds.times(usd_per_s)
-        spend = Spend(loading_usd=by_kind.load + by_kind.compile, idle_usd=by_kind.idle, lost_usd=by_kind.lost)
+        loading_usd = by_kind.load + by_kind.compile
+        spend = Spend(
+            loading_usd=loading_usd,
+            idle_usd=by_kind.idle,
+            lost_usd=by_kind.lost,
+            gain=spot_gain(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
+        )
         if spend != Spend():
             yield replace(nobody, day=day), spend
 

@@ -7,9 +7,10 @@ up to it (the method of largest remainders). What is not known is None, never 0.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from peagle.economics.gain import Gain
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
 from peagle.errors import ConfigError, did_you_mean
@@ -51,12 +52,16 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
 
     Returns:
         `schema`, `currency`, `start` and `end` (the last day; both None without bounds), `by`, `rows` (each with its
-        dimensions, counts, `usd` and `usd_per_million_tokens`), `total` (the same of all) and `notes`.
+        dimensions, counts, `usd`, `usd_per_million_tokens`, and `saved` as `Gain.to_dict` has it), `total` (the same of
+        all) and `notes`.
     """
     groups: dict[tuple[str, ...], Spend] = {}
+    by_drafter: dict[tuple[str, str], Gain] = {}
     for charge in charges:
         names = tuple(_name(charge, dimension) for dimension in by)
         groups[names] = groups.get(names, Spend()) + charge.spend
+        drafted = (charge.drafter, charge.model)
+        by_drafter[drafted] = by_drafter.get(drafted, Gain()) + charge.spend.gain
     found = sorted(groups.items())
     whole = sum((spend for _, spend in found), Spend())
     unpriced = [] if whole.is_priced else ["Some engines have no price in their ledger: their cost is unknown."]
@@ -67,8 +72,15 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
         "end": None if days.last is None else day_text(days.last),
         "by": list(by),
         **_rows(by, found, whole),
-        "notes": [*notes, *unpriced],
+        "notes": [*notes, *unpriced, *_losses(by_drafter)],
     }
+
+
+def _losses(by_drafter: Mapping[tuple[str, str], Gain]) -> Iterator[str]:
+    """A sentence for each drafter that costs more than it saves."""
+    for (drafter, model), gain in sorted(by_drafter.items()):
+        if note := gain.loss_note(f"{drafter} for {model}"):
+            yield note
 
 
 def _name(charge: Charge, dimension: str) -> str:
@@ -99,6 +111,7 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
         **{name: getattr(spend, name) for name in COUNTS},
         "usd": usd,
         "usd_per_million_tokens": 1e6 * total / tokens if total and tokens else None,
+        "saved": spend.gain.to_dict(),
     }
 
 

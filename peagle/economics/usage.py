@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
+from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Device
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.errors import PeagleError
@@ -186,8 +187,8 @@ class EngineSession:
         ended: False while it runs, and for ever if it was killed.
         self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: of its start, those that cost time or correctness, one a line.
-        model, drafter, tags, instance_type, provider, region, usd_per_device_s: as `EngineFacts` has them; empty and 0
-            in older records.
+        model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
+            on_demand_usd_per_device_s, baseline: as `EngineFacts` has them; empty and 0 in older records.
 
     Raises:
         ValueError: a field has the wrong type, or the four states do not sum to its life.
@@ -215,12 +216,17 @@ class EngineSession:
     provider: str = ""
     region: str = ""
     usd_per_device_s: float = 0.0
+    num_speculative_tokens: int = 0
+    market: str = ""
+    on_demand_usd_per_device_s: float = 0.0
+    baseline: str = ""
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.device not in get_args(Device):
             raise ValueError(f"device is {self.device!r}, not one of {', '.join(get_args(Device))}")
         tags_from_text(self.tags)
+        Baseline.from_text(self.baseline)
         if self.num_devices < 1:
             raise ValueError("an engine holds one device or more")
         life_s = self.last_seen_at - self.started_at

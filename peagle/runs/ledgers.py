@@ -11,15 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from peagle.economics.account import require_devices, require_sessions
+from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_then
 from peagle.economics.prices import Price
 from peagle.economics.request_work import read_work
 from peagle.economics.sessions import EngineFacts, session_at
-from peagle.economics.spending import Ledger, Spend, Whose, day_of
+from peagle.economics.spending import Ledger, Whose, day_of
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineSession
+from peagle.economics.work import Work
 from peagle.errors import ConfigError
+from peagle.hardware import Hardware
 from peagle.private import user_path
+from peagle.profiles.baselines import Benchmark
 from peagle.runs.directory import RunDirectory
 from peagle.storage import Place, is_remote, place
 
@@ -34,8 +38,11 @@ class Found:
     notes: tuple[str, ...]
 
 
-def find_ledgers(sources: Sequence[str]) -> Found:
+def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> Found:
     """The ledgers of all sources, each once.
+
+    Args:
+        benchmark: measured engines like these; its step times count before those of the ledgers.
 
     Raises:
         ConfigError: a source is neither a run nor an endpoint's state, or there is none.
@@ -56,7 +63,29 @@ def find_ledgers(sources: Sequence[str]) -> Found:
         notes.append(f"{num_billed} runs of batches count in the ledger of the endpoint that ran them.")
     if others:
         notes.append(f"{len(others)} folders hold neither a run nor an endpoint's state: {min(others)}, ...")
-    return Found(ledgers=(*endpoints, *(_bulk(name, run) for name, run in own.items())), notes=tuple(notes))
+    unlike = [name for name, run in own.items() if benchmark and not _is_like(run, benchmark)]
+    if unlike:
+        notes.append(f"{len(unlike)} runs have other hardware or another precision than the baseline: {unlike[0]}, ...")
+    ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
+    ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in own.items()]
+    return Found(ledgers=tuple(ledgers), notes=tuple(notes))
+
+
+def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:
+    """Whether a run had the hardware and the precision of a benchmark."""
+    about = run.manifest()["run"]
+    hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
+    return (hardware, about.get("precision")) == (benchmark.hardware, benchmark.precision)
+
+
+def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
+    """The ledger with a benchmark's step times in sessions like its engines."""
+
+    def measured(session: EngineSession) -> EngineSession:
+        baseline = benchmark.baseline(session) if benchmark else None
+        return replace(session, baseline=baseline.to_text()) if baseline else session
+
+    return replace(ledger, sessions=tuple(map(measured, ledger.sessions)))
 
 
 def _places(source: str) -> dict[str, Place]:
@@ -89,14 +118,33 @@ def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict
     for name, folder in {
         _identity(folder): (name, folder) for name, folder in reversed(list(folders.items()))
     }.values():
-        run, ledger = RunDirectory(folder), folder / "ledger"
+        run = RunDirectory(folder)
         if run.exists:
             runs[name] = run
-        elif any(next(ledger.glob(files), None) for files in (SESSION_FILES, REQUEST_FILES)):
+        elif _is_state(folder):
             states[name] = folder
         else:
             others.append(name)
     return dict(sorted(runs.items())), dict(sorted(states.items())), others
+
+
+def _is_state(folder: Place) -> bool:
+    """Whether a folder that holds no run has the ledger of an endpoint."""
+    return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
+
+
+def require_runs(locations: Sequence[str]) -> None:
+    """Refuse the state of an endpoint where a run is asked for.
+
+    Raises:
+        ConfigError: one of them is such a state; its hint names the command for it.
+    """
+    for location in locations:
+        if not RunDirectory(location).exists and _is_state(place(location)):
+            raise ConfigError(
+                f"{location} is the state of an endpoint, and no run",
+                hint=f"peagle cost {location} --by day,key says what it cost and saved",
+            )
 
 
 def _identity(folder: Place) -> str:
@@ -123,26 +171,30 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     """The ledger of a bulk run; what it is and what it costs is in its `run.json`."""
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
+    at_once = about.get("concurrency") or 0  # a unit has many requests, and does not say how many at a time
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     usages = list(run.usages())
-    sessions = [_described(session, price, about["model"], about["drafter"], tags) for session in run.sessions()]
+    sessions = [_described(session, price, about, tags) for session in run.sessions()]
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
     usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
-    work: defaultdict[Whose, Spend] = defaultdict(Spend)
+    work: defaultdict[Whose, Work] = defaultdict(Work)
     for usage in usages:
         whose = Whose(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
-        work[whose] += Spend.of(usage, usage.busy_s * usd_per_s[usage.session_id])
+        usd = usage.busy_s * usd_per_s[usage.session_id]
+        work[whose] += Work.of(usage, usd, request_s=usage.busy_s * at_once)
     return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
 
 
-def _described(session: EngineSession, price: Price, model: str, drafter: str | None, tags: str) -> EngineSession:
+def _described(session: EngineSession, price: Price, about: Mapping[str, Any], tags: str) -> EngineSession:
     facts = EngineFacts.priced(
         price,
-        model=model,
-        drafter=drafter,
+        model=about["model"],
+        drafter=about["drafter"],
         num_devices=session.num_devices,
         device=session.device,
         tags=tags,
+        num_speculative_tokens=about.get("num_speculative_tokens"),
+        baseline=recorded_baseline(about),
     )
     return replace(session, **asdict(facts))

@@ -10,6 +10,7 @@ from typing import Any
 
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, localize, tokenizer_of
+from peagle.economics.baseline import Baseline
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.precision import Precision
@@ -75,6 +76,11 @@ class ResolvedRun:
     def drafter(self) -> ResolvedDrafter:
         """The drafter, or why there is none."""
         return self.engine.drafter
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """Measured times of the engine's steps; None where there are none."""
+        return self.engine.baseline(self.hardware)
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """The settings that must be equal for another attempt to continue this run."""

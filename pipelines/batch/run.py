@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peagle import provenance
@@ -175,6 +175,7 @@ def manifest(decided: Decided) -> dict[str, Any]:
             "precision": resolved.precision.describe(),
             "concurrency": resolved.spec.max_num_seqs,
             "break_even_acceptance_length": resolved.drafter_watch.needed if resolved.drafter_watch else None,
+            "baseline": asdict(baseline) if (baseline := resolved.baseline) else None,
             "num_engines": request.config.engine_range.fixed,
             "sampling": request.config.sampling(),
             # What is free at the moment is no property of the machine, and would tell equal machines apart.

@@ -182,7 +182,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
 
 
 def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[PrepareJob, EngineJob]:
-    config, placement = resolved.config, resolved.placement
+    config, placement, drafter = resolved.config, resolved.placement, resolved.spec.drafter
     prepare_job = PrepareJob(
         run_dir=str(run),
         driver=run.driver,
@@ -204,6 +204,8 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
+            num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
+            baseline=resolved.baseline,
         ),
         sampling=dict(resolved.sampling.base),
         fake=config.fake if config.engine == "fake" else None,

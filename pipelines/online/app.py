@@ -249,7 +249,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 
-    keys, placement = one.keys, one.placement
+    keys, placement, drafter = one.keys, one.placement, one.engine.spec.drafter
     counts = request_counts(
         one.engine.spec,
         hardware,
@@ -268,6 +268,8 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
+            num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
+            baseline=one.engine.baseline(hardware),
         ),
         sizes=Sizes(
             counts=counts,

@@ -18,9 +18,10 @@ from typing import Any
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.spending import Days, Ledger, Spend, Whose, charges, day_number, day_of
+from peagle.economics.spending import Days, Ledger, Whose, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
 from peagle.economics.usage import UnitUsage
+from peagle.economics.work import Work
 from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
@@ -79,12 +80,12 @@ class CostView:
         charged = charges(ledger, days)
         return statement((one for one in charged if key in (None, one.key)), by, days)
 
-    def _work(self) -> Mapping[Whose, Spend]:
-        work: defaultdict[Whose, Spend] = defaultdict(Spend)
+    def _work(self) -> Mapping[Whose, Work]:
+        work: defaultdict[Whose, Work] = defaultdict(Work)
         for cell, sums in self.totals.cells.items():
             day = day_of(cell.minute * MINUTE_S)
             whose = Whose(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
-            work[whose] += Spend.of(sums.usage, sums.usd)
+            work[whose] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
         return work
 
     async def require(self) -> None:

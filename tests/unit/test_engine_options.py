@@ -59,6 +59,23 @@ def test_an_engine_knows_from_which_acceptance_length_its_drafter_pays():
     assert engine(head=NO_HEAD).drafter_watch(HERE) is None
 
 
+def test_an_engine_has_a_baseline_where_its_steps_were_measured_on_hardware_like_its_own():
+    card = load_catalog().get("smollm2-135m")
+    model, name = replace(MODEL, card=card), card.heads["eagle3"].id
+    head = replace(HEAD, spec=DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3), name=name)
+    measured_on = replace(HERE, cpu_name="AMD EPYC", num_cpus=2, memory_gib=23.5)
+
+    def baseline(hardware, head=head):
+        return compose_engine(EngineKeys(precision="bf16"), hardware, model, head).baseline(hardware)
+
+    found = baseline(measured_on)
+    needed = card.steps[0].break_even("eagle3", 3)
+    assert {step.concurrency: step.break_even for step in found.steps} == pytest.approx(needed)
+    assert [step.break_even for step in baseline(measured_on, NO_HEAD).steps] == [1.0] * 4
+    assert baseline(HERE) is None
+    assert baseline(measured_on, replace(head, name="a head of one's own")) is None
+
+
 def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
     engine = compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, HEAD)
     assert engine.spec.drafter.lookup

@@ -14,8 +14,11 @@ from typing import Any, Self, get_args
 
 from peagle import speculation
 from peagle.economics.account import Account
+from peagle.economics.baseline import recorded_baseline
+from peagle.economics.gain import Gain, gain_of, spot_gain
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import FIGURES, SHARES, in_words_share
+from peagle.economics.work import Work
 from peagle.errors import PeagleError, did_you_mean
 
 
@@ -30,6 +33,7 @@ class RunInfo:
         complete: whether every input row ended as a committed row or a dead letter.
         concurrency: requests an engine runs at once.
         break_even_acceptance_length: what this hardware needs at this concurrency, if measured.
+        baseline: measured times of its steps (`peagle.economics.baseline`), if there are any.
 
     Raises:
         PeagleError: a value is of the wrong kind.
@@ -51,6 +55,7 @@ class RunInfo:
     finished_at: str | float | None = None
     complete: bool | None = None
     break_even_acceptance_length: float | None = None
+    baseline: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -129,8 +134,8 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
         run: the fields of `RunInfo`; only `model` is required, and unknown keys are refused.
 
     Returns:
-        `schema`, `run`, `account` (with derived figures), `shares` (of the cost, summing to 1) and `notes`
-        (sentences that the reader should not miss).
+        `schema`, `run`, `account` (with derived figures), `shares` (of the cost, summing to 1), `saved` (as
+        `Gain.to_dict` has it) and `notes` (sentences that the reader should not miss).
 
     Raises:
         PeagleError: `run` has an unknown key, no model, or a value of the wrong kind.
@@ -143,8 +148,26 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
         "run": info.to_dict(),
         "account": account.to_dict(),
         "shares": shares,
+        "saved": _gain(account, info).to_dict(),
         "notes": _notes(account, info, shares),
     }
+
+
+def _gain(account: Account, info: RunInfo) -> Gain:
+    """The gain of the run's drafter and spot machines."""
+    usd = account.usd
+    work = Work(
+        num_requests=account.num_rows,
+        num_output_tokens=account.num_output_tokens,
+        num_drafts=account.speculation.num_drafts,
+        num_accepted_tokens=account.speculation.num_accepted_tokens,
+        busy_s=account.busy_s,
+        request_s=account.busy_s * (info.concurrency or 0),
+        usd=usd.busy,
+    )
+    baseline = recorded_baseline({"baseline": info.baseline})
+    gain = gain_of(work, has_drafter=info.drafter is not None, baseline=baseline)
+    return gain + spot_gain(account.price, kept_usd=usd.total - usd.lost, lost_usd=usd.lost)
 
 
 def check_report(report: object) -> dict[str, Any]:

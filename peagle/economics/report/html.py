@@ -40,6 +40,7 @@ from peagle.economics.report.figures import (
     in_words_usd,
     price_in_words,
 )
+from peagle.economics.report.saved import savings_of_run
 
 _LABELLED_BAR = 18  # narrower ones' values would run into each other
 
@@ -200,6 +201,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "num_unplotted": max(len(drafting) - MAX_SERIES, 0),
         "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
         "money": [_money_row(name, reports) for name in SHARES],
+        "saved": savings_of_run(first) if is_single else [],
         "configuration": _configuration(reports),
     }
 

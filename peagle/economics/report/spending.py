@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.economics.report.figures import in_words_count, in_words_usd
+from peagle.economics.report.saved import saved_lines
 from peagle.economics.spending import KINDS
 from peagle.economics.statement import COUNTS, DIGITS, shown
 from peagle.tables import aligned, markdown
@@ -19,21 +20,25 @@ _NOBODY = "-"
 _COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
 _CENTS, _SMALL = 2, 6  # digits; of sums below a dollar
+_NAME_WIDTH = 10
 
 
 def text_statement(one: Mapping[str, Any]) -> str:
     """The statement for a terminal: a line for each group, then where the money went."""
     one = _for_people(one)
-    lines = [_period(one), "", *aligned(_table(one)), "", *aligned(_summary(one))]
-    return "\n".join([*lines, *(f"! {note}" for note in one["notes"])])
+    lines = [_period(one), "", *aligned(_table(one)), "", *aligned(_summary(one)), "", "saved"]
+    saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in _saved(one)]
+    return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
 
 
 def markdown_statement(one: Mapping[str, Any]) -> str:
-    """The statement as Markdown: the same two tables."""
+    """The statement as Markdown: the same, as tables."""
     one = _for_people(one)
     notes = [f"- {note}" for note in one["notes"]]
-    summary = [("where the money went", "USD"), *_summary(one)]
-    return "\n".join([f"# {_period(one)}", "", *markdown(_table(one)), "", *markdown(summary), "", *notes]).rstrip()
+    summary, saved = [("where the money went", "USD"), *_summary(one)], [("saved", ""), *_saved(one)]
+    tables: list[Sequence[Sequence[str]]] = [_table(one), summary, saved]
+    lines = [line for table in tables for line in ("", *markdown(table))]
+    return "\n".join([f"# {_period(one)}", *lines, "", *notes]).rstrip()
 
 
 def csv_statement(one: Mapping[str, Any]) -> str:
@@ -58,6 +63,7 @@ def html_statement(one: Mapping[str, Any]) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         f"{_html_table(_table(one), has_head=True)}\n{_html_table(_summary(one), has_head=False)}\n"
+        f"{_html_table([('saved', ''), *_saved(one)], has_head=True, kind='words')}\n"
         f"<ul>{notes}</ul></main></body></html>"
     )
 
@@ -74,6 +80,7 @@ _STYLE = (
     "table{border-collapse:collapse;margin-bottom:24px}"
     "th,td{padding:5px 14px 5px 0;border-bottom:1px solid #8884;text-align:right;white-space:nowrap;"
     "font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}tr:last-child{font-weight:600}"
+    ".words td{text-align:left;white-space:normal}.words tr:last-child{font-weight:400}"
 )
 
 
@@ -125,13 +132,19 @@ def _summary(one: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _saved(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total = one["total"]
+    measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
+    return [*saved_lines(total["saved"], total), *measured]
+
+
 def _dollars(usd: float | None, digits: int) -> str:
     return UNKNOWN if usd is None else f"${usd:,.{digits}f}"
 
 
-def _html_table(rows: Sequence[Sequence[str]], *, has_head: bool) -> str:
+def _html_table(rows: Sequence[Sequence[str]], *, has_head: bool, kind: str = "sums") -> str:
     lines = []
     for index, row in enumerate(rows):
         cell = "th" if has_head and index == 0 else "td"
         lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<table class="{kind}">{"".join(lines)}</table>'

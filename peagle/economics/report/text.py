@@ -14,6 +14,7 @@ from peagle.economics.report.figures import (
     in_words_share,
     price_in_words,
 )
+from peagle.economics.report.saved import savings_of_run
 from peagle.tables import aligned
 
 _WIDTH = 100
@@ -39,6 +40,7 @@ def text_summary(report: Mapping[str, Any]) -> str:
         ("cost", FIGURES["total_usd"].text(report)),
         ("spent on", " · ".join(f"{name} {in_words_share(report['shares'][name])}" for name in SHARES)),
         ("value", _value(report)),
+        *savings_of_run(report),
     ]
     title = " · ".join(part for part in (run["label"], run["precision"], _concurrency(run)) if part)
     body = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines]

@@ -33,11 +33,17 @@ def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0, 0.0]}], "above zero"),
         (TABLE["rows"][1:], "one row of method none"),
         ([*TABLE["rows"], TABLE["rows"][2]], "one of each other method and K"),
+        ([TABLE["rows"][0] | {"spread": [0.1]}], "a spread for each concurrency, or none"),
     ],
 )
 def test_a_table_that_is_not_whole_is_refused(rows: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         StepTable(**{**TABLE, "rows": rows})
+
+
+def test_concurrencies_that_do_not_ascend_are_refused() -> None:
+    with pytest.raises(ValidationError, match="concurrencies ascend"):
+        StepTable(**{**TABLE, "concurrency": [8, 1]})
 
 
 def test_the_embedded_default_knows_what_its_heads_need() -> None:

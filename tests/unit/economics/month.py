@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from peagle.corpus.rows import Span
+from peagle.economics.baseline import Baseline, Step
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import PriceTable
 from peagle.economics.tags import NO_TAGS
@@ -28,12 +29,27 @@ def at(month: int, day: int, hour: int, minute: int = 0) -> float:
     return datetime(2026, month, day, hour, minute, tzinfo=UTC).timestamp()
 
 
-def a_unit(session_id: str, *, busy_s: float, tokens: int, finished_at: float, num_rows: int = 1) -> UnitUsage:
+def a_unit(
+    session_id: str,
+    *,
+    busy_s: float,
+    tokens: int,
+    finished_at: float,
+    num_rows: int = 1,
+    cached: int = 0,
+    drafted: SpeculationStats = SpeculationStats.empty(),  # noqa: B008 - it is frozen
+) -> UnitUsage:
     return UnitUsage(
         session_id=session_id, num_rows=num_rows, num_failed_rows=0, num_prompt_tokens=tokens // 2,
-        num_cached_tokens=0, num_output_tokens=tokens, busy_s=busy_s, speculation=SpeculationStats.empty(),
+        num_cached_tokens=cached, num_output_tokens=tokens, busy_s=busy_s, speculation=drafted,
         started_at=finished_at - busy_s, finished_at=finished_at,
     )  # fmt: skip
+
+
+def drafted(*accepted: int, num_drafts: int) -> SpeculationStats:
+    return SpeculationStats(
+        num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
+    )
 
 
 def a_request(key: str, *, usd: float, tags: str = NO_TAGS, **usage: object) -> RequestUsage:
@@ -44,11 +60,15 @@ def a_request(key: str, *, usd: float, tags: str = NO_TAGS, **usage: object) -> 
     )  # fmt: skip
 
 
+STEPS = Baseline(
+    source="the example's steps", steps=(Step(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
+)
 SERVING = EngineSession(
     session_id="serving", engine_index=0, hostname="h", num_devices=1, device="accelerator",
     started_at=at(11, 3, 22), last_seen_at=at(11, 4, 2), load_s=600.0, compile_s=0.0, busy_s=5700.0, idle_s=8100.0,
     num_output_tokens=3_000_000, ended=True, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge",
-    provider="aws", region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}',
+    provider="aws", region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}', num_speculative_tokens=4,
+    market="on_demand", baseline=STEPS.to_text(),
 )  # fmt: skip
 AT_MIDNIGHT = replace(
     SERVING, last_seen_at=at(11, 4, 0), busy_s=3900.0, idle_s=2700.0, num_output_tokens=2_050_000, ended=False
@@ -62,11 +82,16 @@ def write_endpoint(state: Path) -> None:
     append_beat(ledger, AT_MIDNIGHT)
     append_beat(ledger, SERVING)
     tags = '{"project": "x", "team": "search"}'
-    alice = a_request("alice", usd=6.88, busy_s=3600.0, tokens=2_000_000, finished_at=at(11, 3, 23, 50), tags=tags)
+    alice = a_request(
+        "alice", usd=6.88, busy_s=3600.0, tokens=2_000_000, finished_at=at(11, 3, 23, 50), tags=tags, cached=400_000,
+        drafted=drafted(500_000, 400_000, 300_000, 160_000, num_drafts=640_000),
+    )  # fmt: skip
+    bob = a_request(
+        "bob", usd=3.44, busy_s=1800.0, tokens=900_000, finished_at=at(11, 4, 1), tags=SERVING.tags,
+        drafted=drafted(250_000, 200_000, 100_000, 50_000, num_drafts=300_000),
+    )  # fmt: skip
     append_request(ledger, alice)
-    append_request(
-        ledger, a_request("bob", usd=3.44, busy_s=1800.0, tokens=900_000, finished_at=at(11, 4, 1), tags=SERVING.tags)
-    )
+    append_request(ledger, bob)
 
 
 BULK = EngineSession(

@@ -2,13 +2,16 @@
 
 import json
 import logging
+from dataclasses import asdict
 
 import pytest
 
 from peagle.economics import request_work
 from peagle.economics.ledger import append_request
 from peagle.economics.request_work import read_work
-from peagle.economics.spending import Spend, Whose
+from peagle.economics.spending import Whose
+from peagle.economics.work import Work
+from peagle.speculation import SpeculationStats
 from tests.unit.pipelines.online.ledgers import a_request
 
 
@@ -24,6 +27,12 @@ def write(folder, lines=()):
                 finished_at=86_000.0 + 100 * number,
                 tags='{"team": "a"}' if number % 2 else "{}",
                 session_id=f"s{number % 2}",
+                speculation=SpeculationStats(
+                    num_drafts=10,
+                    num_draft_tokens=30,
+                    accepted_per_position=(6, 3) if number % 4 else (6, 2, 1),
+                    num_lookup_tokens=number % 2,
+                ),
             ),
         )
     for line in lines:
@@ -53,12 +62,16 @@ def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
     expected = line_by_line(tmp_path, monkeypatch)
     assert found.keys() == expected.keys()
     for whose, work in found.items():
-        assert work.attributed_usd == pytest.approx(expected[whose].attributed_usd)
-        assert (work.num_requests, work.num_output_tokens) == (
-            expected[whose].num_requests, expected[whose].num_output_tokens,
-        )  # fmt: skip
-    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Spend(
-        num_requests=1, num_prompt_tokens=100, num_output_tokens=41, attributed_usd=0.0
+        assert asdict(work) == pytest.approx(asdict(expected[whose]))
+    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Work(
+        num_requests=1,
+        num_prompt_tokens=100,
+        num_output_tokens=41,
+        num_drafts=10,
+        num_accepted_tokens=9,
+        busy_s=2.2,
+        request_s=85_999.0,
+        usd=0.0,
     )
     assert caplog.records == []
 

@@ -44,6 +44,17 @@ def test_the_month_of_the_docs_is_what_the_command_says_to_the_cent(peagle, bloc
     assert peagle(*command.split()).rstrip() == shown.rstrip()
 
 
+def test_the_savings_that_the_docs_work_by_hand_are_those_of_the_command(peagle):
+    saved = json.loads(peagle("cost", "runs/serve", "--format", "json"))["total"]["saved"]
+    drafter = saved["speculation"]
+    found = (
+        saved["generation_usd"], saved["prompt_usd"], drafter["without_usd"], drafter["error_usd"], drafter["usd"],
+    )  # fmt: skip
+    text = DOCS.read_text(encoding="utf-8").partition("## What was saved")[2]
+    by_hand = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
+    assert [f"{usd:.6f}" for usd in found] == by_hand
+
+
 def test_every_format_has_the_same_whole(peagle):
     arguments = ("cost", "runs/*", "--month", "2026-11", "--by", "key,day")
     whole = Decimal("27.825639")
@@ -54,6 +65,45 @@ def test_every_format_has_the_same_whole(peagle):
         assert sum(Decimal(row[column]) for row in rows) == Decimal(f"{result['total']['usd']['total']:.9f}")
     assert "$27.83" in peagle(*arguments, "--format", "md")
     assert "$27.83" in peagle(*arguments, "--format", "html")
+
+
+MACHINE = {"hardware": {"description": "1 x H100"}, "precision": "fp8 weights"}
+"""Of a benchmark's report."""
+
+
+def test_a_benchmark_is_a_baseline_for_what_has_none_of_its_own(peagle):
+    cells = [
+        {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 250.0, "step_s": 0.004},
+        {"method": "peagle", "k": 4, "concurrency": 1, "output_tokens_per_s": 500.0, "step_s": 0.0025, "spread": 0.1},
+    ]
+    setups = [{"head": None, "method": "none", "k": 0}, {"head": "head", "method": "peagle", "k": 4}]
+    report = {"model": "gpt-oss-20b", "cells": cells, "setups": setups, **MACHINE}
+    Path("bench.json").write_text(json.dumps(report), encoding="utf-8")
+    arguments = ("cost", "runs/serve", "--by", "key", "--format", "json")
+    result = json.loads(peagle(*arguments, "--baseline", "bench.json"))
+    saved = result["total"]["saved"]
+    assert saved["sources"] == ["bench.json (1 x H100; fp8 weights)"]
+    # alice 1,600 s of generation and bob 750 s; without the drafter 2,000,000 and 900,000 steps of 4 ms.
+    assert saved["generation_usd"] == pytest.approx(2350 * 6.88 / 3600)
+    assert saved["speculation"]["without_usd"] == pytest.approx(11_600 * 6.88 / 3600)
+    assert saved["speculation"]["error_usd"] is None, "one of the two was measured once"
+    by_key = {row["key"]: row["saved"]["speculation"]["usd"] for row in result["rows"]}
+    assert by_key == {"": None, "alice": pytest.approx(6400 * 6.88 / 3600), "bob": pytest.approx(2850 * 6.88 / 3600)}
+
+
+def test_a_drafter_that_loses_money_is_told_of(peagle):
+    cells = [
+        {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 1000.0, "step_s": 0.001, "spread": 0.02},
+        {"method": "peagle", "k": 4, "concurrency": 1, "output_tokens_per_s": 500.0, "step_s": 0.005, "spread": 0.02},
+    ]
+    setups = [{"head": "head", "method": "peagle", "k": 4}]
+    report = {"model": "m", "cells": cells, "setups": setups, **MACHINE}
+    Path("bench.json").write_text(json.dumps(report), encoding="utf-8")
+    said = peagle("cost", "runs/serve", "--baseline", "bench.json")
+    assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in said
+    assert "where 5.00 breaks even" in said
+    said = peagle("cost", "runs/*", "--baseline", "bench.json")
+    assert "! 1 runs have other hardware or another precision than the baseline: runs/nightly, ..." in said
 
 
 def test_months_add_up_to_all_time(peagle):

@@ -5,7 +5,7 @@ import pytest
 from peagle.economics.ledger import write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
-from peagle.runs.ledgers import find_ledgers
+from peagle.runs.ledgers import find_ledgers, require_runs
 from peagle.storage import place, write_atomic
 from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
 from tests.unit.pipelines.online.ledgers import a_request
@@ -32,6 +32,13 @@ def test_runs_and_endpoints_are_found_by_name_and_by_glob(month):
     found = find_ledgers(["*"])
     assert spent(found) == spent(named)
     assert found.notes == ("1 folders hold neither a run nor an endpoint's state: other, ...",)
+
+
+def test_where_a_run_is_asked_for_the_state_of_an_endpoint_is_refused_with_the_command_for_it(month):
+    require_runs(["nightly", "nothing"])
+    with pytest.raises(ConfigError, match="serve is the state of an endpoint") as caught:
+        require_runs(["nightly", "serve"])
+    assert "peagle cost serve" in caught.value.hint
 
 
 def test_a_folder_that_several_names_reach_counts_once(month):

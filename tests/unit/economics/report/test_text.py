@@ -18,6 +18,22 @@ def test_the_summary_of_a_run_with_a_drafter(with_drafter):
         "  cost          $0.00722",
         "  spent on      load 15% · compile 8% · busy 77% · idle 0% · lost 0%",
         "  value         830,769 output tokens per dollar, $1.20 per million",
+        "  drafter       unknown: its steps were not measured, or nothing is known of its drafts",
+        "  prompts       unknown: no steps of these engines were measured",
+    ]
+
+
+def test_where_steps_were_measured_the_summary_says_what_the_drafter_saved(make_report):
+    step = {"concurrency": 1, "step_s": 0.08, "plain_step_s": 0.07, "error": 0.1}
+    report = make_report(
+        drafter="peagle", concurrency=1, num_drafts=1000, accepted=(480, 100, 20), tokens=1640,
+        baseline={"source": "bench", "steps": [step]},
+    )  # fmt: skip
+    # 80 of 100 busy seconds are generation, and without the drafter they had been 80 x 1.6 x 0.07 / 0.08 = 112.
+    assert text_summary(report).splitlines()[-2:] == [
+        "  drafter       $0.00178 ± $0.000622 saved: generation cost $0.00444, without a drafter $0.00622; "
+        "acceptance length 1.60, break-even 1.14",
+        "  prompts       $0.00111, and generation $0.00444",
     ]
 
 

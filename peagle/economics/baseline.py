@@ -1,0 +1,137 @@
+"""Baselines of savings: measured times of steps, with a drafter and without.
+
+An engine carries the one that fits it from its start on, as JSON in its ledger. It knows neither who measured nor what
+is compared with it (`gain.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+from peagle.errors import PeagleError
+from peagle.speculation import break_even_acceptance_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The time of a decoding step of an engine with so many requests at once.
+
+    Attributes:
+        concurrency: requests at once.
+        step_s: as the engine decodes, drafting and verifying included.
+        plain_step_s: without its drafter; the same for an engine that has none.
+        error: of the ratio of both, as a share of it; None where nobody measured twice.
+
+    Raises:
+        ValueError: a number is not of its kind.
+    """
+
+    concurrency: float
+    step_s: float
+    plain_step_s: float
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.concurrency, self.step_s, self.plain_step_s, *(() if self.error is None else (self.error,)))
+        if any(type(number) not in (int, float) for number in numbers):
+            raise ValueError(f"a step has numbers, got {numbers}")
+        if not (1 <= self.concurrency < float("inf") and 0 <= (self.error or 0.0) < float("inf")):
+            raise ValueError(f"a step of concurrency {self.concurrency} with an error of {self.error}")
+        if not (0 < self.step_s < float("inf") and 0 < self.plain_step_s < float("inf")):
+            raise ValueError(f"a step takes more than no time, got {self.step_s} and {self.plain_step_s} s")
+
+    @property
+    def break_even(self) -> float:
+        """The acceptance length at which drafting costs what it saves."""
+        return break_even_acceptance_length(self.step_s, self.plain_step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """Steps by concurrency, ascending, and the measurement that they are from.
+
+    Raises:
+        ValueError: there is none, or they are in another order.
+    """
+
+    source: str
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps or any(one.concurrency >= other.concurrency for one, other in pairwise(self.steps)):
+            raise ValueError("a baseline has steps of ascending concurrency")
+
+    def at(self, concurrency: float) -> Step:
+        """The step at a concurrency.
+
+        Between two measured ones its times lie on a line; beyond them it is the nearest one's. The larger error counts.
+
+        >>> steps = (Step(concurrency=1, step_s=0.03, plain_step_s=0.02), Step(concurrency=3, step_s=0.05,
+        ...     plain_step_s=0.02))
+        >>> Baseline(source="bench", steps=steps).at(2)
+        Step(concurrency=2.0, step_s=0.04, plain_step_s=0.02, error=None)
+        """
+        first, last = self.steps[0], self.steps[-1]
+        if concurrency <= first.concurrency or concurrency >= last.concurrency:
+            return first if concurrency <= first.concurrency else last
+        below, above = next(pair for pair in pairwise(self.steps) if pair[1].concurrency >= concurrency)
+        share = (concurrency - below.concurrency) / (above.concurrency - below.concurrency)
+        errors = (below.error, above.error)
+        return Step(
+            concurrency=float(concurrency),
+            step_s=(1 - share) * below.step_s + share * above.step_s,
+            plain_step_s=(1 - share) * below.plain_step_s + share * above.plain_step_s,
+            error=None if None in errors else max(error for error in errors if error is not None),
+        )
+
+    def to_text(self) -> str:
+        """As a ledger keeps it: JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self | None:
+        """The inverse of `to_text`; None of an empty text.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        return cls.from_dict(json.loads(text)) if text else None
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """The same of JSON that has been read.
+
+        Raises:
+            ValueError: it is of another form.
+        """
+        try:
+            return cls(source=str(data["source"]), steps=tuple(Step(**step) for step in data["steps"]))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a baseline: {data!r}") from error
+
+
+def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
+    """The baseline among the facts of a run, as `run.json` has them.
+
+    Raises:
+        PeagleError: it is damaged.
+    """
+    try:
+        return Baseline.from_dict(run["baseline"]) if run.get("baseline") else None
+    except ValueError as error:
+        raise PeagleError(f"the run's baseline is damaged: {error}") from error
+
+
+def ratio_error(spreads: Sequence[float | None]) -> float | None:
+    """The error of a ratio, of the spreads of its two sides.
+
+    Half of each, added: the ratio is no farther off where both sides are as far off as they were measured. None where
+    one is not known.
+
+    >>> ratio_error([0.04, 0.06])
+    0.05
+    """
+    known = [spread / 2 for spread in spreads if spread is not None]
+    return sum(known) if len(known) == len(spreads) else None

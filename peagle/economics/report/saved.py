@@ -1,0 +1,85 @@
+"""Savings in words: of a run, of a group of charges.
+
+It knows the data of `Gain.to_dict` and counts only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from peagle.economics.report.figures import in_words_count, in_words_share, in_words_usd
+
+
+def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A name and a sentence for each thing that may be saved.
+
+    There is none for a drafter and for spot machines where nothing was spent on them.
+
+    Args:
+        saved: as `Gain.to_dict` has it.
+        counts: with `num_prompt_tokens` and `num_cached_tokens`.
+    """
+    prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
+    share = f" ({in_words_share(cached / prompt)})" if prompt else ""
+    lines = (
+        ("drafter", _speculation(saved["speculation"])),
+        ("spot", _spot(saved["spot"])),
+        ("cached", f"{in_words_count(cached)} of {in_words_count(prompt)} prompt tokens{share}"),
+        ("prompts", _split(saved)),
+    )
+    return [(name, text) for name, text in lines if text]
+
+
+def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same of a run's report, without cached tokens, which stand elsewhere in it.
+
+    There is none in a report from before they were kept.
+    """
+    lines = saved_lines(report["saved"], report["account"]) if "saved" in report else []
+    return [(name, text) for name, text in lines if name != "cached"]
+
+
+def drafter_in_words(one: Mapping[str, Any]) -> str | None:
+    """A drafter's saving with its error; None where it is not known.
+
+    For example "$0.0250 ± $0.0013 saved".
+
+    Args:
+        one: `speculation` of what was saved.
+    """
+    if one["usd"] is None:
+        return None
+    verb = "saved" if one["usd"] >= 0 else "lost"
+    error = "of unknown error" if one["error_usd"] is None else f"± {in_words_usd(one['error_usd'])}"
+    return f"{in_words_usd(abs(one['usd']))} {error} {verb}"
+
+
+def _speculation(one: Mapping[str, Any]) -> str:
+    rest = one["unknown_usd"]
+    known = drafter_in_words(one)
+    if known is None:
+        return "unknown: its steps were not measured, or nothing is known of its drafts" if rest else ""
+    lengths = (
+        f"{known}: generation cost {in_words_usd(one['with_usd'])}, without a drafter "
+        f"{in_words_usd(one['without_usd'])}; "
+        f"acceptance length {one['acceptance_length']:.2f}, break-even {one['break_even_acceptance_length']:.2f}"
+    )
+    return f"{lengths}; unknown for {in_words_usd(rest)}" if rest else lengths
+
+
+def _spot(one: Mapping[str, Any]) -> str:
+    rest = one["unknown_usd"]
+    if one["usd"] is None:
+        return "unknown: there is no price on demand" if rest else ""
+    verb = "saved" if one["usd"] >= 0 else "lost"
+    known = (
+        f"{in_words_usd(abs(one['usd']))} {verb}, net of lost work: it cost {in_words_usd(one['spot_usd'])}, "
+        f"on demand {in_words_usd(one['on_demand_usd'])}"
+    )
+    return f"{known}; unknown for {in_words_usd(rest)}" if rest else known
+
+
+def _split(saved: Mapping[str, Any]) -> str:
+    if saved["prompt_usd"] is None:
+        return "unknown: no steps of these engines were measured" if saved["unsplit_usd"] else ""
+    known = f"{in_words_usd(saved['prompt_usd'])}, and generation {in_words_usd(saved['generation_usd'])}"
+    return f"{known}; unknown for {in_words_usd(rest)}" if (rest := saved["unsplit_usd"]) else known

@@ -1,0 +1,124 @@
+"""Baselines from measurements: cells of a profile, a card's table, a benchmark.
+
+It reads files and changes nothing; what follows from a baseline is `peagle.economics.gain`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.catalog.step_times import StepTable
+from peagle.economics.baseline import Baseline, Step, ratio_error
+from peagle.economics.usage import EngineSession
+from peagle.errors import ConfigError
+from peagle.private import user_path
+from peagle.profiles.measurements import NONE, Cell, read_cells
+
+_HINT = "give the report.json of `peagle bench`, with method none beside the drafter's"
+
+
+def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -> Baseline | None:
+    """The baseline of a method and K, from cells.
+
+    It has the concurrencies at which no speculation was measured too. None where there is none, or the method does not
+    draft in every step.
+    """
+    plain, own = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
+    steps = tuple(
+        Step(
+            concurrency=concurrency,
+            step_s=own_s,
+            plain_step_s=plain_s,
+            error=ratio_error([own[concurrency].spread, plain[concurrency].spread]),
+        )
+        for concurrency in sorted(plain.keys() & own.keys())
+        if (own_s := own[concurrency].step_s) and (plain_s := plain[concurrency].step_s)
+    )
+    return Baseline(source=source, steps=steps) if steps else None
+
+
+def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
+    """The cells of a method and K, of several at a concurrency the fastest."""
+    found = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
+    found = [cell for cell in found if cell.drafts_each_step or not cell.drafts]
+    return {cell.concurrency: cell for cell in sorted(found, key=lambda cell: cell.output_tokens_per_s)}
+
+
+def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
+    """The baseline of a method and K, from a card's table.
+
+    None where it says nothing of them.
+    """
+    row, plain = table.row(method, k), table.plain
+    if row is None:
+        return None
+    unknown: list[float | None] = [None] * len(table.concurrency)
+    columns = (table.concurrency, row.step_ms, plain.step_ms, row.spread or unknown, plain.spread or unknown)
+    steps = tuple(
+        Step(concurrency=at, step_s=own_ms / 1000, plain_step_s=plain_ms / 1000, error=ratio_error(spreads))
+        for at, own_ms, plain_ms, *spreads in zip(*columns, strict=True)
+    )
+    return Baseline(source=table.source, steps=steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark's measurements, for engines like those that it measured.
+
+    Attributes:
+        name: of the file.
+        hardware, precision: that it was measured on and in, in words.
+        setups: head, method and K of each.
+    """
+
+    name: str
+    model: str
+    hardware: str
+    precision: str
+    cells: Sequence[Cell]
+    setups: Sequence[tuple[str | None, str, int]]
+
+    def baseline(self, session: EngineSession) -> Baseline | None:
+        """The baseline of an engine with one of its heads, or of its model without one.
+
+        None of another, and where it measured the head at several K and the ledger does not say which it was.
+        """
+        k = session.num_speculative_tokens
+        found = [
+            (method, own_k)
+            for head, method, own_k in self.setups
+            if head == session.drafter and (session.drafter is not None or self.model == session.model)
+            if k in (0, own_k)
+        ]
+        source = f"{self.name} ({self.hardware}; {self.precision})"
+        return baseline_of_cells(self.cells, *found[0], source) if len(found) == 1 else None
+
+
+def read_benchmark(path: Path) -> Benchmark:
+    """The report of a benchmark.
+
+    Raises:
+        ConfigError: it cannot be read, is none, or has nothing without a drafter.
+    """
+    where = f"baseline {path}"
+    try:
+        data = json.loads(user_path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}", hint=_HINT) from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}", hint=_HINT) from error
+    cells = read_cells(data["cells"], where) if isinstance(data, Mapping) and "cells" in data else []
+    if not any(cell.step_s and not cell.drafts for cell in cells):
+        raise ConfigError(f"{where}: it has no time of a step without a drafter", hint=_HINT)
+    try:
+        return Benchmark(
+            name=str(path),
+            model=str(data["model"]),
+            hardware=str(data["hardware"]["description"]),
+            precision=str(data["precision"]),
+            cells=cells,
+            setups=[(setup["head"], str(setup["method"]), int(setup["k"])) for setup in data["setups"]],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: not a whole report of a benchmark", hint=_HINT) from error

@@ -1,0 +1,51 @@
+import pytest
+
+from peagle.economics.baseline import Baseline, Step, recorded_baseline
+from peagle.errors import PeagleError
+
+BASELINE = Baseline(
+    source="bench",
+    steps=(
+        Step(concurrency=1, step_s=0.030, plain_step_s=0.020, error=0.02),
+        Step(concurrency=4, step_s=0.060, plain_step_s=0.020, error=0.05),
+        Step(concurrency=8, step_s=0.080, plain_step_s=0.040),
+    ),
+)
+
+
+def test_between_measured_concurrencies_a_step_lies_on_a_line_and_beyond_them_it_is_the_nearest():
+    assert BASELINE.at(0.3) == BASELINE.at(1) == BASELINE.steps[0]
+    between = BASELINE.at(2)
+    assert (between.step_s, between.plain_step_s, between.error) == (pytest.approx(0.040), pytest.approx(0.020), 0.05)
+    assert between.break_even == pytest.approx(2.0)
+    assert BASELINE.at(4).step_s == 0.060
+    assert BASELINE.at(6).error is None, "one end was measured once"
+    assert BASELINE.at(64) == BASELINE.steps[2]
+
+
+def test_a_ledger_keeps_it_as_text():
+    assert Baseline.from_text(BASELINE.to_text()) == BASELINE
+    assert Baseline.from_text("") is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [], {"source": "a"}, {"source": "a", "steps": []}, {"source": "a", "steps": [{"concurrency": 1}]},
+        {"source": "a", "steps": [{"concurrency": 1, "step_s": 0, "plain_step_s": 1}]},
+        {"source": "a", "steps": [{"concurrency": 0.5, "step_s": 1, "plain_step_s": 1}]},
+        {"source": "a", "steps": [{"concurrency": 1, "step_s": "1", "plain_step_s": 1}]},
+        {"source": "a", "steps": [{"concurrency": 1, "step_s": float("nan"), "plain_step_s": 1}]},
+        {"source": "a", "steps": [{"concurrency": 1, "step_s": 1, "plain_step_s": 1, "error": -1}]},
+        {"source": "a", "steps": [{"concurrency": at, "step_s": 1, "plain_step_s": 1} for at in (2, 1)]},
+    ],
+)  # fmt: skip
+def test_what_is_no_baseline_is_refused(data):
+    with pytest.raises(ValueError, match=r"."):
+        Baseline.from_dict(data)
+
+
+def test_a_run_without_one_has_none_and_a_damaged_one_is_told_of():
+    assert recorded_baseline({}) is recorded_baseline({"baseline": None}) is None
+    with pytest.raises(PeagleError, match="damaged"):
+        recorded_baseline({"baseline": {"steps": 5}})

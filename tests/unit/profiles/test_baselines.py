@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.catalog.cards import load_catalog
+from peagle.economics.usage import EngineSession
+from peagle.errors import ConfigError
+from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, read_benchmark
+
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-24-smollm2-135m-cpu.json"
+
+
+def session(drafter: str | None = "smollm2-135m-eagle3", k: int = 3, model: str = "smollm2-135m") -> EngineSession:
+    return EngineSession(
+        session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=0.0, last_seen_at=0.0,
+        load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, num_output_tokens=0, ended=True, model=model,
+        drafter=drafter, num_speculative_tokens=k,
+    )  # fmt: skip
+
+
+def test_cells_give_the_steps_of_concurrencies_that_were_measured_with_and_without(cells: Any) -> None:
+    assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
+    timed = [
+        cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.drafts else 1), "spread": 0.04})
+        for cell in cells
+        if (cell.method, cell.concurrency) != ("none", 1)
+    ]
+    found = baseline_of_cells(timed, "peagle", 3, "here")
+    assert found is not None
+    assert [step.concurrency for step in found.steps] == [4, 16]
+    assert [step.break_even for step in found.steps] == [2.0, 2.0]
+    assert [step.error for step in found.steps] == pytest.approx([0.04, 0.04])
+    assert baseline_of_cells(timed, "eagle3", 3, "here") is None
+
+
+def test_a_table_says_the_same_as_its_break_evens_and_the_benchmark_it_is_from() -> None:
+    (table,) = load_catalog().get("smollm2-135m").steps
+    found, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
+    assert found is not None
+    assert measured is not None
+    assert {step.concurrency: step.break_even for step in found.steps} == pytest.approx(table.break_even("eagle3", 3))
+    for ours, theirs in zip(found.steps, measured.steps, strict=True):
+        assert (ours.step_s, ours.plain_step_s) == pytest.approx((theirs.step_s, theirs.plain_step_s), abs=1e-4)
+        assert ours.error == pytest.approx(theirs.error, abs=1e-3)
+    assert baseline_of_table(table, "eagle3", 64) is None
+    between = baseline_of_table(table, "eagle3", 4)
+    assert between is not None
+    assert between.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
+
+
+def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one() -> None:
+    measured = read_benchmark(MEASURED)
+    assert measured.baseline(session(k=0)) is None, "it measured that head at several K"
+    assert measured.baseline(session(k=9)) is None
+    assert measured.baseline(session("another head")) is None
+    plain = measured.baseline(session(None, 0))
+    assert plain is not None
+    assert [step.break_even for step in plain.steps] == [1.0] * 4
+    assert measured.baseline(session(None, 0, "another model")) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"), ("{", "not JSON"), ("[]", "no time of a step"), ("{}", "no time of a step"),
+        (json.dumps({"cells": [{"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 9.0}]}), "no time"),
+        (
+            json.dumps(
+                {"cells": [{"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 9.0, "step_s": 0.1}]}
+            ),
+            "not a whole report",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_benchmark(path)
