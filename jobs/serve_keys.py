@@ -122,22 +122,19 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     records = read_keys(path)
     spending = _spending(records, args.state) if args.state else [{} for _ in records]
     for record, spent in zip(records, spending, strict=True):
-        print(*_described(record), *(f"{name}={value}" for name, value in spent.items()), sep="  ")
+        print(*_described(record), *(f"{name}={value}" for name, value in spent.items() if value is not None), sep="  ")
     keys = [record.model_dump(mode="json", exclude={"sha256"}) for record in records]
     return 0, {"keys": [key | spent for key, spent in zip(keys, spending, strict=True)]}
 
 
 def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any]]:
-    """The dollars that each key has spent in its period and has left.
-
-    With the day on which the next period begins.
+    """The dollars that each key has spent and has left, as `budget_of` has them.
 
     Raises:
         ConfigError: there is no ledger.
     """
-    from peagle.economics.spending import today
     from peagle.errors import ConfigError
-    from pipelines.online.budgets import period_of
+    from pipelines.online.gateway.budget_watch import budget_of
     from pipelines.online.totals import Totals
 
     ledger = user_path(state) / "ledger"
@@ -145,18 +142,7 @@ def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any
         raise ConfigError(f"--state {state}: there is no ledger", hint="name the --state folder of `peagle serve`")
     totals = Totals(ledger)
     totals.catch_up()
-    found = []
-    for record in records:
-        spent_usd, budget_usd = totals.budgets.spent_usd(record.account), record.budget_usd
-        one: dict[str, Any] = {"spent_usd": round(spent_usd, 6)}
-        if budget_usd is not None:
-            allowed_usd = totals.budgets.allowed_usd(record.account, budget_usd, record.budget_every) or 0.0
-            left_usd = max(0.0, allowed_usd - spent_usd)
-            one = {"spent_usd": round(spent_usd - (allowed_usd - budget_usd), 6), "left_usd": round(left_usd, 6)}
-        if record.budget_every is not None:
-            one["reset"] = period_of(record.budget_every, today())[1].isoformat()
-        found.append(one)
-    return found
+    return [budget_of(record, totals.budgets) for record in records]
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

@@ -179,6 +179,7 @@ class Supervisor:
     def _asked_to_end(self) -> Ending | None:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
+        self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
         limit = reached(self._limits, self._situation())
         return self._ending_of(limit) if limit else None
 

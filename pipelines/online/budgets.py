@@ -10,6 +10,7 @@ A budget is for all time, or for each day, week or month of UTC. What was spent 
 else here compares one sum with all that was ever spent.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -164,18 +165,19 @@ class Budgets:
 
     # --- batches
 
-    def hold_rest(self, batch_id: str, account: str, left_usd: float) -> float:
-        """Hold the rest of a budget for a batch, and return how much that is.
+    def hold_batch(self, batch_id: str, account: str, left_usd: float, wanted_usd: float = math.inf) -> float:
+        """Hold a part of a budget for a batch, and return how much that is.
 
-        Without what requests under way hold.
-
-        Nothing is held where there is nothing.
+        It is what is wanted, and no more than the rest without what requests and other batches hold. It replaces what
+        the batch held before; nothing changes where there is no rest.
         """
         with self._lock:
-            rest_usd = left_usd - sum(self._requests[account].values())
-            if rest_usd > 0:
-                self._batches[batch_id] = _Amount(account, rest_usd)
-            return max(0.0, rest_usd)
+            others_usd = sum(self._requests[account].values())
+            others_usd += self.held_by_batches(account) - self.held_by(batch_id)
+            held_usd = min(wanted_usd, left_usd - others_usd)
+            if held_usd > 0:
+                self._batches[batch_id] = _Amount(account, held_usd)
+            return max(0.0, held_usd)
 
     def settle_batch(self, batch_id: str, account: str, usd: float) -> None:
         """Settle a batch that has ended at that cost.
@@ -187,9 +189,9 @@ class Budgets:
             if batch_id not in self._told and batch_id not in self.read_batches:
                 self._tell(batch_id, account, usd)
 
-    def is_held_by(self, batch_id: str) -> bool:
-        """Whether a batch has begun and not ended."""
-        return batch_id in self._batches
+    def held_by(self, batch_id: str) -> float:
+        """The money that a batch holds from its begin to its end."""
+        return self._batches[batch_id].usd if batch_id in self._batches else 0.0
 
     def held_by_batches(self, account: str) -> float:
         """The money that batches under way may still spend."""

@@ -26,6 +26,8 @@ from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
+from pipelines.online.gateway.budget_watch import budget_of
+from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 
@@ -65,6 +67,15 @@ class CostView:
             return None
         self.totals.catch_up()
         return self.totals.budgets.spent_usd(account)
+
+    def budgets(self, keys: Iterable[KeyRecord]) -> dict[str, Any]:
+        """The state of the budgets of these keys, by name; of those that have one.
+
+        Raises:
+            OSError: the ledger cannot be read.
+        """
+        with self.totals.up_to_now():
+            return {key.name: budget_of(key, self.totals.budgets) for key in keys if key.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
         """The spending of some days, as `peagle cost` states it, ready for JSON.

@@ -9,6 +9,7 @@ transcriptions are left out: no model here has them.
 
 import asyncio
 import datetime
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, from_validation
+from pipelines.online.gateway.budget_watch import BudgetWatch
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
@@ -97,15 +99,18 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
-        self.batches = self._make_batches(batches, settings) if batches else None
+        self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
+        self.batches = self._make_batches(batches) if batches else None
+        if self._ring:
+            watch = BudgetWatch(self._ring, self._cost.totals, tell=budget_gauge())
+            threading.Thread(target=watch.keep_looking, daemon=True).start()
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self._requires_key = settings.requires_key
 
-    def _make_batches(self, batches: BatchSettings, settings: GateSettings) -> Batches:
-        ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
-        present_key = ring.present if ring else None
+    def _make_batches(self, batches: BatchSettings) -> Batches:
+        present_key = self._ring.present if self._ring else None
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
 
     async def models(self) -> JSONResponse:
@@ -146,7 +151,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         name = None if key.is_operator else key.name
         await self._cost.require()
         if period is None:
-            return JSONResponse(await asyncio.to_thread(self._cost.report, name, window_s))
+            report = await asyncio.to_thread(self._cost.report, name, window_s)
+            keys = self._ring.all() if key.is_operator and self._ring else [key]
+            return JSONResponse(report | {"budgets": await asyncio.to_thread(self._cost.budgets, keys)})
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period, name))
 
     async def live(
@@ -224,6 +231,14 @@ def _again(request: Request, asked_at: float) -> Request:
     assert context is not None, "the gate has given it one"
     said = replace(context, first_asked_at=asked_at).headers()
     return Request({**request.scope, "headers": with_headers(request.scope["headers"], said)}, request.receive)
+
+
+def budget_gauge() -> Callable[[str, float], None]:
+    """The metric of the share of its budget that a key has used."""
+    from ray.util.metrics import Gauge
+
+    used = Gauge("peagle_budget_used_ratio", description="Share of its budget that a key has used.", tag_keys=("key",))
+    return lambda key, share: used.set(share, {"key": key})
 
 
 def make_ingress(settings: GateSettings) -> Any:

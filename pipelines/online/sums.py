@@ -111,6 +111,17 @@ class TokenPrice:
             return None
         return prompt_tokens * self.usd_per_prompt_token + output_tokens * self.usd_per_output_token
 
+    def beside_others(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
+        """US dollars of tokens beside as many requests as there were, as those have paid.
+
+        None where there is no price yet.
+        """
+        alone_usd, wall_s = (
+            self.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
+            self.prefill_s + self.decode_s,
+        )
+        return alone_usd and (alone_usd * min(self.busy_s / wall_s, 1.0) if wall_s else alone_usd)
+
 
 MINUTE_S = 60
 _HOUR, _DAY = 60, 1440  # minutes

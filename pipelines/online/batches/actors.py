@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.errors import PeagleError
 from peagle.private import keep_private
+from pipelines.batch.request import Allowance
 from pipelines.cluster.failures import explain
 from pipelines.online.batches.validation import Checked, Rules, check_input
 from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, collect, run_batch
@@ -30,11 +31,14 @@ class Handle(Protocol[Answer_co]):
             PeagleError: it broke off.
         """
 
-    def counts(self) -> tuple[int, int] | None:
-        """Completed and failed requests, as of a moment ago.
+    def counts(self) -> tuple[int, int, float] | None:
+        """Completed and failed requests and US dollars, as of a moment ago.
 
         None where no answer is there yet.
         """
+
+    def allow(self, usd: float | None) -> None:
+        """Let the run cost as much; None is no limit."""
 
     def stop(self, reason: Reason) -> None:
         """Ask for its end."""
@@ -98,7 +102,7 @@ class BatchActor:
     def __init__(self, niceness: int) -> None:
         os.nice(niceness)
         keep_private()
-        self._stop, self._counts = Stop(), Counts()
+        self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
 
     def check(self, path: str, rules: Rules) -> Checked:
         """See `check_input`."""
@@ -106,7 +110,7 @@ class BatchActor:
 
     def run(self, task: Task) -> Result:
         """See `run_batch`."""
-        return run_batch(task, self._stop, self._counts)
+        return run_batch(task, self._stop, self._counts, self._allowance)
 
     def collect(self, task: Task, reason: Reason) -> Result:
         """See `collect`."""
@@ -116,9 +120,13 @@ class BatchActor:
         """End the run early."""
         self._stop.ask(reason)
 
-    def counts(self) -> tuple[int, int]:
+    def allow(self, usd: float | None) -> None:
+        """Let the run cost as much."""
+        self._allowance.usd = usd
+
+    def counts(self) -> tuple[int, int, float]:
         """Of the run at this moment."""
-        return self._counts.num_completed, self._counts.num_failed
+        return self._counts.num_completed, self._counts.num_failed, self._counts.usd
 
 
 class _ActorHandle(Generic[Answer_co]):
@@ -149,7 +157,7 @@ class _ActorHandle(Generic[Answer_co]):
             self.kill()
         return answer
 
-    def counts(self) -> tuple[int, int] | None:
+    def counts(self) -> tuple[int, int, float] | None:
         import ray
 
         self._asked = self._asked or self._actor.counts.remote()
@@ -157,13 +165,16 @@ class _ActorHandle(Generic[Answer_co]):
             return None
         asked, self._asked = self._asked, None
         try:
-            counts: tuple[int, int] = ray.get(asked)
+            counts: tuple[int, int, float] = ray.get(asked)
         except ray.exceptions.RayError:  # it is gone, and poll() says why
             return None
         return counts
 
     def stop(self, reason: Reason) -> None:
         self._actor.stop.remote(reason)
+
+    def allow(self, usd: float | None) -> None:
+        self._actor.allow.remote(usd)
 
     def kill(self) -> None:
         import ray

@@ -106,6 +106,7 @@ class Progress:
 
     Attributes:
         num_requests: of the input, once it was checked.
+        prompt_tokens, output_tokens: of all its requests at most, likewise; 0 in older records.
         usage: OpenAI's usage object, of an ended batch.
         errors: of a failed batch, as OpenAI's error objects (code, message, param, line).
     """
@@ -113,6 +114,8 @@ class Progress:
     status: Status = "validating"
     model: str | None = None
     num_requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
     num_completed: int = 0
     num_failed: int = 0
     in_progress_at: float | None = None

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peagle.economics.ledger import write_batch
+from peagle.economics.ledger import SessionReader, write_batch
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs.directory import RunDirectory
 from pipelines.online.batches.actors import Handle, Runner
 from pipelines.online.batches.decisions import Errors, ended, fault, in_turn, make_rules, make_task
+from pipelines.online.batches.estimate import Estimate, estimate
 from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
@@ -43,12 +44,14 @@ class _Work:
 
     Attributes:
         has_engines: it counts among those that may be at work at once.
+        estimate: of a run that holds no more than it may cost of its key's budget.
         reason: why it was asked to stop, or is only collected.
         errors: what the batch will say went wrong.
     """
 
     handle: Handle[Any]
     has_engines: bool = False
+    estimate: Estimate | None = None
     reason: Reason | None = None
     errors: Errors = ()
 
@@ -77,7 +80,9 @@ class Scheduler:
         self._store, self._runner, self._settings = store, runner, settings
         self._spent_usd, self._now, self._monotonic = spent_usd, now, monotonic
         self._present_key = present_key or (lambda key: key)
-        self._budgets = totals_of(settings.ledger).budgets
+        self._totals = totals_of(settings.ledger)
+        self._budgets = self._totals.budgets
+        self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
         self._attempts: Counter[str] = Counter()  # of the run, or of collecting once that is all that is left
@@ -150,26 +155,58 @@ class Scheduler:
             message = f"the model {batch.progress.model!r} is not served any more"
             self._collect(batch, "batch_failed", fault("model_not_found", message))
             return
-        budget_usd = batch.order.key.budget_usd
-        if budget_usd is not None and not (budget_usd := self._hold(batch, budget_usd)):
-            return
+        budget_usd, estimated = None, None
+        if batch.order.key.budget_usd is not None:
+            budget_usd, estimated = self._hold(batch)
+            if not budget_usd:
+                return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
-        self._works[batch.id] = _Work(self._runner.run(task), has_engines=True)
+        self._works[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
 
-    def _hold(self, batch: Batch, budget_usd: float) -> float:
-        """Hold the rest of a batch's key's budget until its end; 0 if it must wait."""
-        if not self._is_its_turn(batch):
-            return 0.0
-        account = batch.order.key.account
-        if (spent_usd := self._spent_usd(account)) is None:
-            return 0.0
-        allowed_usd = self._budgets.allowed_usd(account, budget_usd, batch.order.key.budget_every)
-        assert allowed_usd is not None, "it has a budget"
-        left_usd = allowed_usd - spent_usd
-        if left_usd > 0:
-            return self._budgets.hold_rest(batch.id, account, left_usd)
-        self._collect(batch, BUDGET)
-        return 0.0
+    def _hold(self, batch: Batch) -> tuple[float, Estimate | None]:
+        """Hold what a batch may cost of its key's budget until its end; 0 if it must wait.
+
+        That is the rest of it where there is no estimate.
+        """
+        if not self._is_its_turn(batch) or (left_usd := self._left_usd(batch.order.key)) is None:
+            return 0.0, None
+        if left_usd <= 0:
+            self._collect(batch, BUDGET)
+            return 0.0, None
+        estimated = self._estimate(batch)
+        wanted_usd = estimated.wanted_usd(0.0) if estimated else math.inf
+        return self._budgets.hold_batch(batch.id, batch.order.key.account, left_usd, wanted_usd), estimated
+
+    def _left_usd(self, key: KeyRecord) -> float | None:
+        """The rest of a budget, of which others may hold a part.
+
+        None while nobody knows what is spent.
+        """
+        if (spent_usd := self._spent_usd(key.account)) is None:
+            return None
+        allowed_usd = self._budgets.allowed_usd(key.account, key.budget_usd, key.budget_every)
+        return math.inf if allowed_usd is None else allowed_usd - spent_usd
+
+    def _estimate(self, batch: Batch) -> Estimate | None:
+        """The estimate of a batch that begins.
+
+        None of one that goes on: nobody here knows what it has cost.
+        """
+        model = batch.progress.model
+        if model is None or RunDirectory(self._store.run_place(batch.id)).exists:
+            return None
+        price = self._totals.prices.get(model)
+        return estimate(batch.progress, self._settings.recipes[model], price, self._sessions.all())
+
+    def _let_it_cost_more(self, batch: Batch, work: _Work, spent_usd: float) -> None:
+        """Let a run's hold of a budget grow with what it spends, while any is left."""
+        key, held_usd = batch.order.key, self._budgets.held_by(batch.id)
+        if work.estimate is None or (wanted_usd := work.estimate.wanted_usd(spent_usd)) <= held_usd:
+            return
+        if (left_usd := self._left_usd(key)) is None:
+            return
+        if now_usd := self._budgets.hold_batch(batch.id, key.account, left_usd, wanted_usd):
+            work.handle.allow(now_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
         if batch.id not in self._ends:
@@ -196,7 +233,7 @@ class Scheduler:
         """Also where it waits to be tried again, or another process began it."""
         if batch.order.key.name != owner:
             return False
-        return self._budgets.is_held_by(batch.id) or RunDirectory(self._store.run_place(batch.id)).exists
+        return self._budgets.held_by(batch.id) > 0 or RunDirectory(self._store.run_place(batch.id)).exists
 
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
@@ -229,17 +266,27 @@ class Scheduler:
 
     def _note_counts(self, batch: Batch, work: _Work) -> None:
         counts = work.handle.counts() if work.has_engines else None
+        if counts is None:
+            return
+        num_completed, num_failed, usd = counts
+        self._let_it_cost_more(batch, work, usd)
         before = batch.progress
-        if counts is None or sum(counts) <= before.num_completed + before.num_failed:
+        if num_completed + num_failed <= before.num_completed + before.num_failed:
             return  # nothing new, or a run that has just begun and has not looked at what is committed
         self._attempts.pop(batch.id, None)
-        progress = replace(before, num_completed=counts[0], num_failed=counts[1])
-        if sum(counts) == before.num_requests and before.status == "in_progress":
+        progress = replace(before, num_completed=num_completed, num_failed=num_failed)
+        if num_completed + num_failed == before.num_requests and before.status == "in_progress":
             progress = replace(progress, status="finalizing", finalizing_at=self._now())
         self._store.save(batch.id, progress)
 
     def _note_check(self, batch: Batch, checked: Checked) -> None:
-        progress = replace(batch.progress, num_requests=checked.num_requests, model=checked.model)
+        progress = replace(
+            batch.progress,
+            num_requests=checked.num_requests,
+            model=checked.model,
+            prompt_tokens=checked.prompt_tokens,
+            output_tokens=checked.output_tokens,
+        )
         if checked.errors:
             progress = replace(progress, status="failed", failed_at=self._now(), errors=checked.errors)
         else:

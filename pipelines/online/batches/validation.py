@@ -43,11 +43,14 @@ class Checked:
 
     Attributes:
         model: of all its requests.
+        prompt_tokens, output_tokens: of all its requests at most.
         errors: OpenAI's error objects (code, message, param, line); with any of them the batch fails.
     """
 
     num_requests: int = 0
     model: str | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
     errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 
@@ -76,7 +79,13 @@ def check_input(path: str, rules: Rules) -> Checked:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
         reader.note(None, _Wrong("empty_file", "the file holds no request"))
-    return Checked(num_requests=reader.num_requests, model=reader.model, errors=tuple(reader.errors))
+    return Checked(
+        num_requests=reader.num_requests,
+        model=reader.model,
+        prompt_tokens=reader.prompt_tokens,
+        output_tokens=reader.output_tokens,
+        errors=tuple(reader.errors),
+    )
 
 
 def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
@@ -92,7 +101,7 @@ class _Reader:
         self._rules = rules
         self._models = {model.name: model for model in rules.models}
         self._line_of: dict[str, int] = {}
-        self.num_requests = 0
+        self.num_requests = self.prompt_tokens = self.output_tokens = 0
         self.model: str | None = None
         self.errors: list[dict[str, Any]] = []
 
@@ -140,6 +149,8 @@ class _Reader:
         body = json.dumps(request["body"]).encode()
         rules = self._rules
         intake = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
+        self.prompt_tokens += intake.prompt_tokens
+        self.output_tokens += intake.output_tokens
         self.model = self.model or intake.model.name
         if intake.model.name != self.model:
             raise _Wrong(

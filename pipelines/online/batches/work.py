@@ -30,7 +30,7 @@ from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.request import RunRequest
+from pipelines.batch.request import Allowance, RunRequest
 from pipelines.cluster.placement import Neighbours
 
 Reason = str
@@ -58,7 +58,7 @@ class Task:
         model: what clients call it.
         input, run, errors: where they are, or are to be.
         config, commits: of the run, if it is not there already: then it has its own.
-        budget_usd: what the run may cost in all; None is no limit.
+        budget_usd: what the run may cost in all as it begins; None is no limit.
     """
 
     batch_id: str
@@ -93,19 +93,23 @@ class Result:
 
 
 class Counts(progress.RunProgress):
-    """The progress of a run as two numbers, for whoever asks."""
+    """The progress of a run as three numbers, for whoever asks."""
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True))
         self.num_completed = self.num_failed = 0
+        self.usd = 0.0
 
     def show(self, tally: progress.Tally, *, final: bool = False) -> None:
         """Remember the present state."""
-        self.num_completed, self.num_failed = tally.num_rows, tally.num_failed_rows
+        self.num_completed, self.num_failed, self.usd = tally.num_rows, tally.num_failed_rows, tally.usd
 
 
-def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
+def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) -> Result:
     """Run a batch, or continue it, and collect what came of it.
+
+    Args:
+        allowance: what it may cost, which may change.
 
     Raises:
         PeagleError: what ends a bulk run before its time, but for a stop.
@@ -114,6 +118,7 @@ def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
     # A run that is there has its own keys, whatever the endpoint was started with since.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
+    allowance.usd = task.budget_usd
     request = RunRequest(
         config=GenerateConfig(**config),
         command=["POST", "/v1/batches", task.batch_id],
@@ -121,6 +126,7 @@ def run_batch(task: Task, stop: "Stop", counts: Counts) -> Result:
         neighbours=task.neighbours,
         commits=task.commits,
         served_name=task.model,
+        allowance=allowance,
     )
     try:
         run.generate(request, counts)

@@ -230,6 +230,14 @@ class KeyRing:
         """
         return find(key, self._records())
 
+    def all(self) -> tuple[KeyRecord, ...]:
+        """All keys of this moment.
+
+        Raises:
+            ConfigError: as `find`.
+        """
+        return self._records()
+
     def present(self, key: KeyRecord) -> KeyRecord | None:
         """The key of this name with its present rights, without its hash.
 

@@ -141,8 +141,8 @@ def test_the_list_shows_what_each_key_has_spent_and_has_left_and_when_that_begin
     capsys.readouterr()
     assert cli.run(["serve", "keys", "list", "--keys", file, "--state", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "alice  budget_usd=5.0  budget_every=month  spent_usd=1.5  left_usd=3.5  reset=2027-01-01",
-        "bob  budget_usd=5.0  spent_usd=4.5  left_usd=0.5",
+        "alice  budget_usd=5.0  budget_every=month  spent_usd=1.5  left_usd=3.5  used=0.3  reset=2027-01-01",
+        "bob  budget_usd=5.0  spent_usd=4.5  left_usd=0.5  used=0.9  alert=0.8",
         "carol  spent_usd=4.5",
     ]
     assert cli.run(["serve", "keys", "list", "--keys", file, "--state", str(tmp_path / "no")]) == 2

@@ -12,7 +12,7 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.request import RunRequest
+from pipelines.batch.request import Allowance, RunRequest
 from pipelines.batch.resolve import resolve, resolve_price
 from pipelines.batch.supervision import Supervisor, require_few_failures
 
@@ -50,7 +50,7 @@ def usage(num_rows, num_failed_rows):
 def start(tmp_path):
     """A run of four units of three rows, its first unit committed with two dead letters for about a cent."""
 
-    def make(*command, output="run", **keys):
+    def make(*command, output="run", allowance=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
         span = Span(path="in.csv", format="csv", first_row=0, num_rows=3)
         units = tuple(WorkUnit(unit=n, first_id=3 * n, span=span) for n in range(4))
@@ -65,7 +65,8 @@ def start(tmp_path):
         ]
         run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
         resolved = resolve(config, HERE, ["prompt"], announce=print)
-        return run, Supervisor(run, plan, resolved, RunRequest(config=config, command=[*COMMAND, *command]))
+        request = RunRequest(config=config, command=[*COMMAND, *command], allowance=allowance)
+        return run, Supervisor(run, plan, resolved, request)
 
     return make
 
@@ -185,6 +186,17 @@ def test_engines_that_start_again_on_other_hosts_have_died_all_the_same(start):
         run.write_session(replace(session(f"s{number}"), hostname=f"node-{number}"))
         supervisor.observe()
     assert "engines died 5 times" in supervisor.error().message
+
+
+def test_what_a_run_may_cost_can_grow_while_it_is_at_work(start):
+    allowance = Allowance(usd=100)
+    _, supervisor = start(budget_usd=0.001, allowance=allowance)
+    supervisor.require_room()
+    supervisor.observe()
+    assert supervisor.ending is None
+    allowance.usd = 0.002
+    supervisor.observe()
+    assert "the budget of $0.0020 is reached" in supervisor.ending.message
 
 
 def test_what_may_start_at_once_has_to_fit_into_the_budget(start):

@@ -15,16 +15,26 @@ def test_a_batch_holds_what_requests_under_way_leave():
     budgets = Budgets()
     budgets.hold_request("1", "alice", None, 0.75)
     budgets.hold_request("2", "bob", None, 5)
-    assert budgets.hold_rest("batch_1", "alice", 2) == 1.25
+    assert budgets.hold_batch("batch_1", "alice", 2) == 1.25
     assert (budgets.held_by_batches("alice"), budgets.held_by_batches("bob")) == (1.25, 0)
-    assert budgets.hold_rest("batch_2", "alice", 0.5) == 0
-    assert (budgets.is_held_by("batch_1"), budgets.is_held_by("batch_2")) == (True, False)
+    assert budgets.hold_batch("batch_2", "alice", 0.5) == 0
+    assert (budgets.held_by("batch_1"), budgets.held_by("batch_2")) == (1.25, 0)
+
+
+def test_a_batch_holds_what_it_wants_and_then_more_as_long_as_there_is_some():
+    budgets = Budgets()
+    assert budgets.hold_batch("batch_1", "alice", 2, 0.5) == 0.5
+    assert budgets.hold_request("1", "alice", 2, 1) is None
+    assert budgets.hold_request("2", "alice", 2, 0.6) == "held by requests"
+    assert budgets.hold_batch("batch_1", "alice", 2, 5) == 1
+    assert budgets.hold_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
+    assert (budgets.held_by("batch_1"), budgets.held_by_batches("alice")) == (1, 1)
 
 
 def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
     budgets = Budgets()
     for left_usd in (2, 1.5):
-        budgets.hold_rest("batch_1", "alice", left_usd)
+        budgets.hold_batch("batch_1", "alice", left_usd)
     assert budgets.held_by_batches("alice") == 1.5
     for _ in range(2):
         budgets.settle_batch("batch_1", "alice", 1.25)
@@ -43,7 +53,7 @@ def test_a_batch_and_a_request_never_both_get_what_is_left():
 
         def batch(budgets=budgets, barrier=barrier, got=got):
             barrier.wait()
-            got.append(budgets.hold_rest("batch_1", "alice", 1) > 0)
+            got.append(budgets.hold_batch("batch_1", "alice", 1) > 0)
 
         thread = Thread(target=batch)
         thread.start()
@@ -164,7 +174,7 @@ def test_a_key_whose_budget_is_spent_gets_in_again_in_the_next_period_and_no_soo
     now[0] = date(2026, 12, 1)
     allowed_usd = budgets.allowed_usd("alice 1", 10.0, "month")
     assert (refused, budgets.refusal("alice 1", allowed_usd)) == ("spent", None)
-    assert budgets.hold_rest("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
+    assert budgets.hold_batch("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
 
 
 def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_alone():

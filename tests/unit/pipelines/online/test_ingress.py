@@ -1,4 +1,5 @@
 import asyncio
+import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from pipelines.online import ingress
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.gate import GateSettings
-from pipelines.online.gateway.keys import LOCAL, new_key
+from pipelines.online.gateway.keys import LOCAL, KeyRing, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
 from pipelines.online.ingress import answer_errors
 from pipelines.online.serve.calls import NOTE, listen
@@ -70,6 +71,7 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
     async def asked():
         one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
         one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+        one._ring = None
         app = FastAPI()
         answer_errors(app)
         app.get("/v1/cost")(one.cost)
@@ -137,8 +139,26 @@ def test_anything_else_is_an_answer_of_the_api_at_once(monkeypatch, error, statu
 def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["present_key"])
     (_, alice), (_, gone) = new_key("alice"), new_key("gone")
-    settings = GateSettings(models=(), ledger=tmp_path, fixed_keys=(alice,))
-    endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None))
-    present_key = ingress.PeagleIngress._make_batches(endpoint, None, settings)
+    endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
+    present_key = ingress.PeagleIngress._make_batches(endpoint, None)
     assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
-    assert ingress.PeagleIngress._make_batches(endpoint, None, replace(settings, requires_key=False)) is None
+    endpoint._ring = None
+    assert ingress.PeagleIngress._make_batches(endpoint, None) is None
+
+
+def test_the_budgets_of_all_keys_are_an_operators_and_ones_own_anybodys(tmp_path):
+    (_, alice), (_, bob), (_, boss) = (
+        new_key("alice", budget_usd=1), new_key("bob", budget_usd=2), new_key("boss", is_operator=True),
+    )  # fmt: skip
+    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+    one._ring = KeyRing(None, (alice, bob, boss))
+
+    async def budgets(key):
+        request = Request(with_pass({"type": "http", "headers": []}, get("/v1/cost"), key=key))
+        return json.loads((await one.cost(request, None, None, None, None)).body)["budgets"]
+
+    assert asyncio.run(budgets(alice)) == {
+        "alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None},
+    }  # fmt: skip
+    assert sorted(asyncio.run(budgets(boss))) == ["alice", "bob"]

@@ -52,6 +52,14 @@ def test_long_prompts_make_outputs_no_dearer():
     assert price_of(long).usd_per_prompt_token == pytest.approx(0.00002)
 
 
+def test_beside_others_tokens_cost_what_requests_have_paid():
+    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # three others beside it: a quarter of its 2.2 s
+    assert price.beside_others(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
+    alone = price_of(a_request())
+    assert alone.beside_others(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    assert TokenPrice().beside_others(prompt_tokens=1, output_tokens=1) is None
+
+
 def test_a_prompt_token_is_no_dearer_than_an_output_token():
     short = a_request(num_prompt_tokens=1)
     assert price_of(short).usd_per_prompt_token == price_of(short).usd_per_output_token

@@ -1,10 +1,11 @@
 """A store, what is in it, and a runner whose work a test finishes."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from peagle.requests.fields import CHAT_URL
@@ -82,7 +83,8 @@ class Handle:
     def __init__(self, kind, *arguments):
         self.kind, self.arguments = kind, arguments
         self.answer = self.reason = None
-        self.current = (0, 0)
+        self.current = (0, 0, 0.0)
+        self.allowed = []
         self.is_killed = False
 
     def poll(self):
@@ -92,6 +94,9 @@ class Handle:
 
     def counts(self):
         return self.current
+
+    def allow(self, usd):
+        self.allowed.append(usd)
 
     def stop(self, reason):
         self.reason = reason
@@ -123,6 +128,21 @@ class Runner:
 @pytest.fixture
 def runner():
     return Runner()
+
+
+@pytest.fixture
+def make_session():
+    """The life of an engine that took 30 s to load, and costs a cent a second."""
+
+    def make(**changes):
+        one = EngineSession(
+            session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
+            last_seen_at=40.0, load_s=10.0, compile_s=20.0, busy_s=10.0, idle_s=0.0, num_output_tokens=0, ended=False,
+            model="m", usd_per_device_s=0.01,
+        )  # fmt: skip
+        return replace(one, **changes)
+
+    return make
 
 
 @pytest.fixture

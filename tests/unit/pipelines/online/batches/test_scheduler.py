@@ -3,12 +3,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle.economics.ledger import RequestReader
+from peagle.economics.ledger import RequestReader, write_session
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
+from pipelines.online.sums import TokenPrice
 from pipelines.online.totals import totals_of
+from tests.unit.pipelines.online.ledgers import a_request
 
 
 @pytest.fixture
@@ -128,10 +130,10 @@ def test_a_batch_is_checked_run_and_collected(scheduler, runner, store, order, m
     run = runner.works[1]
     assert (run.kind, run.arguments[0].model, run.arguments[0].budget_usd) == ("run", "m", None)
     assert shown(store, batch_id)["in_progress_at"] == 101
-    run.current = (2, 0)
+    run.current = (2, 0, 0.1)
     scheduler.tick()
     assert shown(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
-    run.current = (2, 1)
+    run.current = (2, 1, 0.1)
     scheduler.tick()
     assert shown(store, batch_id)["status"] == "finalizing"
     run.answer = make_result(batch_id, num_completed=2, num_failed=1)
@@ -290,7 +292,7 @@ def test_a_store_that_is_away_for_a_moment_harms_no_run(
 def test_progress_forgives_what_broke_off_before(scheduler, runner, begun, clock):
     run = begun[1]
     for number in range(5):
-        run.current = (0, number + 1)
+        run.current = (0, number + 1, 0.1)
         scheduler.tick()
         run.answer = EngineError("it died")
         scheduler.tick()
@@ -409,6 +411,80 @@ def test_a_budget_is_what_the_run_may_cost(scheduler, runner, store, order, make
     scheduler.tick()
     assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
     assert shown(store, second)["status"] == "in_progress"
+
+
+@pytest.fixture
+def priced(settings, make_session):
+    """Answered requests of the model: 2.2 cents for 100 prompt tokens and 41 more, on an engine that took 30 s to load.
+
+    Each of its seconds is a cent, so an end of 37 s is 0.37 USD.
+    """
+    totals = totals_of(settings.ledger)
+    totals.prices["m"] = TokenPrice()
+    totals.prices["m"].learn(a_request())
+    settings.ledger.mkdir(parents=True)
+    write_session(settings.ledger, make_session())
+    recipe = settings.recipes["m"]
+    settings.recipes["m"] = replace(recipe, config={**recipe.config, "engines": "2"})
+
+
+def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
+    """A batch of a key with ten dollars."""
+    batch_id = order(key=make_key(budget_usd=10))
+    scheduler.tick()
+    runner.works[-1].answer = Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
+    scheduler.tick()
+    scheduler.tick()
+    return batch_id, runner.works[-1]
+
+
+@pytest.mark.usefixtures("priced")
+def test_a_batch_holds_its_own_estimate_and_the_rest_of_the_budget_is_its_keys(
+    scheduler, runner, settings, order, make_key
+):
+    _, run = begin_rich(scheduler, runner, order, make_key)
+    # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent a second, and two engines that load and end.
+    estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
+    budgets = totals_of(settings.ledger).budgets
+    assert run.arguments[0].budget_usd == pytest.approx(estimated)
+    assert budgets.held_by_batches("alice") == pytest.approx(estimated)
+    assert budgets.hold_request("1", "alice", 10, 4.0) is None
+    assert budgets.hold_request("2", "alice", 10, 3.7) == "held by requests"
+    assert budgets.hold_request("2", "alice", 10, 3.6) is None
+
+
+@pytest.mark.usefixtures("priced")
+def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
+    scheduler, runner, settings, order, make_key
+):
+    batch_id, run = begin_rich(scheduler, runner, order, make_key)
+    budgets = totals_of(settings.ledger).budgets
+    run.current = (1, 0, 0.5)
+    scheduler.tick()
+    assert run.allowed == [], "its tokens were priced at twice as much"
+    run.current = (1, 0, 2.0)
+    scheduler.tick()
+    assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])
+    budgets.hold_request("1", "alice", 10, 3.0)
+    run.current = (2, 0, 6.0)
+    scheduler.tick()
+    assert run.allowed[-1] == budgets.held_by(batch_id) == 7.0
+
+
+@pytest.mark.usefixtures("priced")
+def test_a_batch_holds_no_more_than_is_left_and_one_that_goes_on_all_of_it(
+    scheduler, runner, settings, store, order, make_key, clock
+):
+    batch_id, run = begin_rich(scheduler, runner, order, make_key, output_tokens=10**6)
+    assert run.arguments[0].budget_usd == 10
+    store.run_place(batch_id).mkdir()
+    (store.run_place(batch_id) / "run.json").write_text("{}")
+    totals_of(settings.ledger).budgets.hold_request("1", "alice", None, 1.0)
+    run.answer = EngineError("it died")
+    scheduler.tick()
+    clock.now += 10
+    scheduler.tick()
+    assert runner.works[-1].arguments[0].budget_usd == 9, "nobody here knows what it has cost"
 
 
 def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, order, make_key, spent):

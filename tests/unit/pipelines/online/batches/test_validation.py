@@ -29,6 +29,7 @@ def check(tmp_path, make_key):
 def test_a_good_input_has_a_number_and_a_model(check):
     checked = check(line("1"), "", line("2", max_tokens=50))
     assert (checked.num_requests, checked.model, checked.errors) == (2, "a", ())
+    assert (checked.prompt_tokens, checked.output_tokens) == (200, 150), "each no more than the context"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.decisions import make_task
 from pipelines.online.batches.records import Batch, Progress
@@ -50,5 +51,18 @@ def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, up
 def test_a_run_knows_what_clients_call_its_model(task, monkeypatch):
     asked = []
     monkeypatch.setattr(work.run, "generate", lambda request, _: asked.append(request.served_name))
-    run_batch(task, Stop(), Counts())
+    run_batch(task, Stop(), Counts(), Allowance(usd=None))
     assert asked == ["m"]
+
+
+def test_what_a_run_may_cost_changes_while_it_is_at_work(task, monkeypatch):
+    allowance, seen = Allowance(usd=None), []
+
+    def generate(request, _):
+        seen.append(request.budget_usd)
+        allowance.usd = 5.0
+        seen.append(request.budget_usd)
+
+    monkeypatch.setattr(work.run, "generate", generate)
+    run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), allowance)
+    assert seen == [2.0, 5.0]

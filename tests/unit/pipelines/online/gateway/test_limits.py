@@ -180,7 +180,7 @@ def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, pri
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "held by its requests under way" in error.message
     admit(limits, alice, 100)
-    assert budgets.hold_rest("batch_1", "alice", 1) == pytest.approx(0.6)
+    assert budgets.hold_batch("batch_1", "alice", 1) == pytest.approx(0.6)
     budgets.settle_batch("batch_1", "alice", 0)
     settle(limits, first, 1, 0.001)
     admit(limits, alice, 200)
@@ -201,7 +201,7 @@ def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, bud
     first = admit(limits, alice)
     for model in ("m", "another"):
         assert "held by its requests under way" in refusal(limits, alice, model=model).message
-    assert budgets.hold_rest("batch_1", "alice", 1e-7) == 0
+    assert budgets.hold_batch("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
     refusal(limits, alice)  # the first may cost anything still
     settle(limits, first, 1, 5e-8)
@@ -232,7 +232,7 @@ def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
 
 def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limits, budgets):
     alice = key(budget_usd=1)
-    assert budgets.hold_rest("batch_1", "alice", 1) == 1
+    assert budgets.hold_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
     asyncio.run(limits.require_budget(alice))  # what costs nothing, as an order
@@ -267,7 +267,7 @@ async def overspend_if_possible(random, limits, budgets, prices):
             dearest_usd = max(dearest_usd, usd)
             settle(limits, permit, 1, usd)
         elif not is_batch_on:
-            is_batch_on = budgets.hold_rest("b", "alice", 1 - budgets.spent_usd("alice")) > 0
+            is_batch_on = budgets.hold_batch("b", "alice", 1 - budgets.spent_usd("alice")) > 0
     for permit, held_usd in under_way:
         usd = 1.3 * (held_usd or 0.2)
         beyond_usd += usd - held_usd if held_usd is not None else 0.0

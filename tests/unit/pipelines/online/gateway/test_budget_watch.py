@@ -1,0 +1,106 @@
+import logging
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from pipelines.online.gateway.budget_watch import BudgetWatch, budget_of
+from pipelines.online.gateway.keys import KeyRecord, KeyRing
+from pipelines.online.totals import Totals
+from tests.unit.pipelines.online.ledgers import a_request
+
+
+def key(name="alice", **limits):
+    return KeyRecord(name=name, sha256="0" * 64, **limits)
+
+
+@pytest.fixture
+def today(monkeypatch):
+    """The day of all tests here, which they may change."""
+    day = SimpleNamespace(now=datetime(2026, 12, 31, 12, tzinfo=UTC))
+    monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: day.now))
+    return day
+
+
+@pytest.fixture
+def spend(tmp_path, today):
+    """Append a request of so many dollars that ends now."""
+
+    def spend(usd, name="alice"):
+        at = today.now.timestamp()
+        append_request(tmp_path, a_request(f"{name}{at}{usd}", key=name, usd=usd, started_at=1.0, finished_at=at))
+
+    return spend
+
+
+@pytest.fixture
+def make_watch(tmp_path):
+    """A watch over these keys, and what it tells."""
+
+    def make(*keys):
+        told = []
+        watch = BudgetWatch(KeyRing(None, keys), Totals(tmp_path), tell=lambda name, used: told.append((name, used)))
+        return watch, told
+
+    return make
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
+
+
+def test_each_level_is_said_once_and_the_metric_is_told_with_each_look(make_watch, spend, caplog):
+    watch, told = make_watch(key(budget_usd=10), key("bob"))
+    spend(4.9)
+    with caplog.at_level(logging.WARNING):
+        watch.look()
+        assert said(caplog) == []
+        spend(0.2)
+        watch.look()
+        watch.look()
+        assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10, and $4.90 are left"]
+        spend(6)
+        watch.look()
+        watch.look()
+    assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10, and $0.00 are left"]
+    assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
+
+
+def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, spend, today, caplog):
+    watch, _ = make_watch(key(budget_usd=10, budget_every="month"))
+    spend(9)
+    with caplog.at_level(logging.WARNING):
+        watch.look()
+        today.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
+        watch.look()
+        assert len(said(caplog)) == 1
+        spend(8.5)
+        watch.look()
+        assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50, and $1.50 are left"
+        watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
+        watch.look()
+    assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
+
+
+def test_the_state_of_a_budget(tmp_path, spend):
+    totals = Totals(tmp_path)
+    spend(8.0)
+    totals.catch_up()
+    assert budget_of(key(), totals.budgets) == {"spent_usd": 8.0}
+    assert budget_of(key(budget_usd=10, budget_every="week"), totals.budgets) == {
+        "spent_usd": 8.0, "left_usd": 2.0, "used": 0.8, "alert": 0.8, "reset": "2027-01-04",
+    }  # fmt: skip
+    assert budget_of(key("bob", budget_usd=10), totals.budgets)["alert"] is None
+    assert budget_of(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
+
+
+def test_what_cannot_be_read_ends_no_watch(make_watch, monkeypatch, caplog):
+    watch, told = make_watch(key(budget_usd=10))
+    looks = iter([OSError("no disk"), SystemExit()])
+    monkeypatch.setattr(watch, "look", lambda: (_ for _ in ()).throw(next(looks)))
+    monkeypatch.setattr("pipelines.online.gateway.budget_watch.time.sleep", lambda _: None)
+    with pytest.raises(SystemExit):
+        watch.keep_looking()
+    assert said(caplog) == ["budgets are not watched now"]
+    assert told == []
