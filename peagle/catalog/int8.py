@@ -28,7 +28,7 @@ _HINT = "use --precision auto, or bf16"
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
     """Refuse a target that cannot be run in INT8, before anything is spent.
 
-    Of a hub id that is not on this disk only the configuration is known.
+    Only the configuration is known of a hub id that is not on this disk.
 
     Args:
         path: its folder, or a hub id.
