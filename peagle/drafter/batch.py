@@ -115,7 +115,7 @@ def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """The inputs of one forward pass of the head.
 
     Attributes:
@@ -144,7 +144,7 @@ class Batch:
     num_loss_rows: int
     num_tokens: int
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str) -> "TrainingBatch":
         """The batch on another device."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
@@ -154,7 +154,7 @@ class Batch:
         return replace(self, **moved)
 
 
-def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> Batch:
+def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingBatch:
     """Pack documents.
 
     Args:
@@ -170,7 +170,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> Batch:
     counts = torch.cat([own.anchor_S >= own.first_anchor for own in rows])
     row = torch.nonzero(loss_mask[position] & counts).flatten()
     row = row[position[row].argsort(stable=True)]
-    return Batch(
+    return TrainingBatch(
         token_ids_T=_pad(token_ids),
         aux_TAH=_pad(torch.cat([document.aux_TAH[:-1] for document in documents])),
         last_PH=_pad(torch.cat([document.last_TH[1:] for document in documents])[loss_mask]),

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from peagle.drafter.attention import AttentionPlan, parallel_plan, sequential_plan
-from peagle.drafter.batch import Batch
+from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.loss import (
     CHUNK_ROWS,
     DEFAULT_LOSS,
@@ -38,7 +38,7 @@ from peagle.drafter.loss import (
 )
 
 
-def sequential_states(head: Any, batch: Batch, *, free_run: bool) -> torch.Tensor:
+def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
     """All rows' states before the norm, [S, H].
 
     Args:
@@ -84,7 +84,7 @@ def _one_depth(
     return row_states[0]
 
 
-def _parents(batch: Batch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _parents(batch: TrainingBatch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The place in `previous` (one depth before) of the row with the same anchor."""
     place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
     place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
@@ -159,7 +159,7 @@ class BatchLoss:
         )
 
 
-def head_states(head: Any, batch: Batch, *, free_run: bool = False) -> torch.Tensor:
+def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
     """The head's states after its norm, [R, H], for rows under the loss and padding.
 
     Args:
@@ -203,7 +203,7 @@ class ParallelRows:
         return output
 
 
-def parallel_rows(head: Any, batch: Batch) -> ParallelRows:
+def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
     """The rows of a batch as they enter the first layer."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
@@ -216,7 +216,7 @@ def parallel_rows(head: Any, batch: Batch) -> ParallelRows:
     return ParallelRows(states, places, head.rotary_emb(states, places), plan)
 
 
-def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
+def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     """All rows' states before the norm in one pass, [S, H]."""
     rows = parallel_rows(head, batch)
     states = rows.states
@@ -227,7 +227,7 @@ def parallel_states(head: Any, batch: Batch) -> torch.Tensor:
 
 def batch_loss(
     head: Any,
-    batch: Batch,
+    batch: TrainingBatch,
     *,
     num_depths: int,
     weighting: Weighting = _FLAT,

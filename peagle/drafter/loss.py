@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.batch import Batch
+from peagle.drafter.batch import TrainingBatch
 
 LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")  # by the library's names
 DEFAULT_LOSS = "kl_div"
@@ -222,14 +222,14 @@ class Weighting:
     cod_ratio: float = 1.0
 
 
-def fixed_weight(batch: Batch, weighting: Weighting) -> torch.Tensor:
+def fixed_weight(batch: TrainingBatch, weighting: Weighting) -> torch.Tensor:
     """[R] what a row counts by its depth alone, 0 for padding."""
     weight = weighting.depth_decay ** batch.depth_S[batch.row_R].float()
     weight[batch.num_loss_rows :] = 0
     return weight
 
 
-def dpace_weight(batch: Batch, weighting: Weighting, confidence_R: torch.Tensor) -> torch.Tensor:
+def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch.Tensor) -> torch.Tensor:
     """[R] D-PACE's weights; those of padding mean nothing.
 
     Args:
@@ -247,7 +247,7 @@ def dpace_weight(batch: Batch, weighting: Weighting, confidence_R: torch.Tensor)
     return weight
 
 
-def by_chain(batch: Batch, value_R: torch.Tensor) -> torch.Tensor:
+def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
     """[T, D] values of rows by anchor and depth, 0 where no row is under the loss.
 
     Args:

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """One step, as it stands in metrics.jsonl.
 
     Attributes:
@@ -48,7 +48,7 @@ class Progress:
     train_s: float
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "Progress":
+    def from_dict(cls, raw: dict[str, Any]) -> "TrainingProgress":
         """Parse a line of the file."""
         return cls(**{**raw, **{name: tuple(raw[name]) for name in ("accuracy", "accepted", "divergence")}})
 
@@ -64,7 +64,7 @@ class Metrics:
         """Its length; 0 where there is none."""
         return self._file.stat().st_size if self._file.exists() else 0
 
-    def append(self, progress: Progress) -> None:
+    def append(self, progress: TrainingProgress) -> None:
         """Add a step."""
         with self._file.open("a") as stream:
             stream.write(to_json(asdict(progress)) + "\n")
@@ -80,7 +80,7 @@ class Metrics:
         with self._file.open("r+b") as stream:
             stream.truncate(min(num_bytes, self.num_bytes))
 
-    def read(self, start: int = 0) -> tuple[list[Progress], int]:
+    def read(self, start: int = 0) -> tuple[list[TrainingProgress], int]:
         """The steps behind byte `start`, and the byte behind the last of them.
 
         A line that is still being written is left for the next call. A resume cuts the file back and writes on, also
@@ -95,7 +95,7 @@ class Metrics:
                 start += len(stream.readline())
             new = stream.read()
         whole = new[: new.rfind(b"\n") + 1]
-        return [Progress.from_dict(json.loads(line)) for line in whole.splitlines()], start + len(whole)
+        return [TrainingProgress.from_dict(json.loads(line)) for line in whole.splitlines()], start + len(whole)
 
 
 PLOT = "metrics.svg"
@@ -110,7 +110,7 @@ _NICE = (1, 2, 2.5, 5, 10)
 Curve = list[tuple[float, float | None]]
 
 
-def training_plot(steps: Sequence[Progress], *, loss_name: str = DEFAULT_LOSS) -> str:
+def training_plot(steps: Sequence[TrainingProgress], *, loss_name: str = DEFAULT_LOSS) -> str:
     """The plot as an SVG file.
 
     Args:
@@ -139,7 +139,7 @@ def training_plot(steps: Sequence[Progress], *, loss_name: str = DEFAULT_LOSS) -
     return standalone(drawing(height, "Loss, accuracy by depth and learning rate by step", parts), heading, (), height)
 
 
-def _runs(steps: Sequence[Progress]) -> list[range]:
+def _runs(steps: Sequence[TrainingProgress]) -> list[range]:
     """Steps that become a point each: places in `steps`."""
     length = math.ceil(len(steps) / _MAX_POINTS)
     return [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]

@@ -15,12 +15,14 @@ from dataclasses import replace
 
 import torch
 
-from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import Document, Features
 
 
-def micro_batches(store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int) -> Iterator[Batch]:
+def micro_batches(
+    store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int
+) -> Iterator[TrainingBatch]:
     """The batches of a step, as few as `config.micro_batch_tokens` allows.
 
     They hold the rows drawn for that step.
@@ -74,7 +76,7 @@ def give_back_freed() -> None:
         trim(0)
 
 
-def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
+def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:
     """The parts as batches, which share the document's features in memory."""
     first = make_batch([document], [parts[0]])
     yield first
@@ -83,7 +85,7 @@ def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[Batch]:
         yield replace(part, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
 
 
-def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> Batch:
+def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> TrainingBatch:
     """Whole documents side by side, with the rows drawn by COD sampling for a step."""
     loaded = store.documents(documents)
     rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]

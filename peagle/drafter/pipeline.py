@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peagle.drafter.batch import Batch
+from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.checkpoint import has_checkpoint, load_checkpoint
 from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
@@ -35,7 +35,7 @@ from peagle.drafter.features import (
 )
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import INITS, HeadSpec
-from peagle.drafter.metrics import PLOT, Metrics, Progress, training_plot
+from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
 from peagle.drafter.micro import sampled_batch
 from peagle.drafter.prompt_sources import Corpus, read_corpus
 from peagle.drafter.publish import publish
@@ -67,7 +67,7 @@ class Listener:
 
     say: Callable[[str], None] = lambda message: None
     shard: Callable[[int, int], None] = lambda done, total: None
-    step: Callable[[Progress], None] = lambda progress: None
+    step: Callable[[TrainingProgress], None] = lambda progress: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Prepared:
             unroll(head, self._sample().to(self.device))
         return head
 
-    def _sample(self) -> Batch:
+    def _sample(self) -> TrainingBatch:
         """Rows of documents from all over the corpus, enough to fit states."""
         num_tokens, chosen = 0, []
         for index in random.Random(self.config.seed).sample(self.corpus.trained, len(self.corpus.trained)):
@@ -186,7 +186,7 @@ def train_prepared(
     *,
     workers: Workers | None = None,
     identity: dict[str, Any] | None = None,
-    progress: Callable[[Progress], None],
+    progress: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
     """Train `head` in place, from the last checkpoint when there is one.
 

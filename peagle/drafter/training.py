@@ -23,7 +23,7 @@ import torch
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import DEFAULT_LOSS, fixed_weight
-from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.micro import give_back_freed, micro_batches
 from peagle.drafter.recipe import Order, TrainingConfig
 from peagle.drafter.store import Features
@@ -108,7 +108,7 @@ def train(
     workers: Workers | None = None,
     time_budget_s: float | None = None,
     name_of: Callable[[int], str] = str,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> TrainingOutcome:
     """Train `head` in place, from the checkpoint in `folder` when there is one.
 
@@ -205,7 +205,7 @@ class _Trainer:
         workers.tell(list(self.parameters.values()))  # unlike processors compute unlike first weights
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
-    def advance(self) -> Progress:
+    def advance(self) -> TrainingProgress:
         """One optimizer step."""
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
@@ -287,13 +287,13 @@ class _Trainer:
 
     def _record(
         self, outcome: BatchLoss, num_tokens: int, learning_rate: float, gradient_norm: float, step_s: float
-    ) -> Progress:
+    ) -> TrainingProgress:
         self.step += 1
         self.num_tokens += num_tokens
         self.train_s += step_s
         self._attempt_tokens += num_tokens
         self._attempt_s += step_s
-        record = Progress(
+        record = TrainingProgress(
             step=self.step,
             num_steps=self.config.num_steps,
             loss=float(outcome.loss.detach()),

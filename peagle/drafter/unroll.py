@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.batch import Batch
+from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.forward import drafted_ids, parallel_rows
 from peagle.errors import ConfigError
 
@@ -35,7 +35,7 @@ _GATE = 10.0  # a gate that is this open passes its input on times this
 
 
 @torch.no_grad()
-def unroll(head: Any, batch: Batch) -> None:
+def unroll(head: Any, batch: TrainingBatch) -> None:
     """Give the layers behind the first their first weights, in place.
 
     Args:
@@ -67,7 +67,7 @@ def unroll(head: Any, batch: Batch) -> None:
 class _Rows:
     """The rows of a batch on their way through the layers."""
 
-    def __init__(self, head: Any, batch: Batch) -> None:
+    def __init__(self, head: Any, batch: TrainingBatch) -> None:
         self._rows = parallel_rows(head, batch)
         self._padded = self._rows.states
         self.num = sum(map(len, batch.documents))

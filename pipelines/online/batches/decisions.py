@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from peagle.economics.usage import UnitUsage
-from pipelines.online.batches.records import Batch, Order, Progress, Status
+from pipelines.online.batches.records import Batch, BatchProgress, Order, Status
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore, output_id
 from pipelines.online.batches.validation import Rules
@@ -43,7 +43,7 @@ def ended(
     result: Result | None = None,
     files: tuple[str | None, str | None] = (None, None),
     errors: Errors = (),
-) -> Progress:
+) -> BatchProgress:
     """The progress of a batch that has ended.
 
     Args:

@@ -12,13 +12,13 @@ from peagle.economics.usage import EngineSession
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import ending_s
-from pipelines.online.batches.records import Progress
+from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.settings import Recipe
 from pipelines.online.sums import TokenPrice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class BatchEstimate:
     """US dollars of a batch.
 
     Attributes:
@@ -39,8 +39,8 @@ class Estimate:
 
 
 def estimate(
-    progress: Progress, recipe: Recipe, price: TokenPrice | None, sessions: Iterable[EngineSession]
-) -> Estimate | None:
+    progress: BatchProgress, recipe: Recipe, price: TokenPrice | None, sessions: Iterable[EngineSession]
+) -> BatchEstimate | None:
     """The estimate of a batch whose input was checked.
 
     None where nobody knows: no request of the model has been answered, or no engine of it has started.
@@ -57,4 +57,6 @@ def estimate(
         return None
     ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
     each_usd = max((one.load_s + one.compile_s + ending) * one.num_devices * one.usd_per_device_s for one in started)
-    return Estimate(tokens_usd=tokens_usd, around_usd=EngineRange.parse(recipe.config["engines"]).largest * each_usd)
+    return BatchEstimate(
+        tokens_usd=tokens_usd, around_usd=EngineRange.parse(recipe.config["engines"]).largest * each_usd
+    )

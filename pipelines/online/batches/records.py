@@ -1,6 +1,6 @@
 """Files and batches: as they are kept, and as OpenAI's API shows them.
 
-Pure records. A batch is what was asked for (`Order`, written once), how far it is (`Progress`, rewritten) and when
+Pure records. A batch is what was asked for (`Order`, written once), how far it is (`BatchProgress`, rewritten) and when
 somebody cancelled it; each of the three has one writer.
 """
 
@@ -101,7 +101,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class BatchProgress:
     """How far a batch is; times are Unix times.
 
     Attributes:
@@ -134,7 +134,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+    def from_dict(cls, values: Mapping[str, Any]) -> "BatchProgress":
         """The inverse of `to_dict`."""
         return cls(**{**values, "errors": tuple(values["errors"])})
 
@@ -144,7 +144,7 @@ class Batch:
     """A batch at one moment."""
 
     order: Order
-    progress: Progress
+    progress: BatchProgress
     cancelling_at: float | None = None
 
     @property

@@ -21,7 +21,7 @@ from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs.directory import RunDirectory
 from pipelines.online.batches.actors import Handle, Runner
 from pipelines.online.batches.decisions import Errors, ended, fault, in_turn, make_rules, make_task
-from pipelines.online.batches.estimate import Estimate, estimate
+from pipelines.online.batches.estimate import BatchEstimate, estimate
 from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
@@ -51,7 +51,7 @@ class _Work:
 
     handle: Handle[Any]
     has_engines: bool = False
-    estimate: Estimate | None = None
+    estimate: BatchEstimate | None = None
     reason: Reason | None = None
     errors: Errors = ()
 
@@ -163,7 +163,7 @@ class Scheduler:
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
 
-    def _hold(self, batch: Batch) -> tuple[float, Estimate | None]:
+    def _hold(self, batch: Batch) -> tuple[float, BatchEstimate | None]:
         """Hold what a batch may cost of its key's budget until its end; 0 if it must wait.
 
         That is the rest of it where there is no estimate.
@@ -187,7 +187,7 @@ class Scheduler:
         allowed_usd = self._budgets.allowed_usd(key.account, key.budget_usd, key.budget_every)
         return math.inf if allowed_usd is None else allowed_usd - spent_usd
 
-    def _estimate(self, batch: Batch) -> Estimate | None:
+    def _estimate(self, batch: Batch) -> BatchEstimate | None:
         """The estimate of a batch that begins.
 
         None of one that goes on: nobody here knows what it has cost.

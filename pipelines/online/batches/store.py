@@ -40,8 +40,8 @@ from pipelines.online.batches.records import (
     FINAL,
     OUTPUT,
     Batch,
+    BatchProgress,
     Order,
-    Progress,
     StoredFile,
 )
 
@@ -64,7 +64,7 @@ class BatchStore(FileStore):
         self._is_resumed = False
         self._ordered_until: dict[str, float] = {}
         self._orders: dict[str, Order] = {}
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, BatchProgress] = {}
         self._cancelled: dict[str, float] = {}
         self.is_scheduling = False
 
@@ -159,7 +159,7 @@ class BatchStore(FileStore):
         """A new batch."""
         write_json(self.root / "orders" / f"{order.id}.json", order.to_dict())
         self._orders[order.id] = order
-        return Batch(order=order, progress=Progress())
+        return Batch(order=order, progress=BatchProgress())
 
     def order_as(self, name: str, order: Order, asked: Mapping[str, Any]) -> None:
         """Keep an order under its name for a day; of several the first stays.
@@ -206,7 +206,7 @@ class BatchStore(FileStore):
         self._progress = {name: one for name, one in list(self._progress.items()) if one.status in FINAL}
         self.is_scheduling = True
 
-    def save(self, batch_id: str, progress: Progress) -> None:
+    def save(self, batch_id: str, progress: BatchProgress) -> None:
         """Keep how far a batch is.
 
         Only the scheduler says so; of several ends the first one counts.
@@ -253,13 +253,13 @@ class BatchStore(FileStore):
         cancelling_at = self._cancelling_at(order.id) if may_be_cancelled else None
         return Batch(order=order, progress=progress, cancelling_at=cancelling_at)
 
-    def _end(self, batch_id: str) -> Progress | None:
+    def _end(self, batch_id: str) -> BatchProgress | None:
         values = read_json(self.root / "ends" / f"{batch_id}.json")
-        return None if values is None else Progress.from_dict(values)
+        return None if values is None else BatchProgress.from_dict(values)
 
-    def _said(self, batch_id: str) -> Progress:
+    def _said(self, batch_id: str) -> BatchProgress:
         values = read_json(self.root / "progress" / f"{batch_id}.json")
-        return Progress() if values is None else Progress.from_dict(values)
+        return BatchProgress() if values is None else BatchProgress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
 from peagle.drafter.forward import batch_loss, head_states
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
@@ -39,7 +39,7 @@ def _all_rows(mask: torch.Tensor) -> Rows:
     return sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)
 
 
-def _batch(documents: list[Document]) -> Batch:
+def _batch(documents: list[Document]) -> TrainingBatch:
     return make_batch(documents, [_all_rows(document.loss_mask_T[1:]) for document in documents])
 
 

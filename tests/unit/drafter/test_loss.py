@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch, Rows, make_batch
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch
 from peagle.drafter.loss import (
     CHUNK_ROWS,
     LOSSES,
@@ -106,7 +106,7 @@ def anchor(store: FeatureStore) -> int:
     return int(store[1].loss_mask_T[1:].int().argmax()) + 3
 
 
-def _batch(store: FeatureStore, anchor: int, num_depths: int) -> Batch:
+def _batch(store: FeatureStore, anchor: int, num_depths: int) -> TrainingBatch:
     """All known tokens, and one chain."""
     document = store[1]
     num_known = len(document.token_ids_T) - 1
@@ -118,7 +118,7 @@ def _batch(store: FeatureStore, anchor: int, num_depths: int) -> Batch:
     return make_batch([document], [rows])
 
 
-def _chain_weights(batch: Batch, anchor: int, weighting: Weighting) -> torch.Tensor:
+def _chain_weights(batch: TrainingBatch, anchor: int, weighting: Weighting) -> torch.Tensor:
     """D-PACE's weights of the chain, by depth, where all others are unsure."""
     rows = batch.row_R[: batch.num_loss_rows]
     of_chain = batch.anchor_S[rows] == anchor

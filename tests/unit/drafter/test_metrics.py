@@ -1,9 +1,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from peagle.drafter.metrics import METRICS, Metrics, Progress
+from peagle.drafter.metrics import METRICS, Metrics, TrainingProgress
 
-STEP = Progress(
+STEP = TrainingProgress(
     step=1,
     num_steps=3,
     loss=2.5,

@@ -4,10 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.drafter.metrics import Progress, training_plot
+from peagle.drafter.metrics import TrainingProgress, training_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
-STEP = Progress(
+STEP = TrainingProgress(
     step=1,
     num_steps=2000,
     loss=4.0,
@@ -22,7 +22,7 @@ STEP = Progress(
 )
 
 
-def _steps(losses: Sequence[float]) -> list[Progress]:
+def _steps(losses: Sequence[float]) -> list[TrainingProgress]:
     return [replace(STEP, step=place + 1, loss=loss) for place, loss in enumerate(losses)]
 
 

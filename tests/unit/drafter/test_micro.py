@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from peagle.drafter.batch import Batch, Rows, make_batch, sample_rows
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
 from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
@@ -50,7 +50,7 @@ def norms_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
-def _gradients(head: Any, batches: list[Batch], *, dpace: bool) -> dict[str, torch.Tensor]:
+def _gradients(head: Any, batches: list[TrainingBatch], *, dpace: bool) -> dict[str, torch.Tensor]:
     head.zero_grad()
     weighting = Weighting(depth_decay=0.9, dpace=dpace, cod_ratio=0.8)
     total = torch.stack([fixed_weight(batch, weighting).double().sum() for batch in batches]).sum()

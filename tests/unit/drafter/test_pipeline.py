@@ -17,7 +17,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.head_folder import load_head
-from peagle.drafter.metrics import Progress
+from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.errors import ConfigError, DivergedError, InputError
 
@@ -54,7 +54,7 @@ def _config(target: Path, responses: Path, output: Path, **changes: Any) -> Trai
 @dataclass
 class Heard:
     said: list[str] = field(default_factory=list)
-    steps: list[Progress] = field(default_factory=list)
+    steps: list[TrainingProgress] = field(default_factory=list)
 
     @property
     def listener(self) -> Listener:

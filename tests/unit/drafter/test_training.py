@@ -10,7 +10,7 @@ import torch
 
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.metrics import Progress
+from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import HeadOptimizer, TrainingOutcome, train
@@ -86,7 +86,7 @@ def test_a_killed_training_retraces_the_uninterrupted_curve(
     _train(head, store, tmp_path / "whole")
     every_step = TrainingConfig(**{**_as_dict(CONFIG), "checkpoint_every_s": 1e-9})
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: TrainingProgress) -> None:
         if progress.step > killed_after:
             raise KilledError
 

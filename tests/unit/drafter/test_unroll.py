@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch, make_batch, sample_rows
+from peagle.drafter.batch import TrainingBatch, make_batch, sample_rows
 from peagle.drafter.forward import ParallelRows, batch_loss, parallel_rows, parallel_states
 from peagle.drafter.head import build_head
 from peagle.drafter.head_folder import save_head
@@ -31,7 +31,7 @@ def eagle3(
 
 
 @pytest.fixture(scope="module")
-def batch(store: FeatureStore) -> Batch:
+def batch(store: FeatureStore) -> TrainingBatch:
     documents = [store[index] for index in range(len(store)) if len(store[index].token_ids_T) > 4]
     rows = [sample_rows(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=1.0) for document in documents]
     return make_batch(documents, rows)
@@ -50,7 +50,7 @@ def _spec(spec: FeatureSpec, eagle3: Path, **changes: Any) -> HeadSpec:
 
 
 @torch.no_grad()
-def _likeliest(head: Any, batch: Batch, num_layers: int) -> torch.Tensor:
+def _likeliest(head: Any, batch: TrainingBatch, num_layers: int) -> torch.Tensor:
     """The draft token of every row behind so many layers, [S]."""
     layers = head.layers
     head.layers = layers[:num_layers]
@@ -60,7 +60,7 @@ def _likeliest(head: Any, batch: Batch, num_layers: int) -> torch.Tensor:
     return drafted
 
 
-def _row_before(batch: Batch, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_before(batch: TrainingBatch, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows at a depth, and for each the row one place before it in its chain."""
     rows = list(zip(batch.anchor_S.tolist(), batch.depth_S.tolist(), strict=True))[: sum(map(len, batch.documents))]
     place = {row: index for index, row in enumerate(rows)}
@@ -76,7 +76,7 @@ def _agreement(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def test_a_copy_brings_the_state_of_the_row_before_and_leaves_known_rows(
-    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: Batch
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: TrainingBatch
 ) -> None:
     head = build_head(target, _spec(spec, eagle3), vocabulary)
     before = _likeliest(head, batch, 1)
@@ -91,7 +91,7 @@ def test_a_copy_brings_the_state_of_the_row_before_and_leaves_known_rows(
 
 
 def test_every_step_is_wired_and_learns(
-    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: Batch
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: TrainingBatch
 ) -> None:
     head = build_head(target, _spec(spec, eagle3), vocabulary)
     unroll(head, batch)
@@ -109,12 +109,12 @@ def test_nothing_is_made_on_another_device_than_the_heads(
     spec: FeatureSpec,
     vocabulary: DraftVocabulary,
     eagle3: Path,
-    batch: Batch,
+    batch: TrainingBatch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A default device that holds no data stands for the CPU beside a head on a GPU."""
 
-    def rows_on_the_cpu(head: Any, batch: Batch) -> ParallelRows:
+    def rows_on_the_cpu(head: Any, batch: TrainingBatch) -> ParallelRows:
         with torch.device("cpu"):  # a plan of attention is made there, and then moved
             return parallel_rows(head, batch)
 
@@ -191,7 +191,7 @@ def test_heads_that_cannot_hold_a_state_at_all_are_refused(
 
 
 def test_saved_kv_heads_are_repeated_where_the_head_has_more(
-    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: Batch
+    target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, eagle3: Path, batch: TrainingBatch
 ) -> None:
     few = build_head(target, HeadSpec(aux_layers=spec.aux_layers, init=str(eagle3)), vocabulary)
     many = build_head(target, HeadSpec(aux_layers=spec.aux_layers, init=str(eagle3), num_key_value_heads=4), vocabulary)

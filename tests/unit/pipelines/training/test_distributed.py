@@ -17,7 +17,7 @@ import torch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.features import extract
 from peagle.drafter.forward import BatchLoss
-from peagle.drafter.metrics import Metrics, Progress
+from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.workers import Alone
 from peagle.errors import CapacityError, DivergedError, PeagleError
@@ -32,7 +32,7 @@ from pipelines.training.distributed import (
 
 
 def step(number, train_s=0.5):
-    return Progress(
+    return TrainingProgress(
         step=number, num_steps=9, loss=1.0, accuracy=(), accepted=(), divergence=(), learning_rate=0.1,
         gradient_norm=1.0, num_tokens=1, tokens_per_s=1.0, train_s=train_s,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 import pytest
 
 from pipelines.online.batches.decisions import in_turn
-from pipelines.online.batches.records import Batch, Progress
+from pipelines.online.batches.records import Batch, BatchProgress
 
 
 @pytest.fixture
@@ -9,7 +9,7 @@ def batches_of(make_order, make_key):
     """Batches of these keys, the oldest first; the ids are the keys' names with a number."""
 
     def make(*names):
-        return [Batch(order=make_order(key=make_key(name)), progress=Progress()) for name in names]
+        return [Batch(order=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]
 
     return make
 

@@ -5,7 +5,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.ordering import NewBatch, Orders, Quota
-from pipelines.online.batches.records import Progress
+from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.settings import Shares
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
@@ -104,7 +104,7 @@ def test_a_key_has_so_many_batches_at_a_time(place, orders, body, make_key):
     taken = [orders.take(body, make_key(), None) for _ in range(3)]
     for name in (None, "x"):
         assert refusal(orders.take, body, make_key(), name) == (429, "rate_limit_exceeded")
-    place.save(taken[0].id, Progress(status="cancelled"))
+    place.save(taken[0].id, BatchProgress(status="cancelled"))
     orders.take(body, make_key(), None)
     assert refusal(orders.take, body, make_key(), None) == (429, "rate_limit_exceeded")
     orders.take(body, make_key(max_unfinished_batches=4), None)
@@ -114,7 +114,7 @@ def test_old_batches_without_files_are_forgotten_for_new_ones(place, orders, bod
     taken = []
     for _ in range(5):
         taken.append(orders.take(body, make_key(), None).id)
-        place.save(taken[-1], Progress(status="cancelled"))
+        place.save(taken[-1], BatchProgress(status="cancelled"))
         clock.now += 1
     assert refusal(orders.take, body, make_key(), None) == (413, "storage_quota_exceeded")
     clock.now += 3 * DAY_S
@@ -126,7 +126,7 @@ def test_old_batches_without_files_are_forgotten_for_new_ones(place, orders, bod
 def test_one_whose_files_are_there_stays(place, orders, body, make_key, make_order, clock):
     batch = place.add_batch(make_order(input_file_id=body.input_file_id))
     ids = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
-    place.save(batch.id, replace(Progress(), status="completed", output_file_id=ids[0]))
+    place.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))
     clock.now += 3 * DAY_S
     batches = place.batches("alice")
     assert not place.forget_oldest(batches)

@@ -8,7 +8,7 @@ import pytest
 from peagle.economics.ledger import write_batch
 from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.downloads import Room
-from pipelines.online.batches.records import Progress
+from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import MIB, Shares
@@ -152,7 +152,7 @@ def test_a_batch_can_be_listed_and_cancelled_once(ask, routes):
     assert ask(lambda client: client.post(cancel)).json()["status"] in ("cancelling", "cancelled")
     store = routes.batches.store
     routes.batches.close()
-    store.save(first["id"], Progress(status="cancelled"))
+    store.save(first["id"], BatchProgress(status="cancelled"))
     assert error_of(ask(lambda client: client.post(cancel))) == (400, "batch_ended")
     assert error_of(ask(lambda client: client.delete(f"/files/{file_id}"))) == (400, "file_in_use")
 

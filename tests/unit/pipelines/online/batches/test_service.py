@@ -3,7 +3,7 @@ import time
 
 from peagle.runs.lease import hold_lease
 from pipelines.online.batches import service
-from pipelines.online.batches.records import Progress
+from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.service import Batches
 
 
@@ -15,7 +15,7 @@ def test_who_begins_to_schedule_goes_by_what_was_said_last(settings, runner, sto
         contextlib.closing(Batches(settings, runner, spent_usd=lambda key: 0.0)) as batches,
     ):
         assert batches.store.batch(batch_id, "alice").progress.status == "validating"
-        store.save(batch_id, Progress(status="completed"))
+        store.save(batch_id, BatchProgress(status="completed"))
         lease.end()
         deadline = time.monotonic() + 20
         while not batches.store.is_scheduling and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ import pytest
 from peagle.errors import ConfigError
 from peagle.storage import write_atomic
 from pipelines.online.batches import records
-from pipelines.online.batches.records import FILE_PREFIX, Progress, new_id
+from pipelines.online.batches.records import FILE_PREFIX, BatchProgress, new_id
 from pipelines.online.batches.store import BatchStore
 
 
@@ -42,7 +42,7 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     other = BatchStore(place.root, now=clock, monotonic=clock)
     assert other.batch(order.id, "alice").order == order
     assert other.batch(order.id, "bob") is None
-    progress = Progress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
+    progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
     place.save(order.id, progress)
     assert other.batch(order.id, "alice").progress == progress  # also where it was read before
     batch = place.cancel(place.batch(order.id, "alice"))
@@ -60,9 +60,9 @@ def test_a_scheduler_that_goes_on_after_another_takes_no_end_back(place, make_or
     paused = BatchStore(place.root, now=clock, monotonic=clock)
     paused.begin_to_schedule()
     assert [one.id for one in paused.unfinished()] == [order.id]
-    place.save(order.id, Progress(status="completed", output_file_id="file-1"))
+    place.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
     for late in ("in_progress", "failed"):
-        paused.save(order.id, Progress(status=late))
+        paused.save(order.id, BatchProgress(status=late))
         assert paused.batch(order.id, "alice").progress.status == "completed"
     after = BatchStore(place.root, now=clock, monotonic=clock).batch(order.id, "alice").progress
     assert (after.status, after.output_file_id) == ("completed", "file-1")
@@ -73,7 +73,7 @@ def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(stor
 
     def read(path):
         if path.parent.name == "progress":
-            store.save(batch_id, Progress(status="completed"))
+            store.save(batch_id, BatchProgress(status="completed"))
 
     monkeypatch.setattr("pipelines.online.batches.store.read_json", read)
     for _ in range(2):

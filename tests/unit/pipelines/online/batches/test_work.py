@@ -6,7 +6,7 @@ import pytest
 from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.decisions import make_task
-from pipelines.online.batches.records import Batch, Progress
+from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
 
 
@@ -14,7 +14,7 @@ from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run
 def task(store, settings, upload, make_order):
     lines = b"".join(json.dumps({"custom_id": name}).encode() + b"\n" for name in ("a", "b"))
     order = make_order(upload(store, lines + b"\n").id)
-    return make_task(Batch(order=order, progress=Progress(model="m")), settings, store)
+    return make_task(Batch(order=order, progress=BatchProgress(model="m")), settings, store)
 
 
 @pytest.mark.parametrize("reason", UNEXECUTED)
@@ -43,7 +43,7 @@ def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, up
     recipe = settings.recipes["m"]
     tagged = replace(recipe, config={**recipe.config, "tags": {"site": "lab", "team": "all"}})
     key = make_key("alice").model_copy(update={"tags": {"team": "search"}})
-    batch = Batch(order=make_order(upload(store, b"{}\n").id, key=key), progress=Progress(model="m"))
+    batch = Batch(order=make_order(upload(store, b"{}\n").id, key=key), progress=BatchProgress(model="m"))
     task = make_task(batch, replace(settings, recipes={"m": tagged}), store)
     assert task.config["tags"] == {"site": "lab", "team": "search"}
 
