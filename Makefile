@@ -27,10 +27,11 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# A worker for each core; which takes what is in tests/conftest.py.
+# Unit tests have processes of their own: some raise signals that Ray, once connected, answers by ending its process.
+# Which worker takes which integration tests is in tests/conftest.py.
 test: setup check
-	$(BIN)/python -m pytest tests/integration tests/browser tests/rehearsal tests/unit \
-		-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest tests/integration tests/browser -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -39,6 +39,7 @@ from peagle.bench.prompts import Dataset, build_dataset, read_dataset
 from peagle.bench.report import labels
 from peagle.bench.setups import Setup
 from peagle.catalog.folders import read_config
+from peagle.catalog.int8 import converted_spec
 from peagle.catalog.targets import hub_config, resolve_model
 from peagle.charts import Axes, line_chart, standalone
 from peagle.engine.arguments import engine_args
@@ -159,7 +160,7 @@ def profile_engine(plan: BenchPlan, setup: Setup, dataset: Dataset, log: Path) -
     """
     os.environ |= environment(setup.spec, plan.hardware)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    arguments = engine_args(setup.spec, plan.hardware, request_metrics=False)
+    arguments = engine_args(converted_spec(setup.spec), plan.hardware, request_metrics=False)
     with QuietStderr() as quiet:
         quiet.move_to(log)
         began_at = log.stat().st_size
@@ -204,7 +205,7 @@ def profile_cell(
         k=setup.k,
         concurrency=concurrency,
         context_tokens=context_tokens,
-        weight_bytes=1 if plan.precision.weights == "fp8" else 2,
+        weight_bytes=1 if plan.precision.weights in ("fp8", "int8") else 2,
         kv_bytes=1 if plan.precision.kv_cache == "fp8" else 2,
     )
     return {

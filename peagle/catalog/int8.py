@@ -4,10 +4,12 @@
     peagle-manifest.json
 
 Each node converts its own from weights of 16 or 32 bits, and writes a byte for each. `int8_weights.py` does it, and
-`converted.py` keeps the folder. It knows nothing of engines.
+`converted.py` keeps the folder.
 """
 
+import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from peagle.catalog.converted import ensure_converted, run_converter
 from peagle.catalog.folders import folder_fingerprint, peagle_home
 from peagle.catalog.int8_weights import is_quantisable, weight_files
+from peagle.engine.spec import EngineSpec
 from peagle.errors import CatalogError, PrecisionError
 from peagle.hardware import Hardware
 
@@ -91,6 +94,26 @@ def ensure_int8(
         }
 
     return ensure_converted(folder, name, fill, before=lambda: announce(f"converting {model} to {folder} (once)"))
+
+
+def converted_spec(spec: EngineSpec) -> EngineSpec:
+    """The spec with this machine's folder of its target in INT8.
+
+    The target is converted now where there is none yet, and standard error is told. A spec of another precision stays
+    as it is.
+
+    Raises:
+        CatalogError, ConfigError, PeagleError: as `ensure_int8`.
+    """
+    if spec.precision != "int8":
+        return spec
+    folder = ensure_int8(spec.model, spec.revision, announce=_tell)
+    return dataclasses.replace(spec, model=str(folder), revision=None)
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"peagle: {message}\n")
+    sys.stderr.flush()
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

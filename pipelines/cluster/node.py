@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from peagle import hardware
-from peagle.catalog.int8 import ensure_int8
+from peagle.catalog.int8 import converted_spec
 from peagle.catalog.targets import local_path, localize
 from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
@@ -52,10 +52,8 @@ def local_spec(spec: EngineSpec) -> EngineSpec:
     A target in INT8 is converted now where this node has not done it yet.
     """
     drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    model, revision = localize(spec.model, spec.revision), spec.revision
-    if spec.precision == "int8":
-        model, revision = str(ensure_int8(model, revision, announce=_log)), None
-    return dataclasses.replace(spec, model=model, revision=revision, drafter=drafter)
+    here = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
+    return converted_spec(here)
 
 
 def redirect_output(log: Path) -> None:
@@ -128,11 +126,6 @@ def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-
-
-def _log(message: str) -> None:
-    sys.stderr.write(f"peagle: {message}\n")
-    sys.stderr.flush()
 
 
 def _prepared(spec: EngineSpec) -> EngineSpec:

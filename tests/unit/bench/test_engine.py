@@ -1,5 +1,6 @@
 """An engine that is up for a while: why it did not start is told by what it printed, and by nothing before."""
 
+import dataclasses
 import mmap
 import os
 import time
@@ -122,3 +123,22 @@ def test_on_a_gpu_what_was_in_use_before_is_not_counted(monkeypatch: pytest.Monk
     read = memory_reader(GPU)
     assert read() == 57.0
     assert read() is None
+
+
+def test_a_target_in_int8_is_converted_before_its_engine_starts(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    started: list[EngineSpec] = []
+
+    def start(spec: EngineSpec, _: Hardware) -> FakeEngine:
+        started.append(spec)
+        return FakeEngine(FakeTraits())
+
+    async def use(_engine: Any, _start_s: float) -> None: ...
+
+    log, vnni = tmp_path / "peagle-k3.log", dataclasses.replace(hardware.detect(), cpu_flags=frozenset({"avx512_vnni"}))
+    with_engine(EngineSpec(model=str(target), precision="int8"), vnni, start, log, use)
+    assert [Path(spec.model).parent for spec in started] == [tmp_path / "targets"]
+    assert f"converting {target}" in log.read_text() + capfd.readouterr().err
