@@ -27,7 +27,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# Unit tests have processes of their own: some raise signals that Ray, once connected, answers by ending its process.
+# Unit tests have processes of their own: they raise signals, and a worker that was connected to Ray died among them.
 # Which worker takes which integration tests is in tests/conftest.py.
 test: setup check
 	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
