@@ -79,7 +79,8 @@ def ensure_int8(
         PeagleError: the conversion failed.
     """
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
-    key = f"{folder_fingerprint(source)}:{CONVERTER_VERSION}"
+    fingerprint = folder_fingerprint(source)
+    key = f"{fingerprint}:{CONVERTER_VERSION}"
     name = f"{Path(model).name}-int8"
     folder = peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
@@ -89,7 +90,7 @@ def ensure_int8(
         run_converter("peagle.catalog.int8_weights", arguments, what=f"{model} to int8", limit_s=limit_s)
         return {
             "source": model,
-            "source_fingerprint": folder_fingerprint(source),
+            "source_fingerprint": fingerprint,
             "converter_version": CONVERTER_VERSION,
         }
 
