@@ -25,12 +25,12 @@ os.umask(_UMASK)
 
 
 # Engines of vLLM bind their threads to cores: two at once would compute on the same ones.
-_ENGINES = ("test_draft_parity.py", "test_generate_vllm.py", "test_launch_models.py", "test_serve.py")
+_ENGINES = tuple(f"integration/test_{name}.py" for name in ("draft_parity", "generate_vllm", "launch_models", "serve"))
 
 
 def pytest_collection_modifyitems(items):
     """What takes longest begins first."""
-    items.sort(key=lambda item: item.path.name not in _ENGINES)
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_ENGINES))
 
 
 def pytest_xdist_make_scheduler(config, log):
