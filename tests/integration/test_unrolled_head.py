@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from peagle.drafter.batch import Batch
+from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.micro import sampled_batch
@@ -46,7 +46,7 @@ def _changed(prepared: Prepared, **changes: Any) -> Prepared:
 
 
 @torch.no_grad()
-def _of(prepared: Prepared, batch: Batch) -> BatchLoss:
+def _of(prepared: Prepared, batch: TrainingBatch) -> BatchLoss:
     return batch_loss(prepared.new_head().eval(), batch, num_depths=NUM_DEPTHS)
 
 
