@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peagle.drafter.decontamination import DEFAULT
-from peagle.drafter.prompts import is_code_source
+from peagle.drafter.prompts import is_shipped_source
 from peagle.economics.tags import TagKeys
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
@@ -28,8 +28,8 @@ class TrainConfig(TagKeys):
     target: str = Field("smollm2-135m", description="catalog name, or folder, of the target that the head is for")
     prompts: list[str] = Field(
         min_length=1,
-        description="a corpus as generate reads it, or a bulk run's directory; or code: stdlib, or package:NAME"
-        " (see `peagle prompts`)",
+        description="a corpus as generate reads it, or a bulk run's directory; or what ships: stdlib, package:NAME,"
+        " content (see `peagle prompts`)",
     )
     output: Path = Field(description="folder for features, checkpoint, metrics and the head; a training there goes on")
     features: Path | None = Field(
@@ -161,9 +161,9 @@ class TrainConfig(TagKeys):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "TrainConfig":
-        code = [source for source in self.prompts if is_code_source(source)]
-        if self.responses == "given" and code:
-            raise ValueError(f"prompts: {code[0]} has no responses: leave --responses given out")
+        shipped = [source for source in self.prompts if is_shipped_source(source)]
+        if self.responses == "given" and shipped:
+            raise ValueError(f"prompts: {shipped[0]} has no responses: leave --responses given out")
         if self.responses == "given" and self.limit is not None:
             raise ValueError("limit is for prompts to be answered: with --responses given all responses are taken")
         if self.on_the_fly and self.features is not None:

@@ -17,7 +17,14 @@ from peagle.corpus.text import is_batch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Sample, build_samples, id_of, row_text
 from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, index_of, tell_dropped
-from peagle.drafter.prompts import Prompt, Snippet, generate_prompts, is_code_source, num_available, source_snippets
+from peagle.drafter.prompts import (
+    Material,
+    TrainingPrompt,
+    generate_prompts,
+    is_shipped_source,
+    num_available,
+    source_materials,
+)
 from peagle.drafter.target import Target
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.requests.openai import parse_body
@@ -42,8 +49,8 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     held: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
-        if is_code_source(source):
-            found, own = _code(source, config, index)
+        if is_shipped_source(source):
+            found, own = _shipped(source, config, index)
         else:
             found, own = _file(source, config.prompt_column, index)
         held.append(found)
@@ -125,27 +132,27 @@ def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row
     return parts
 
 
-def code_prompts(
+def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
-) -> tuple[list[Prompt], Decontaminated[Snippet]]:
-    """The prompts of a code source, and its functions.
+) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:
+    """The prompts of a shipped source, and its materials.
 
-    Every function once, or as many prompts as are asked for.
+    Every material once, or as many prompts as are asked for.
 
     Raises:
         ConfigError: no such source, or it holds fewer prompts.
     """
-    checked = _functions(source, index)
+    checked = _materials(source, index)
     limit = len(checked.kept) if limit is None else limit
     return list(generate_prompts(checked.kept, source=source, seed=seed, limit=limit)), checked
 
 
-def _functions(source: str, index: NgramIndex) -> Decontaminated[Snippet]:
-    return decontaminate(source_snippets(source), index, text=lambda snippet: snippet.code)
+def _materials(source: str, index: NgramIndex) -> Decontaminated[Material]:
+    return decontaminate(source_materials(source), index, text=lambda material: material.text)
 
 
-def _code(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    checked = _functions(source, index)
+def _shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+    checked = _materials(source, index)
     limit = len(checked.kept) if config.limit is None else min(config.limit, num_available(checked.kept))
     prompts = generate_prompts(checked.kept, source=source, limit=limit)
     dropped = [
@@ -221,7 +228,7 @@ def _alike(rows: list[Row]) -> list[Row]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
+class TrainingDocuments:
     """The documents of a training, and what was left out.
 
     Attributes:
@@ -239,7 +246,7 @@ class Corpus:
         return [index for index in range(len(self.samples)) if index not in self.held_out]
 
 
-def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> Corpus:
+def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
     """Read, check and tokenise the responses, and hold out a share.
 
     A hash of their ids chooses them.
@@ -263,7 +270,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
     tell_dropped(checked.dropped, say)
     num_held_out = round(len(samples) * config.held_out)
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
-    return Corpus(
+    return TrainingDocuments(
         samples=samples,
         rejected=rejected,
         dropped=checked.dropped,

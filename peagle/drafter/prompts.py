@@ -1,113 +1,85 @@
-"""Code prompts from Python sources: signatures and docstrings as chat requests.
+"""The shipped prompts of a training: code, and text of many kinds.
 
-The standard library is on every machine, is documented, and overlaps with no evaluation set, so a head for
-the domain of code can be trained without downloading anything; installed packages add functions of other kinds. Modules
-are parsed, never imported. This file knows how a request is worded; it knows nothing of models, tokens or evaluation
-sets (see decontamination.py).
+A source gives materials, each of which can be put as a request in several wordings. Nothing here knows models, tokens
+or evaluation sets (see decontamination.py).
 """
 
-import ast
 import hashlib
 import random
 import sysconfig
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
+from peagle.drafter.code_prompts import folder_snippets
+from peagle.drafter.content_prompts import content_materials
 from peagle.errors import ConfigError
 
 STDLIB = "stdlib"
 PACKAGE = "package:"
-MAX_DOCSTRING_CHARS = 1200
-MIN_DOCSTRING_CHARS = 24
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "config-3", "idlelib_test"})
+CONTENT = "content"
+HELD_OUT = "content:held-out"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snippet:
-    """One documented function: what a person would paste to have its body written."""
-
-    module: str
-    name: str
-    arguments: str
-    returns: str
-    docstring: str
+class Material(Protocol):
+    """Something to ask about: a documented function, a passage of text, a table."""
 
     @property
-    def code(self) -> str:
-        """Signature and docstring, laid out as in a source file."""
-        arrow = f" -> {self.returns}" if self.returns else ""
-        lines = self.docstring.split("\n")
-        body = '"""' + self.docstring + ('\n"""' if len(lines) > 1 else '"""')
-        return f"def {self.name}({self.arguments}){arrow}:\n{textwrap.indent(body, '    ')}\n"
+    def module(self) -> str:
+        """Where it was found."""
 
     @property
-    def summary(self) -> str:
-        """The docstring as running text, for requests without a signature."""
-        return " ".join(self.docstring.split())
+    def name(self) -> str:
+        """Its name there."""
+
+    @property
+    def text(self) -> str:
+        """The part that is searched for evaluation problems."""
+
+    @property
+    def num_wordings(self) -> int:
+        """The number of requests about it."""
+
+    def wording(self, seed: int, index: int) -> tuple[str, str]:
+        """The category and text of one of the requests.
+
+        Their order depends on the seed.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """One wording of a request, drawn in proportion to `weight`."""
+class TrainingPrompt:
+    """One chat request and where it came from.
 
-    text: str
-    weight: float
-
-    def put(self, snippet: Snippet) -> str:
-        """The request for `snippet` in this wording."""
-        return self.text.format(code=snippet.code, name=snippet.name, args=snippet.arguments, summary=snippet.summary)
-
-
-# Code generation is asked for in few ways; the first is the most common shape of an evaluation prompt.
-FORMS: tuple[Form, ...] = (
-    Form(
-        weight=10,
-        text="Complete the following Python function. Answer with the code only.\n\n```python\n{code}\n```",
-    ),
-    Form(weight=3, text="Complete this function:\n\n```python\n{code}```"),
-    Form(weight=2, text="Implement the following function in Python.\n\n{code}"),
-    Form(weight=2, text="Write the body of this Python function.\n\n```python\n{code}```\n"),
-    Form(weight=1, text="{code}"),
-    Form(
-        weight=2,
-        text="Write a Python function `{name}({args})` that does the following:\n{summary}\nReturn only the code.",
-    ),
-    Form(weight=1, text="Write a Python function named {name}. {summary}"),
-    Form(weight=1, text="Implement this function and explain briefly how it works.\n\n```python\n{code}```"),
-    Form(
-        weight=1,
-        text="Show how this Python function is used, with two short examples.\n\n```python\n{code}```",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One chat request and where it came from."""
+    Attributes:
+        category: the kind of task: "code", "summary", ...
+    """
 
     id: str
     prompt: str
     module: str
     name: str
+    category: str
 
 
-def is_code_source(source: str) -> bool:
-    """Whether prompts are made from code: `stdlib`, or `package:NAME`.
+def is_shipped_source(source: str) -> bool:
+    """Whether the prompts of a source are made here.
 
-    The package must be installed.
+    `stdlib`, `package:NAME` of an installed package, `content` and `content:held-out` are.
     """
-    return source == STDLIB or source.startswith(PACKAGE)
+    return source in (STDLIB, CONTENT, HELD_OUT) or source.startswith(PACKAGE)
 
 
-def source_snippets(source: str) -> list[Snippet]:
-    """The documented functions of a code source.
+def source_materials(source: str) -> Sequence[Material]:
+    """The materials of a shipped source.
 
     Raises:
-        ConfigError: neither the standard library nor an installed package of Python files.
+        ConfigError: no such source, or no installed package of Python files.
     """
+    if source in (CONTENT, HELD_OUT):
+        return content_materials(held_out=source == HELD_OUT)
     if source == STDLIB:
         return folder_snippets(Path(sysconfig.get_paths()["stdlib"]))
     name = source.removeprefix(PACKAGE)
@@ -115,92 +87,46 @@ def source_snippets(source: str) -> list[Snippet]:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"{source}: no such source of prompts",
-            hint="stdlib, or package:NAME with the import name of an installed package",
+            hint="stdlib, content, content:held-out, or package:NAME with the import name of an installed package",
         )
     return folder_snippets(Path(next(iter(spec.submodule_search_locations))))
 
 
-def folder_snippets(root: Path) -> list[Snippet]:
-    """Every distinct documented function below `root`.
-
-    Functions equal in name, arguments and docstring count once, whichever module has them first. The order is
-    that of the paths and lines, hence the same on every machine with the same files.
-    """
-    distinct: dict[tuple[str, str, str], Snippet] = {}
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
-            continue
-        for snippet in _snippets_of(path, ".".join(relative.with_suffix("").parts)):
-            distinct.setdefault((snippet.name, snippet.arguments, snippet.docstring), snippet)
-    return list(distinct.values())
-
-
-def num_available(snippets: Sequence[Snippet]) -> int:
-    """How many prompts there are: every snippet in every wording."""
-    return len(snippets) * len(FORMS)
+def num_available(materials: Sequence[Material]) -> int:
+    """The number of prompts: every material in every wording."""
+    return sum(material.num_wordings for material in materials)
 
 
 def generate_prompts(
-    snippets: Sequence[Snippet], *, source: str = STDLIB, seed: int = 0, limit: int | None = None
-) -> Iterator[Prompt]:
-    """Prompts in an order that depends on `seed` and the snippets alone.
+    materials: Sequence[Material], *, source: str = STDLIB, seed: int = 0, limit: int | None = None
+) -> Iterator[TrainingPrompt]:
+    """Prompts in an order that depends on `seed` and the materials alone.
 
-    Every snippet is asked for once before any is asked for again, each time in another wording, until
-    `limit` prompts are out or all wordings of all snippets are (which is where no limit ends).
+    Every material is asked about once before any is asked about again, each time in another wording, until
+    `limit` prompts are out or all wordings of all materials are (which is where no limit ends).
 
     Raises:
-        ConfigError: `limit` is more than there are wordings of snippets.
+        ConfigError: `limit` is more than there are wordings of materials.
     """
-    available = num_available(snippets)
+    available = num_available(materials)
     if limit is not None and limit > available:
         raise ConfigError(f"--limit {limit:,}: the source holds {available:,} prompts", hint="ask for fewer")
     left = available if limit is None else limit
-    for round_index in range(len(FORMS)):
-        order = list(range(len(snippets)))
+    for round_index in range(max((material.num_wordings for material in materials), default=0)):
+        order = [index for index, material in enumerate(materials) if round_index < material.num_wordings]
         random.Random(f"{seed}/{round_index}").shuffle(order)
         for index in order[:left]:
-            yield _prompt(snippets[index], source.removeprefix(PACKAGE), seed, round_index)
+            yield _prompt(materials[index], source.removeprefix(PACKAGE), seed, round_index)
         left -= min(left, len(order))
 
 
-def _prompt(snippet: Snippet, origin: str, seed: int, round_index: int) -> Prompt:
-    text = _forms_in_order(snippet, seed)[round_index].put(snippet)
+def _prompt(material: Material, origin: str, seed: int, round_index: int) -> TrainingPrompt:
+    category, text = material.wording(seed, round_index)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Prompt(id=f"{origin}-{digest}", prompt=text, module=snippet.module, name=snippet.name)
-
-
-def _forms_in_order(snippet: Snippet, seed: int) -> list[Form]:
-    """All forms, shuffled by weight for a snippet.
-
-    Efraimidis and Spirakis: sort by u ** (1 / weight).
-    """
-    rng = random.Random(f"{seed}/{snippet.module}/{snippet.name}/{snippet.docstring}")
-    return sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
-
-
-def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return  # the library's own tests keep files that are wrong on purpose
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = (ast.get_docstring(node) or "").strip()
-            if MIN_DOCSTRING_CHARS <= len(docstring) <= MAX_DOCSTRING_CHARS and '"""' not in docstring:
-                yield Snippet(
-                    module=module,
-                    name=node.name,
-                    arguments=_arguments(node.args),
-                    returns=ast.unparse(node.returns) if node.returns else "",
-                    docstring=docstring,
-                )
-
-
-def _arguments(arguments: ast.arguments) -> str:
-    """The argument list without a method's receiver, for a plain function."""
-    for group in (arguments.posonlyargs, arguments.args):
-        if group and group[0].arg in {"self", "cls"}:
-            del group[0]
-            break
-    return ast.unparse(arguments)
+    return TrainingPrompt(
+        id=f"{origin.replace(':', '-')}-{digest}",
+        prompt=text,
+        module=material.module,
+        name=material.name,
+        category=category,
+    )

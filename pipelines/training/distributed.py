@@ -29,7 +29,7 @@ from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_t
 from peagle.drafter.head_spec import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
-from peagle.drafter.prompts import is_code_source
+from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.store import write_shard
 from peagle.drafter.workers import Distributed
 from peagle.errors import DivergedError, PeagleError
@@ -223,7 +223,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
-            "prompts": [source if is_code_source(source) else str(place(source)) for source in config.prompts],
+            "prompts": [source if is_shipped_source(source) else str(place(source)) for source in config.prompts],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),
             "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],

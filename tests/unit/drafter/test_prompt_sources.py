@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from peagle.drafter.code_prompts import FORMS
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.prompt_sources import part_by_hash, read_prompts, read_responses, share_out
-from peagle.drafter.prompts import FORMS, generate_prompts, source_snippets
+from peagle.drafter.prompts import generate_prompts, source_materials
 from peagle.errors import InputError
 from peagle.storage import Place, atomic_file, write_atomic
 
@@ -41,7 +42,7 @@ def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl: Write, 
 
 def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_jsonl: Write) -> None:
     mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
-    all_of_json = len(source_snippets("package:json")) * len(FORMS)
+    all_of_json = len(source_materials("package:json")) * len(FORMS)
     for limit, of_json, of_mine in ((40, 20, 20), (all_of_json + 49, all_of_json - 1, 50)):
         said: list[str] = []
         ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", said=said)]
@@ -51,7 +52,7 @@ def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_j
 
 def test_all_is_taken_where_the_limit_is_more_than_there_is(write_jsonl: Write) -> None:
     said: list[str] = []
-    all_of_json = len(source_snippets("package:json")) * len(FORMS)
+    all_of_json = len(source_materials("package:json")) * len(FORMS)
     assert len(_read("package:json", limit=5000, exclude="none", said=said)) == all_of_json
     assert said[1:] == ["  --limit 5,000: there are no more"]
 
@@ -127,7 +128,7 @@ def test_a_file_of_ones_own_is_kept_out_beside_humaneval_and_named(write_jsonl: 
 
 def test_code_is_a_source() -> None:
     rows = _read("package:json", limit=20, exclude="none")
-    prompts = generate_prompts(source_snippets("package:json"), source="package:json", limit=20)
+    prompts = generate_prompts(source_materials("package:json"), source="package:json", limit=20)
     assert rows == [{"id": p.id, "prompt": p.prompt} for p in prompts]
 
 

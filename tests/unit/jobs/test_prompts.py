@@ -20,7 +20,7 @@ def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.
         assert run(["prompts", "--output", str(tmp_path / name), "--limit", "5"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert lines == pq.read_table(tmp_path / "prompts.parquet").to_pylist()
-    assert [sorted(line) for line in lines] == [["id", "module", "name", "prompt"]] * 5
+    assert [sorted(line) for line in lines] == [["category", "id", "module", "name", "prompt"]] * 5
     assert "5 prompts of" in capsys.readouterr().out
 
 
