@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-PER_REQUEST, SLOTS, NUM_GREEDY = 32, 16, 24
+PER_REQUEST, AT_ONCE, NUM_GREEDY = 16, 2, 24
+FREE_SLOTS = 4  # for greedy requests, which would wait behind all samples otherwise
 
 
 def main() -> None:
@@ -27,8 +28,8 @@ def main() -> None:
     from peagle.engine.vllm import start_engine
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    model = resolve_model(job["model"])
-    spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=SLOTS, max_model_len=128, enforce_eager=True)
+    model, slots = resolve_model(job["model"]), PER_REQUEST * AT_ONCE + FREE_SLOTS
+    spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=slots, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
         spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"]))
@@ -63,7 +64,13 @@ async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[
     # A token more than counts: all that count are drafted for.
     asked = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
-    answers = await asyncio.gather(*(_ask(engine, job["prompt"], asked, looked_up) for _ in range(num_requests)))
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def ask() -> list[list[int]]:
+        async with turns:
+            return await _ask(engine, job["prompt"], asked, looked_up)
+
+    answers = await asyncio.gather(*(ask() for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
 
 
