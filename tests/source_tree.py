@@ -1,6 +1,7 @@
 """All modules of the three packages, parsed."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,4 +14,9 @@ def _name_of(path: Path) -> str:
 MODULES = {
     _name_of(path): path for top in ("peagle", "pipelines", "jobs") for path in sorted((ROOT / top).rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The modules by name. Parsing takes seconds, which a worker without these tests is spared."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}

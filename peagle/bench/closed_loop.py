@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation, RequestRefused
 from peagle.speculation import SpeculationStats
 
@@ -57,7 +57,7 @@ class Loop:
 
 async def run_loop(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     *,
     sampling: Mapping[str, Any],
     concurrency: int,
@@ -103,7 +103,7 @@ def difference(after: SpeculationStats | None, before: SpeculationStats | None) 
 
 async def _ask_all(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     sampling: Mapping[str, Any],
     concurrency: int,
     progress: Callable[[int, int], None],
@@ -123,7 +123,7 @@ async def _ask_all(
     return list(await asyncio.gather(*map(ask, range(len(prompts)))))
 
 
-async def _ask(engine: Engine, request_id: str, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer | None:
+async def _ask(engine: Engine, request_id: str, prompt: BenchPrompt, sampling: Mapping[str, Any]) -> Answer | None:
     started = time.monotonic()
     with contextlib.suppress(RequestRefused):
         generation = await engine.generate(request_id, prompt.token_ids, sampling)

@@ -21,7 +21,7 @@ from peagle.bench.config import MeasurementKeys
 from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
 from peagle.bench.plan import BenchPlan, Pass
-from peagle.bench.prompts import Dataset, Prompt, build_dataset, read_dataset
+from peagle.bench.prompts import BenchPrompt, Dataset, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
 from peagle.bench.setups import Setup
@@ -85,7 +85,7 @@ class Measurement(ABC):
         """
 
     @abstractmethod
-    def prompts(self, one: Pass) -> Sequence[Prompt]:
+    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
         """The prompts of a pass."""
 
     @abstractmethod

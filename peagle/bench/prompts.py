@@ -25,7 +25,7 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, Tokeniz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class BenchPrompt:
     """One request; `category` is None where the data has none."""
 
     token_ids: list[int]
@@ -48,7 +48,7 @@ class Dataset:
     name: str
     fingerprint: str
     spec: PromptSpec
-    prompts: list[Prompt]
+    prompts: list[BenchPrompt]
     rejected: dict[str, int]
     category_column: str | None = None
 
@@ -125,9 +125,9 @@ def _names_a_source(config: MeasurementKeys) -> bool:
 
 def _build(
     rows: Sequence[Row], builder: PromptBuilder, category_column: str | None
-) -> tuple[list[Prompt], dict[str, int], str | None]:
+) -> tuple[list[BenchPrompt], dict[str, int], str | None]:
     """Prompts, the reasons of the rows without one, and the first of these in words."""
-    prompts: list[Prompt] = []
+    prompts: list[BenchPrompt] = []
     rejected: dict[str, int] = {}
     first = None
     for row in rows:
@@ -136,7 +136,7 @@ def _build(
             rejected[built.reason] = rejected.get(built.reason, 0) + 1
             first = first or built.message
         else:
-            prompts.append(Prompt(token_ids=built, category=_category(row, category_column)))
+            prompts.append(BenchPrompt(token_ids=built, category=_category(row, category_column)))
     return prompts, rejected, first
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from peagle.bench.closed_loop import Answer, Loop
 from peagle.bench.plan import Pass
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.speculation import SpeculationStats, sources_note
@@ -134,7 +134,7 @@ class PassRecord:
 
 def make_record(
     one: Pass,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     loop: Loop,
     engine: Engine,
     *,

@@ -18,7 +18,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener, Start, reported
 from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, make_plan, num_starts
-from peagle.bench.prompts import Dataset, Prompt
+from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
 from peagle.bench.report import caveats, make_report, require_prompts
 from peagle.bench.setups import Setup
@@ -116,7 +116,7 @@ class Bench(Measurement):
             return True
         return self.spent_s + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
 
-    def prompts(self, one: Pass) -> Sequence[Prompt]:
+    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
         """All prompts once, or so many for each request at once, round and round."""
         prompts, per_slot = self.dataset.prompts, self.plan.config.requests_per_slot
         return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts

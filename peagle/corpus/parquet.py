@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import from_values, plain, plain_schema, storage_schema, to_values
 from peagle.corpus.files import ForwardReaders, SourceFile, naming, open_raw
-from peagle.corpus.rows import RawRow, Span, Workload
+from peagle.corpus.rows import RawRow, Span, WorkEstimate
 from peagle.corpus.schema import (
     LARGEST_EXACT,
     has_long_integers,
@@ -34,7 +34,7 @@ def count_parquet(file: SourceFile) -> int:
 
 
 def scan_parquet(
-    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, workload: Workload, *, as_before: bool = False
+    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, estimate: WorkEstimate, *, as_before: bool = False
 ) -> tuple[list[Span], pa.Schema]:
     """Cut a file into spans; how long their rows are is known by row group only.
 
@@ -60,7 +60,7 @@ def scan_parquet(
     row = 0
     while row < num_rows:
         size = min(next(sizes), num_rows - row)
-        work = workload.of_rows(size, lengths.num_bytes(row, row + size))
+        work = estimate.of_rows(size, lengths.num_bytes(row, row + size))
         spans.append(Span(path=file.path, format="parquet", first_row=row, num_rows=size, work=work))
         row += size
     return spans, schema

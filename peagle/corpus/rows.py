@@ -54,8 +54,8 @@ _PROMPT_TOKEN = 0.1  # of an output token: prompts are read many tokens a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The run's `max_tokens`, and where a row may have its own.
+class WorkEstimate:
+    """The work of a row, in output tokens, from the run's `max_tokens` or its own.
 
     Attributes:
         column: the column of a row's own sampling parameters.

@@ -23,7 +23,7 @@ from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.lines import Lines
 from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
-from peagle.corpus.rows import RawRow, Span, Workload
+from peagle.corpus.rows import RawRow, Span, WorkEstimate
 from peagle.corpus.schema import Columns, unify
 from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, read_records, records
 from peagle.errors import InputError
@@ -115,7 +115,7 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 
 
 def scan(
-    files: Sequence[SourceFile], cut: Cut, limit: int | None, workload: Workload, *, like: str | None = None
+    files: Sequence[SourceFile], cut: Cut, limit: int | None, estimate: WorkEstimate, *, like: str | None = None
 ) -> tuple[list[Span], pa.Schema, str]:
     """Cut the files into spans, each with a guess of its work.
 
@@ -141,10 +141,10 @@ def scan(
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, sizes, left, digest, workload, as_before=not version)
+                file_spans, schema = scan_parquet(file, sizes, left, digest, estimate, as_before=not version)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
-                text = _TextScan(file, index, ids, workload)
+                text = _TextScan(file, index, ids, estimate)
                 file_spans, schema = text.run(sizes, left, digest)
                 num_valid, first_error = num_valid + text.num_valid, first_error or text.first_error
             spans += file_spans
@@ -200,11 +200,11 @@ def _read_text(file: SourceFile) -> Iterator[RawRow]:
 class _TextScan:
     """One pass over a text file: spans, columns, and the rules of a batch."""
 
-    def __init__(self, file: SourceFile, index: int, ids: UniqueIds, workload: Workload) -> None:
+    def __init__(self, file: SourceFile, index: int, ids: UniqueIds, estimate: WorkEstimate) -> None:
         self._file = file
         self._index = index
         self._ids = ids
-        self._workload = workload
+        self._estimate = estimate
         self._is_batch = file.format == "openai-batch"
         self._columns = Columns()
         self.num_valid = 0
@@ -235,7 +235,7 @@ class _TextScan:
         for record in rows:
             size = size or min(next(sizes), left - first_row)
             header, num_rows = record.header, num_rows + 1
-            work += self._workload.of_row(record.row, lines.position - before)
+            work += self._estimate.of_row(record.row, lines.position - before)
             before = lines.position
             self._note(record.row, record.line)
             if num_rows == size:

@@ -37,7 +37,7 @@ from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import INITS, HeadSpec
 from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
 from peagle.drafter.micro import sampled_batch
-from peagle.drafter.prompt_sources import Corpus, read_corpus
+from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig, plan_batches
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
@@ -77,7 +77,7 @@ class Prepared:
     config: TrainConfig
     target: Target
     device: torch.device
-    corpus: Corpus
+    corpus: TrainingDocuments
     store: Features
     vocabulary: DraftVocabulary
 
@@ -275,7 +275,7 @@ def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = 
 def _features(
     config: TrainConfig,
     target: Target,
-    corpus: Corpus,
+    corpus: TrainingDocuments,
     device: torch.device,
     listener: Listener,
     extract: Extract,
@@ -307,7 +307,7 @@ def _features(
     return FeatureStore(folder, verify=verify)
 
 
-def _vocabulary(config: TrainConfig, target: Target, corpus: Corpus) -> DraftVocabulary:
+def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) -> DraftVocabulary:
     """The draft vocabulary, counted over prompts too.
 
     Responses repeat their prompts, and other prompts will repeat other words.

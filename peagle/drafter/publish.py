@@ -14,7 +14,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.drafter.head_folder import save_head
 from peagle.drafter.head_spec import INITS
 from peagle.drafter.loss import DEFAULT_LOSS
-from peagle.drafter.prompt_sources import Corpus
+from peagle.drafter.prompt_sources import TrainingDocuments
 from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.vocabulary import DraftVocabulary
@@ -161,7 +161,7 @@ def publish(
     model: ResolvedModel,
     device: torch.device,
     head: Any,
-    corpus: Corpus,
+    corpus: TrainingDocuments,
     store: Features,
     vocabulary: DraftVocabulary,
     outcome: TrainingOutcome,

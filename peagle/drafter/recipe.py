@@ -119,7 +119,7 @@ def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> 
     return batches
 
 
-class Order:
+class EpochOrder:
     """The batches of all epochs in order, each epoch shuffled anew.
 
     Args:

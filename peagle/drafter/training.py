@@ -25,7 +25,7 @@ from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import DEFAULT_LOSS, fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.micro import give_back_freed, micro_batches
-from peagle.drafter.recipe import Order, TrainingConfig
+from peagle.drafter.recipe import EpochOrder, TrainingConfig
 from peagle.drafter.store import Features
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import DivergedError
@@ -197,7 +197,7 @@ class _Trainer:
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = HeadOptimizer(self.parameters, config)
         lengths = [store.num_tokens(index) for index in self.documents]
-        self.order = Order(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
+        self.order = EpochOrder(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
         self.metrics = Metrics(folder)
         self.step = self.num_tokens = 0
         self.train_s = 0.0

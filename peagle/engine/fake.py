@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from peagle.engine.interface import Completion, Generation, RequestRefused, TokenLogprob
+from peagle.engine.interface import CompletionOutput, Generation, RequestRefused, TokenLogprob
 from peagle.engine.self_check import Judgement, SelfCheck
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
@@ -101,7 +101,7 @@ class FakeEngine:
 
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
-    ) -> AsyncIterator[tuple[list[Completion], Generation | None]]:
+    ) -> AsyncIterator[tuple[list[CompletionOutput], Generation | None]]:
         """The growing responses of the same request after each token, then the whole.
 
         Raises:
@@ -143,7 +143,7 @@ class FakeEngine:
         if self._core is not None:
             self._core.kill()
 
-    def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[Completion]:
+    def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[CompletionOutput]:
         """The responses that there will be."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
@@ -151,7 +151,7 @@ class FakeEngine:
         return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
 
     def _end(
-        self, prompt_token_ids: list[int], completions: list[Completion], ttft_s: float, latency_s: float
+        self, prompt_token_ids: list[int], completions: list[CompletionOutput], ttft_s: float, latency_s: float
     ) -> Generation:
         self.require_life()
         num_tokens = sum(c.num_output_tokens for c in completions)
@@ -223,11 +223,11 @@ class _Checkable:
         ]
 
 
-def _longest(completions: list[Completion]) -> int:
+def _longest(completions: list[CompletionOutput]) -> int:
     return max(completion.num_output_tokens for completion in completions)
 
 
-def _beginning(completion: Completion, num_tokens: int) -> Completion:
+def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutput:
     """Its first tokens; a token is a word."""
     return replace(
         completion,
@@ -250,7 +250,7 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
     return text is not None and text.encode() in bytes(prompt_token_ids)
 
 
-def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> Completion:
+def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> CompletionOutput:
     """A response of digests; `index` tells responses to one prompt apart.
 
     The prompt decides their number; with `ignore_eos` it is `max_tokens`.
@@ -264,7 +264,7 @@ def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index:
         likeliest = [(f" {word}", -0.5), *((f" other{rank}", -1.0 - rank) for rank in range(1, num_top))]
         token = TokenLogprob(token=f" {word}", logprob=-0.5, top=tuple(likeliest[:num_top]))
         logprobs = (replace(token, token=word), *[token] * (num_tokens - 1))
-    return Completion(
+    return CompletionOutput(
         text=" ".join([word] * num_tokens),
         finish_reason="stop" if num_tokens == wanted else "length",
         num_output_tokens=num_tokens,

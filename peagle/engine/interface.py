@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletionOutput:
     """One of the responses to a prompt."""
 
     text: str
@@ -60,7 +60,7 @@ class Generation:
     speculation: SpeculationStats | None
     ttft_s: float | None
     latency_s: float | None
-    completions: tuple[Completion, ...] = ()
+    completions: tuple[CompletionOutput, ...] = ()
 
 
 FAILED = "engine_failed"  # reason of a row on which the engine failed, and went on with the others

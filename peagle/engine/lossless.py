@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from peagle.engine.interface import Completion, TokenLogprob
+from peagle.engine.interface import CompletionOutput, TokenLogprob
 from peagle.engine.precision import Precision
 
 NUM_LIKELIEST = 5  # tokens that are asked for at each position
@@ -68,7 +68,7 @@ class Comparison:
         return asdict(self)
 
 
-def compare(committed: Response, target: Completion, *, ends: Sequence[str], max_tie: float) -> Comparison:
+def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str], max_tie: float) -> Comparison:
     """Compare a committed response with the target's own.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from peagle.engine import vllm_plugin
 from peagle.engine.arguments import NodeRank, engine_args
 from peagle.engine.environment import set_environment
-from peagle.engine.interface import Completion, Generation, RequestFailed, RequestRefused, TokenLogprob
+from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, TokenLogprob
 from peagle.engine.self_check import CheckableLlm, SelfCheck
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
@@ -235,12 +235,12 @@ def _speculation(completions: Sequence[Any]) -> SpeculationStats | None:
     return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 
 
-def _completion(completion: Any, num_top: int) -> Completion:
+def _completion(completion: Any, num_top: int) -> CompletionOutput:
     logprobs = None
     if completion.logprobs is not None:
         pairs = zip(completion.token_ids, completion.logprobs, strict=True)
         logprobs = tuple(_token_logprob(token_id, candidates, num_top) for token_id, candidates in pairs)
-    return Completion(
+    return CompletionOutput(
         text=completion.text,
         finish_reason=str(completion.finish_reason),
         num_output_tokens=len(completion.token_ids),

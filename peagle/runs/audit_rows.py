@@ -21,7 +21,7 @@ from peagle import hardware
 from peagle.bench.engine import Start, with_engine
 from peagle.catalog.targets import resolve_model, tokenizer_of
 from peagle.corpus.scan import read
-from peagle.engine.interface import Completion, Engine, RequestRefused
+from peagle.engine.interface import CompletionOutput, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.steps import max_num_batched_tokens
@@ -231,7 +231,7 @@ async def _ask_all(
             except RequestRefused as error:
                 return RowAudit(id=one.id, skipped=f"refused without the drafter: {error}")
         ends = (*specials, *(one.sampling.get("stop") or ()))
-        again: Completion = generation.completions[0]
+        again: CompletionOutput = generation.completions[0]
         if len(generation.completions) > 1:  # a row of the fake engine: its count is of all responses
             again = replace(again, num_output_tokens=generation.num_output_tokens)
         return RowAudit(id=one.id, verdict=compare(one.committed, again, ends=ends, max_tie=target.max_tie))

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import find, scan
 from peagle.economics.usage import UnitUsage
 from peagle.errors import InputError, PeagleError
@@ -226,7 +226,7 @@ def input_findings(plan: Plan, manifest: dict[str, Any]) -> tuple[list[Finding],
 
 def _differs(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
     try:
-        _, _, fingerprint = scan(files, plan.cut, limit, Workload(), like=plan.corpus_fingerprint)
+        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), like=plan.corpus_fingerprint)
     except InputError as error:
         return error.message
     return None if fingerprint == plan.corpus_fingerprint else "the input is not what it was when the run was planned"

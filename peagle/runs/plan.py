@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from peagle.corpus.cutting import Cut, auto_cut, enough_rows
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile
-from peagle.corpus.rows import Span, Workload
+from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find, scan
 
 _UNIT_COLUMNS = ("unit", "first_id")
@@ -151,7 +151,7 @@ class Plan:
         return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
 
 
-class Corpus(Protocol):
+class CorpusConfig(Protocol):
     """The keys of a run's configuration that decide how its corpus is cut."""
 
     @property
@@ -191,7 +191,7 @@ class Corpus(Protocol):
         """Engines that may run at once."""
 
 
-def make_plan(config: Corpus, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
+def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
     """Cut the corpus that `config` names.
 
     Args:
@@ -207,8 +207,8 @@ def make_plan(config: Corpus, cut: Cut | None = None, *, max_num_seqs: int = 8, 
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)
-    workload = Workload(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
-    spans, schema, fingerprint = scan(files, cut, config.limit, workload, like=like)
+    estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
+    spans, schema, fingerprint = scan(files, cut, config.limit, estimate, like=like)
     return Plan(
         units=_number(spans),
         rows_per_unit=cut.rows_per_unit,
@@ -218,7 +218,7 @@ def make_plan(config: Corpus, cut: Cut | None = None, *, max_num_seqs: int = 8, 
     )
 
 
-def _auto_cut_of(files: Sequence[SourceFile], config: Corpus, max_num_seqs: int) -> Cut:
+def _auto_cut_of(files: Sequence[SourceFile], config: CorpusConfig, max_num_seqs: int) -> Cut:
     num_engines = config.most_engines
     enough = enough_rows(num_engines)
     num_rows = count_rows(files, min(config.limit or enough, enough))

@@ -12,7 +12,7 @@ import pyarrow as pa
 from peagle.corpus.extensions import plain, to_values
 from peagle.corpus.rows import RawRow
 from peagle.corpus.schema import can_be_stored, to_table
-from peagle.engine.interface import Completion, Generation
+from peagle.engine.interface import CompletionOutput, Generation
 from peagle.errors import InputError
 from peagle.plain_json import to_json
 from peagle.requests.builder import Request, RequestBuilder
@@ -201,7 +201,7 @@ class PreparedUnit:
         }
 
 
-def _completion(completion: Completion) -> dict[str, Any]:
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
     logprobs = completion.logprobs and [
         {
             "token": token.token,

@@ -20,7 +20,7 @@ READ_AHEAD_BYTES = 1 << 22  # that whoever reads an open object holds of it
 
 
 @dataclass(frozen=True, slots=True)
-class Stat:
+class ObjectStat:
     """The facts of an object that are asked for."""
 
     st_size: int
@@ -82,13 +82,13 @@ class S3Path:
         """Whether there is an object in it."""
         return next(self._store.names(self._address, page=1), None) is not None
 
-    def stat(self) -> Stat:
+    def stat(self) -> ObjectStat:
         """Its size.
 
         Raises:
             FileNotFoundError: there is no such object.
         """
-        return Stat(self._store.size(self._address))
+        return ObjectStat(self._store.size(self._address))
 
     def iterdir(self) -> Iterator["S3Path"]:
         """All that is in the folder."""

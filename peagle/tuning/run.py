@@ -23,7 +23,7 @@ from peagle.bench.engine import MeasurementListener, Start
 from peagle.bench.folder import digest
 from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, make_plan
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.bench.record import PassRecord, summarise
 from peagle.bench.setups import Setup
 from peagle.catalog.targets import ResolvedModel
@@ -152,7 +152,7 @@ class Tuning(Measurement):
             self.folder.keep(self._rounds_name, _rounds_to_dict(self.search))
         return None if turn is None else self._pass(turn)
 
-    def prompts(self, one: Pass) -> Sequence[Prompt]:
+    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
         """As many waves of prompts as are asked for."""
         return prompts_of(self.dataset.prompts, concurrency=one.concurrency, waves=self.config.waves, repeat=one.repeat)
 
@@ -209,7 +209,7 @@ class Tuning(Measurement):
         return score(summarise(records, usd_per_s=self.plan.usd_per_s), self.config) if records else None
 
 
-def prompts_of(prompts: Sequence[Prompt], *, concurrency: int, waves: int, repeat: int) -> list[Prompt]:
+def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, repeat: int) -> list[BenchPrompt]:
     """The prompts of a pass.
 
     Each repeat goes on where the one before ended, and begins again at the end.

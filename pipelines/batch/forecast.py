@@ -31,7 +31,7 @@ UNKNOWN_SPEED = "unknown: nobody has measured or published this engine on this h
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class RunForecast:
     """A run as it would be.
 
     Attributes:
@@ -135,7 +135,7 @@ class Forecast:
         )
 
 
-def forecast(request: RunRequest, announce: Callable[[str], None]) -> Forecast:
+def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecast:
     """Decide a run, and start nothing of it.
 
     Args:
@@ -160,7 +160,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> Forecast:
         schema=plan.schema,
         revision=resolved.spec.revision,
     )
-    return Forecast(
+    return RunForecast(
         decided=decided,
         is_here=is_here,
         num_nodes=num_nodes,

@@ -22,7 +22,7 @@ from pipelines.online.placement import num_accelerators, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class EndpointForecast:
     """An endpoint as it would be.
 
     Attributes:
@@ -82,7 +82,7 @@ class Forecast:
         ]
 
 
-def forecast(config: ServeConfig, announce: Callable[[str], None]) -> Forecast:
+def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
     """Decide an endpoint, and start nothing of it.
 
     Args:
@@ -94,7 +94,7 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> Forecast:
     here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
     num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
     served = resolve(config, here, num_nodes=num_nodes, announce=announce)
-    return Forecast(
+    return EndpointForecast(
         config=config,
         hardware=here,
         is_here=is_here,

@@ -29,7 +29,7 @@ _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """Bytes of a file: from `first` on, up to `end`."""
 
     first: int
@@ -157,7 +157,7 @@ class Download(Response):
         return head
 
 
-def span_of(header: str | None, num_bytes: int) -> Span:
+def span_of(header: str | None, num_bytes: int) -> ByteRange:
     """The bytes that a `Range` header asks for.
 
     All of them where it is invalid, or asks for several parts.
@@ -166,20 +166,20 @@ def span_of(header: str | None, num_bytes: int) -> Span:
         ApiError: 416, there are no such bytes.
 
     >>> span_of("bytes=2-3", 10), span_of("bytes=-3", 10), span_of("bytes=8-99", 10)
-    (Span(first=2, end=4), Span(first=7, end=10), Span(first=8, end=10))
+    (ByteRange(first=2, end=4), ByteRange(first=7, end=10), ByteRange(first=8, end=10))
     """
     found = _RANGE.fullmatch(header.replace(" ", "")) if header else None
     if found is None:
-        return Span(0, num_bytes)
+        return ByteRange(0, num_bytes)
     first, last, tail = found.groups()
     if tail is not None:
-        span = Span(max(0, num_bytes - int(tail)), num_bytes)
+        span = ByteRange(max(0, num_bytes - int(tail)), num_bytes)
     elif last:
-        span = Span(int(first), min(int(last) + 1, num_bytes))
+        span = ByteRange(int(first), min(int(last) + 1, num_bytes))
         if int(last) < int(first):
-            return Span(0, num_bytes)  # no range at all, says RFC 9110
+            return ByteRange(0, num_bytes)  # no range at all, says RFC 9110
     else:
-        span = Span(int(first), num_bytes)
+        span = ByteRange(int(first), num_bytes)
     if span.num_bytes <= 0:
         raise ApiError(416, f"range: the file has {num_bytes} bytes", code="range_not_satisfiable", param="range")
     return span

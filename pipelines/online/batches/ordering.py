@@ -25,7 +25,7 @@ from python_multipart.multipart import parse_options_header
 
 from peagle.errors import shown
 from pipelines.online.batches.records import BATCH_PREFIX, INPUT, WINDOW_S, Batch, Order, new_id
-from pipelines.online.batches.settings import MIB, Shares
+from pipelines.online.batches.settings import MIB, KeyShares
 from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
@@ -34,7 +34,7 @@ from pipelines.online.gateway.keys import KeyRecord
 class Quota:
     """The contents of keys and those on their way. Threads may share it."""
 
-    def __init__(self, store: BatchStore, shares: Shares) -> None:
+    def __init__(self, store: BatchStore, shares: KeyShares) -> None:
         self._store, self._shares = store, shares
         self._lock = threading.Lock()
         self._arriving_bytes: Counter[str] = Counter()
@@ -212,7 +212,7 @@ _RETRY_S = 60.0
 class Orders:
     """Takes them. Threads may share it."""
 
-    def __init__(self, store: BatchStore, quota: Quota, shares: Shares) -> None:
+    def __init__(self, store: BatchStore, quota: Quota, shares: KeyShares) -> None:
         self._store, self._quota, self._shares = store, quota, shares
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by the name of a key
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

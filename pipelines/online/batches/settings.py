@@ -25,14 +25,14 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class KeyShares:
     """Shares of a key: by its record, or as all keys have them."""
 
     max_stored_mib: int = 10 * 1024
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
 
-    def of(self, key: KeyRecord) -> "Shares":
+    def of(self, key: KeyRecord) -> "KeyShares":
         """The shares of this key."""
         given = {name: getattr(key, name) for name in self.__slots__}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
@@ -80,7 +80,7 @@ class BatchSettings:
     presigns: bool = True
     max_upload_bytes: int = 200 * MIB
     max_line_bytes: int = MIB
-    shares: Shares = field(default_factory=Shares)
+    shares: KeyShares = field(default_factory=KeyShares)
 
 
 _ENVELOPE_BYTES = 4096  # what a line of a batch has around its body
@@ -137,7 +137,7 @@ def batch_settings(
         presigns=config.presigned_downloads,
         max_upload_bytes=gate.max_upload_bytes,
         max_line_bytes=gate.max_body_bytes + _ENVELOPE_BYTES,
-        shares=Shares(
+        shares=KeyShares(
             max_stored_mib=config.max_stored_mib,
             max_stored_files=config.max_stored_files,
             max_unfinished_batches=config.max_unfinished_batches,

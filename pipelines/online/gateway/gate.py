@@ -33,7 +33,7 @@ from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, 
 from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
-from pipelines.online.gateway.outgoing import Load, Outgoing, Pace
+from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
 from pipelines.online.gateway.tags import tags_of
@@ -132,7 +132,7 @@ class Gate:
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
-        self._heavy, self._pace = HeavyWork(), Pace(settings.refusals_per_s)
+        self._heavy, self._pace = HeavyWork(), RefusalDelay(settings.refusals_per_s)
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

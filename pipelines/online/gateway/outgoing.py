@@ -29,7 +29,7 @@ _LONGEST_HOLD_S = 2.0
 _MOST_HELD = 64  # of one key, whose further refusals are answered at once
 
 
-class Pace:
+class RefusalDelay:
     """Delays of a key's refusals in a row, each two seconds at most.
 
     A refusal takes the endpoint as long as a short request does, and a client that is refused can ask again at once.
@@ -72,7 +72,7 @@ class Outgoing:
         used: by the request; None where nobody waited for its end, or it has not said so yet.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], pace: Pace) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], pace: RefusalDelay) -> None:
         self._send = send
         self._pace = pace
         self._account: str | None = ""  # of strangers, until somebody is known

@@ -92,7 +92,7 @@ def delete(path: str) -> Route:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class GatePass:
     """The gate's leave for one request, in its scope.
 
     Attributes:
@@ -112,14 +112,14 @@ def with_pass(scope: Scope, route: Route, **given: Any) -> Scope:
     """The scope of a request that the gate has treated by the route's rule.
 
     Args:
-        given: as `Pass` has it.
+        given: as `GatePass` has it.
     """
-    return {**scope, PASS: Pass(route=(route.method, route.path), **given)}
+    return {**scope, PASS: GatePass(route=(route.method, route.path), **given)}
 
 
-def pass_of(request: Request) -> Pass:
+def pass_of(request: Request) -> GatePass:
     """The gate's leave for a request that a route answers."""
-    let_in: Pass = request.scope[PASS]
+    let_in: GatePass = request.scope[PASS]
     return let_in
 
 
@@ -158,7 +158,7 @@ class GuardedRoute(APIRoute):
         """
         let_in = scope.get(PASS)
         is_let_in = (
-            isinstance(let_in, Pass)
+            isinstance(let_in, GatePass)
             and let_in.route == (scope["method"], self.path)
             and (self.body_field is None or let_in.body is not None)
         )

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
-from peagle.engine.interface import Completion, Generation, RequestRefused
+from peagle.engine.interface import CompletionOutput, Generation, RequestRefused
 from peagle.engine.self_check import Checkable
 from peagle.engine.vllm_internals import engine_death
 from peagle.errors import EngineError
@@ -218,7 +218,7 @@ class FakeServeEngine:
         }
 
 
-def _usage(token_ids: list[int], completions: list[Completion]) -> dict[str, Any]:
+def _usage(token_ids: list[int], completions: list[CompletionOutput]) -> dict[str, Any]:
     return openai.usage(len(token_ids), sum(completion.num_output_tokens for completion in completions))
 
 

@@ -5,12 +5,12 @@ import pytest
 
 from peagle.bench import closed_loop
 from peagle.bench.closed_loop import Loop, difference, run_loop
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.speculation import SpeculationStats
 
-PROMPTS = [Prompt(token_ids=[i], category=None) for i in range(6)]
+PROMPTS = [BenchPrompt(token_ids=[i], category=None) for i in range(6)]
 SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from peagle.bench.closed_loop import Answer, Loop
 from peagle.bench.plan import Pass
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.bench.record import (
     UNCATEGORISED,
     CategoryResult,
@@ -119,7 +119,7 @@ def made(*generations: Generation | None, drafted: SpeculationStats | None) -> P
         wall_s=1.0,
         drafted=drafted,
     )
-    prompts = [Prompt(token_ids=[1], category="a")] * len(generations)
+    prompts = [BenchPrompt(token_ids=[1], category="a")] * len(generations)
     one = Pass(setup=setup(), concurrency=1, repeat=0)
     return make_record(one, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 

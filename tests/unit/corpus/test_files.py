@@ -10,7 +10,7 @@ from peagle.corpus import files
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import discover
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.errors import InputError
 
 
@@ -160,7 +160,7 @@ def test_a_parquet_file_in_an_object_store_has_the_fingerprint_that_it_has_on_a_
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
     bucket("prompts/a.parquet", path.read_bytes())
     on_disk, in_store = (
-        corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, Workload())[2]
+        corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
         for uri in (str(path), "s3://prompts/a.parquet")
     )
     assert in_store == on_disk
@@ -171,7 +171,7 @@ def test_an_object_store_has_files_folders_and_globs(bucket):
     bucket("prompts/b.csv", b"prompt\nthree\n")
     assert [file.path for file in discover("s3://prompts/")] == ["s3://prompts/a.jsonl", "s3://prompts/b.csv"]
     assert [file.path for file in discover("s3://prompts/*.csv")] == ["s3://prompts/b.csv"]
-    spans, _, _ = corpus.scan(corpus.find("s3://prompts"), Cut(rows_per_unit=1), None, Workload())
+    spans, _, _ = corpus.scan(corpus.find("s3://prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
     assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
         discover("s3://prompts/c.jsonl")
@@ -202,5 +202,5 @@ def test_a_glob_in_an_object_store_takes_nothing_of_the_runs_own_folder(bucket):
 
 
 def _only_span(uri):
-    (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, Workload())
+    (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())
     return span

@@ -6,13 +6,13 @@ import pytest
 
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.schema import to_table
 from peagle.errors import InputError
 
 
 def scan(path, **keys):
-    return corpus.scan(corpus.find(str(path)), Cut(rows_per_unit=700), None, Workload(), **keys)
+    return corpus.scan(corpus.find(str(path)), Cut(rows_per_unit=700), None, WorkEstimate(), **keys)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_fingerprint_that_is_compared_with_an_older_one_is_made_as_that_was(ed
 @pytest.mark.parametrize("row_group_size", [3, 1000, 5000])
 def test_spans_in_any_order_are_the_rows_that_they_name(tmp_path, row_group_size):
     pq.write_table(pa.table({"n": list(range(5000))}), tmp_path / "a.parquet", row_group_size=row_group_size)
-    spans, _, _ = corpus.scan(corpus.find(str(tmp_path)), Cut(rows_per_unit=700), None, Workload())
+    spans, _, _ = corpus.scan(corpus.find(str(tmp_path)), Cut(rows_per_unit=700), None, WorkEstimate())
     for order in ([0, 1, 2, 3, 4, 5, 6, 7], [1, 4, 7], [6, 2, 3]):
         for index in order:
             rows = [row.columns["n"] for row in corpus.read(spans[index])]

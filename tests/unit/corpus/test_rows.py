@@ -1,8 +1,8 @@
 import pytest
 
-from peagle.corpus.rows import RawRow, Workload
+from peagle.corpus.rows import RawRow, WorkEstimate
 
-WORKLOAD = Workload(max_tokens=256)
+WORKLOAD = WorkEstimate(max_tokens=256)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_line_that_is_no_row_is_no_work():
 
 
 def test_another_column_may_hold_a_rows_own_parameters():
-    assert Workload(max_tokens=256, column="mine").of_row(RawRow({"mine": {"max_tokens": 2}}), 0) == 2
+    assert WorkEstimate(max_tokens=256, column="mine").of_row(RawRow({"mine": {"max_tokens": 2}}), 0) == 2

@@ -7,7 +7,7 @@ import pytest
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import UniqueIds, find, read
 from peagle.corpus.schema import to_table
 from peagle.errors import InputError
@@ -21,7 +21,7 @@ def write_lines(path, lines):
 def scan(paths, rows_per_span, limit):
     kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
-    return corpus.scan(files, Cut(rows_per_unit=rows_per_span), limit, Workload())
+    return corpus.scan(files, Cut(rows_per_unit=rows_per_span), limit, WorkEstimate())
 
 
 def rows_of(spans):
@@ -144,7 +144,7 @@ def test_a_corpus_that_cannot_be_read_says_why(tmp_path, name, content, message)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        corpus.scan(find(str(tmp_path / name)), Cut(rows_per_unit=10), None, Workload())
+        corpus.scan(find(str(tmp_path / name)), Cut(rows_per_unit=10), None, WorkEstimate())
 
 
 def test_ids_that_are_there_once_are_unique():

@@ -10,7 +10,7 @@ import pytest
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import read
 from peagle.corpus.schema import to_table
 
@@ -24,7 +24,7 @@ def stored(*paths):
     """The rows of a corpus as they come back from the file of a unit."""
     kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
-    spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, Workload())
+    spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, WorkEstimate())
     sink = io.BytesIO()
     pq.write_table(to_table([row for span in spans for row in read(span)], schema), sink)
     return pq.read_table(io.BytesIO(sink.getvalue())).to_pylist()

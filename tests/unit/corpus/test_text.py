@@ -4,7 +4,7 @@ import pytest
 
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.errors import InputError
 
 LINES = b"\n".join([b'{"prompt": "a"}', b"", b"{bad", b'{"prompt": "\xc3\xa9"}', b"[1]", b'{"prompt": "z"}'])
@@ -12,7 +12,7 @@ CSV = b'\xef\xbb\xbfprompt,n\r\n"two\nlines, quoted ""so""",1\r\n\r\nplain,2\r\n
 
 
 def scan(path, rows_per_span, limit=None, input_format="auto"):
-    return corpus.scan(corpus.find(path, input_format), Cut(rows_per_unit=rows_per_span), limit, Workload())
+    return corpus.scan(corpus.find(path, input_format), Cut(rows_per_unit=rows_per_span), limit, WorkEstimate())
 
 
 def rows_of(spans):

@@ -5,7 +5,7 @@ import pytest
 
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.schema import to_table
 from peagle.errors import InputError
 
@@ -20,7 +20,7 @@ def lines(*requests):
 
 
 def scan(path, limit=None):
-    return corpus.scan(corpus.find(path), Cut(rows_per_unit=2), limit, Workload())
+    return corpus.scan(corpus.find(path), Cut(rows_per_unit=2), limit, WorkEstimate())
 
 
 def test_a_batch_is_told_by_its_columns_and_its_bodies_are_carried_as_text(write):

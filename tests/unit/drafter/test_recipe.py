@@ -1,4 +1,4 @@
-from peagle.drafter.recipe import Order, plan_batches
+from peagle.drafter.recipe import EpochOrder, plan_batches
 
 
 def test_batches_hold_every_document_once_and_are_full() -> None:
@@ -12,9 +12,9 @@ def test_batches_hold_every_document_once_and_are_full() -> None:
 
 def test_steps_count_through_epochs_each_in_an_order_of_its_own() -> None:
     lengths = [1] * 7
-    order = Order(lengths, batch_tokens=2, seed=4)
+    order = EpochOrder(lengths, batch_tokens=2, seed=4)
     steps = [order.documents(step) for step in range(8)]
     epochs = [[place for step in steps[start : start + 4] for place in step] for start in (0, 4)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
-    assert Order(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]
+    assert EpochOrder(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.engine.interface import Completion, TokenLogprob
+from peagle.engine.interface import CompletionOutput, TokenLogprob
 from peagle.engine.lossless import Response, compare, tie_margin
 from peagle.engine.precision import Precision
 
@@ -13,7 +13,7 @@ def target(*places, finish_reason="stop"):
     """A response by its places: each the likely tokens with their log-probabilities, the likeliest first."""
     logprobs = tuple(TokenLogprob(token=top[0][0], logprob=top[0][1], top=tuple(top)) for top in places)
     text = "".join(token.token for token in logprobs).removesuffix(END)
-    return Completion(text=text, finish_reason=finish_reason, num_output_tokens=len(logprobs), logprobs=logprobs)
+    return CompletionOutput(text=text, finish_reason=finish_reason, num_output_tokens=len(logprobs), logprobs=logprobs)
 
 
 def place(*pairs):

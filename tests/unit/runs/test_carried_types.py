@@ -18,7 +18,7 @@ from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray, ArrowV
 from peagle.corpus import scan
 from peagle.corpus.cutting import Cut
 from peagle.corpus.extensions import plain
-from peagle.corpus.rows import Workload
+from peagle.corpus.rows import WorkEstimate
 from peagle.errors import InputError
 from tests.unit.runs.carried import Carried, strict_lines
 
@@ -148,10 +148,10 @@ def test_a_type_that_cannot_be_carried_is_refused_with_file_and_column(tmp_path)
     array = pa.ExtensionArray.from_storage(pa.opaque(stored.type, "a", "b"), stored)
     path = write(tmp_path / "a.parquet", {"x": array})
     with pytest.raises(InputError, match=r"a\.parquet: column 'x' holds times of day in nanoseconds"):
-        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, Workload())
+        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())
 
 
 def test_a_type_for_which_arrow_lacks_functions_is_refused_with_file_and_column(tmp_path):
     path = write(tmp_path / "a.parquet", {"x": pa.nulls(3, pa.list_view(pa.uuid()))})
     with pytest.raises(InputError, match=r"a\.parquet: column 'x' is a list_view<.*uuid.*>, which rows cannot hold"):
-        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, Workload())
+        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())

@@ -12,7 +12,7 @@ import pytest
 from config_only import write_head, write_target
 
 from peagle.bench.engine import MeasurementListener
-from peagle.bench.prompts import Prompt
+from peagle.bench.prompts import BenchPrompt
 from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
@@ -323,7 +323,7 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
 
 
 def test_a_pass_goes_on_in_the_sample_where_the_one_before_ended() -> None:
-    sample = [Prompt(token_ids=[n], category=None) for n in range(10)]
+    sample = [BenchPrompt(token_ids=[n], category=None) for n in range(10)]
 
     def ids(repeat: int) -> list[int]:
         return [p.token_ids[0] for p in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]

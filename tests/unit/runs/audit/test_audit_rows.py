@@ -7,7 +7,7 @@ import pytest
 from jobs import cli
 from peagle import hardware
 from peagle.engine.fake import ByteTokenizer, FakeEngine
-from peagle.engine.interface import Completion, Generation, TokenLogprob
+from peagle.engine.interface import CompletionOutput, Generation, TokenLogprob
 from peagle.engine_options import FAKE_MODEL
 from peagle.errors import ConfigError
 from peagle.runs import audit_rows as module
@@ -99,7 +99,7 @@ class Tossing:
     async def generate(self, request_id, prompt_token_ids, sampling):
         self.asked.append(dict(sampling))
         top = (("heads", -0.7), ("tails", -0.7 - self.margin))
-        completion = Completion(
+        completion = CompletionOutput(
             text="heads", finish_reason="length", num_output_tokens=1,
             logprobs=(TokenLogprob(token="heads", logprob=-0.7, top=top),),
         )  # fmt: skip

@@ -6,12 +6,12 @@ import pytest
 from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.ordering import NewBatch, Orders, Quota
 from pipelines.online.batches.records import BatchProgress
-from pipelines.online.batches.settings import Shares
+from pipelines.online.batches.settings import KeyShares
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
 
 DAY_S = 24 * 3600
-SHARES = Shares(max_unfinished_batches=3, max_stored_files=5)
+SHARES = KeyShares(max_unfinished_batches=3, max_stored_files=5)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pipelines.online.batches.downloads import Room
 from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
-from pipelines.online.batches.settings import MIB, Shares
+from pipelines.online.batches.settings import MIB, KeyShares
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -191,7 +191,7 @@ def test_files_on_s3_come_from_there(s3, settings, runner, keys, routes, ask, pr
 def ask_small(routes, ask):
     """The same with little room for files."""
     batches = routes.batches
-    batches.quota._shares = Shares(max_stored_mib=1, max_stored_files=4)
+    batches.quota._shares = KeyShares(max_stored_mib=1, max_stored_files=4)
     return ask
 
 

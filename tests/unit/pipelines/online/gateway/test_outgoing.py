@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from pipelines.online.gateway.outgoing import Load, Pace, describe_load
+from pipelines.online.gateway.outgoing import Load, RefusalDelay, describe_load
 
 CARD = {"max_requests_per_replica": 9, "max_replicas": 4}
 
@@ -41,7 +41,7 @@ class Clock:
         self.now += seconds
 
     def pace(self, per_s=4):
-        return Pace(per_s, monotonic=lambda: self.now, sleep=self.sleep)
+        return RefusalDelay(per_s, monotonic=lambda: self.now, sleep=self.sleep)
 
 
 def refuse(pace, account, times):

@@ -16,7 +16,7 @@ from pipelines.online import ingress
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import HeavyWork, JsonBody
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.routes import PASS, GuardedRoute, Pass, Rule, find_route, guarded_app, post, with_pass
+from pipelines.online.gateway.routes import PASS, GatePass, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
 from pipelines.online.wire import path_refusal
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "Post", "")
@@ -117,7 +117,7 @@ def test_a_route_that_is_reached_past_the_gate_fails(app, route, caplog):
     """For whatever reason: with no pass, or with one for another route, as from a reading of the path that differs."""
     other = next(one for one in TABLE if one.rule is not route.rule)
     scope = scope_of(route.path, route.method)
-    forged = True, (route.method, route.path), Pass(route=(route.method, "")), Pass(route=("", route.path))
+    forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
     for past in (scope, with_pass(scope, other), *({**scope, PASS: one} for one in forged)):
         with pytest.raises(ApiError) as caught:
             asyncio.run(app.router(dict(past), nothing, nothing))
