@@ -23,6 +23,7 @@ from peagle.runs.progress import RunProgress
 from peagle.runs.report import make_report
 from peagle.signals import interrupted_by_signal, stop_on_signal
 from pipelines.batch.decide import Decided, decide, planned_again
+from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.request import BY_SIGNAL, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.streaming import stream
@@ -221,7 +222,9 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
                 announce=progress.say,
             )
             ray.release_nodes()  # from here on it is the engines that need them
-            stream(directory, run.plan, units, resolved, supervisor, progress, run.lease.lost)
+            written = directory.manifest()
+            metrics = RunMetrics(written["run_id"], written.get("served_name"), resolved, request)
+            stream(directory, run.plan, units, resolved, supervisor, progress, metrics, run.lease.lost)
 
 
 # --- finish

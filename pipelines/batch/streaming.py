@@ -27,6 +27,7 @@ from peagle.runs.progress import RunProgress
 from peagle.runs.rows import require_storable
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.engine_job import EngineJob
+from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
@@ -47,11 +48,13 @@ def stream(
     resolved: ResolvedRun,
     supervisor: Supervisor,
     progress: RunProgress,
+    metrics: RunMetrics,
     lost: threading.Event,
 ) -> None:
     """Generate and commit `units`; returns when all are committed.
 
     Args:
+        metrics: told what is committed and what the supervisor sees.
         lost: another driver has taken the run over; then nothing of the directory is touched any more.
 
     Raises:
@@ -62,7 +65,7 @@ def stream(
     require_storable(plan.schema)
     receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
     try:
-        _watch(run, receipts, resolved, supervisor, progress, lost)
+        _watch(run, receipts, resolved, supervisor, progress, metrics, lost)
         progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
@@ -77,6 +80,7 @@ def _watch(
     resolved: ResolvedRun,
     supervisor: Supervisor,
     progress: RunProgress,
+    metrics: RunMetrics,
     lost: threading.Event,
 ) -> None:
     """Until the dataset has ended, or is given up."""
@@ -84,6 +88,7 @@ def _watch(
     for usage in _until_broken(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
+            metrics.committed(usage)
         if time.monotonic() - looked_at < _POLL_S:
             continue
         if lost.is_set():
@@ -91,6 +96,7 @@ def _watch(
             raise taken_over(run.root)
         looked_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
+        metrics.look(supervisor.tally, supervisor.sessions)
         _tell_warnings(supervisor, progress)
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
@@ -103,6 +109,7 @@ def _watch(
             cluster.abandon()
             break
     supervisor.observe()
+    metrics.look(supervisor.tally, supervisor.sessions)
     _tell_warnings(supervisor, progress)
 
 

@@ -87,6 +87,7 @@ class Supervisor:
 
     Attributes:
         tally: of the whole run directory.
+        sessions: of this attempt's engines, as of the last look.
         ending: why the run ends early; None while it goes on.
     """
 
@@ -105,6 +106,7 @@ class Supervisor:
         self._give_up_at = math.inf
         self._is_asked = False
         self._warnings: dict[str, bool] = {}  # of engines' starts: whether they were told
+        self.sessions: Sequence[EngineSession] = ()
         self.ending: Ending | None = None
 
     def _earlier(self) -> Iterator[UnitUsage]:
@@ -129,7 +131,7 @@ class Supervisor:
 
     def observe(self) -> None:
         """Look at the ledger, and ask the workers to stop when it is time."""
-        sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
+        self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)

@@ -25,6 +25,7 @@ from peagle.economics.prices import Price
 from peagle.errors import shown
 from peagle.private import keep_private
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
+from pipelines.cluster.metrics import exported
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
@@ -38,7 +39,7 @@ from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.web_page import FOLDER, page_response
-from pipelines.online.live import MAX_WINDOW_S, LiveView
+from pipelines.online.live import MAX_WINDOW_S, LiveView, keep_telling_needed
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
 from pipelines.online.serve.exceptions import from_exception, is_engine_death
 from pipelines.online.serve.ray_names import replica_counts
@@ -101,17 +102,30 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
         self.batches = self._make_batches(batches) if batches else None
-        if self._ring:
-            watch = BudgetWatch(self._ring, self._cost.totals, tell=budget_gauge())
-            threading.Thread(target=watch.keep_looking, daemon=True).start()
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
+        self._start_metrics(has_break_even=any(needed.values()))
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self._requires_key = settings.requires_key
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         present_key = self._ring.present if self._ring else None
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
+
+    def _start_metrics(self, *, has_break_even: bool) -> None:
+        """Keep the metrics of budgets and break-evens up to date, where there are any."""
+        if self._ring:
+            used = exported("peagle_budget_used_ratio")
+            watch = BudgetWatch(self._ring, self._cost.totals, tell=lambda key, share: used.set(share, {"key": key}))
+            threading.Thread(target=watch.keep_looking, daemon=True).start()
+        if has_break_even:
+            length = exported("peagle_break_even_acceptance_length")
+            drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
+            threading.Thread(
+                target=keep_telling_needed,
+                args=(self._live, lambda name, at: length.set(at, {"model_name": name, "drafter": drafters[name]})),
+                daemon=True,
+            ).start()
 
     async def models(self) -> JSONResponse:
         """The models, as OpenAI lists them."""
@@ -231,14 +245,6 @@ def _again(request: Request, asked_at: float) -> Request:
     assert context is not None, "the gate has given it one"
     said = replace(context, first_asked_at=asked_at).headers()
     return Request({**request.scope, "headers": with_headers(request.scope["headers"], said)}, request.receive)
-
-
-def budget_gauge() -> Callable[[str, float], None]:
-    """The metric of the share of its budget that a key has used."""
-    from ray.util.metrics import Gauge
-
-    used = Gauge("peagle_budget_used_ratio", description="Share of its budget that a key has used.", tag_keys=("key",))
-    return lambda key, share: used.set(share, {"key": key})
 
 
 def make_ingress(settings: GateSettings) -> Any:

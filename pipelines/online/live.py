@@ -10,6 +10,7 @@ to its end; where that is not known, as of a batch, from its beginning. Everythi
 passes in steps, and only whole ones are shown.
 """
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -31,6 +32,7 @@ STEP_S = 2
 NUM_POINTS = 30  # of a series, whatever its window
 MAX_WINDOW_S = 900
 _FRESH_S = 1.0
+_NEEDED_WINDOW_S = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,25 @@ class LiveView:
             "notes": [said for model, found in by_model.items() for said in self._notes(model, found)],
         }
 
+    def needed(self) -> dict[str, float]:
+        """The acceptance length that each model's drafter needs at the concurrency of the last minutes.
+
+        Only where both are known.
+
+        Raises:
+            PeagleError: the ledger cannot be read.
+        """
+        by_model = self.report(window_s=_NEEDED_WINDOW_S)["by_model"]
+        lengths = {model: self._needed(model, found) for model, found in by_model.items()}
+        return {model: length for model, length in lengths.items() if length is not None}
+
+    def _needed(self, model: str, found: Mapping[str, Any]) -> float | None:
+        return needed_at(self._break_even.get(model, {}), found["requests_at_once"])
+
     def _notes(self, model: str, found: Mapping[str, Any]) -> list[str]:
         """That a model's drafter costs more than it saves, while it does."""
         length = reliable_length(found["num_drafts"], found["acceptance_length"])
-        said = note(length, break_even=needed_at(self._break_even.get(model, {}), found["requests_at_once"]))
+        said = note(length, break_even=self._needed(model, found))
         return [f"{model}: {said}"] if said else []
 
     def begin(self, totals: Totals) -> None:
@@ -229,3 +246,12 @@ def watch_engines(
                     concurrency=found["requests_at_once"],
                 ):
                     say(f"{name}: {sentence}")
+
+
+def keep_telling_needed(view: LiveView, tell: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
+    """Tell what `needed` says, as long as this process lives."""
+    while True:
+        with contextlib.suppress(PeagleError, OSError):  # the ledger cannot be read now; the thread must not end
+            for model, length in view.needed().items():
+                tell(model, length)
+        time.sleep(every_s)

@@ -3,16 +3,13 @@
 It has the node's own paths and cores, and an account.
 
 It is imported on the nodes that run engines, and by whoever builds the application. Requests come with the
-gate's word on them (`wire.Context`). Their usage goes into the ledger from here, where it is known even of a client
-that left.
-
-Counters of one engine's process. No key is named: Ray's exporter asks for none.
+gate's word on them (`wire.Context`). Their usage goes into the ledger and the metrics from here, where it is known even
+of a client that left.
 """
 
 import asyncio
 import functools
 import os
-import threading
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -23,7 +20,6 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.engine.environment import set_environment
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
 from peagle.engine.spec import EngineSpec
@@ -32,6 +28,7 @@ from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
 from peagle.engine.vllm import kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
+from pipelines.cluster.metrics import UsageMetrics
 from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
@@ -42,58 +39,6 @@ from pipelines.online.serve.exceptions import is_engine_death
 from pipelines.online.serve.ray_names import engine_client, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import Context
-
-
-class EngineMetrics:
-    """A listener of an `EngineAccount`."""
-
-    def __init__(self, engine: EngineFacts) -> None:
-        from ray.util.metrics import Counter
-
-        def counter(name: str, description: str, *more: str) -> Any:
-            counted = Counter(f"peagle_{name}", description=description, tag_keys=("model", "drafter", *more))
-            return counted.set_default_tags({"model": engine.model, "drafter": engine.drafter or ""})
-
-        self._usd_per_s = engine.num_devices * engine.usd_per_device_s
-        self._lock = threading.Lock()  # heartbeats come from a thread, and once more from whoever ends the account
-        self._paid_s = dict.fromkeys(("start", "busy", "idle"), 0.0)
-        self._requests = counter("requests_total", "Requests that left the engine, by outcome.", "outcome")
-        self._usd = counter("request_usd_total", "Price of requests' shares of the engine's busy seconds.")
-        self._engine_usd = counter("engine_usd_total", "Price of the engine's seconds, by what it did.", "state")
-        self._tokens = {
-            "num_prompt_tokens": counter("prompt_tokens_total", "Tokens of prompts."),
-            "num_cached_tokens": counter("cached_tokens_total", "Tokens of prompts that the prefix cache had."),
-            "num_output_tokens": counter("output_tokens_total", "Tokens of answers."),
-        }
-        self._speculation = {
-            "num_drafts": counter("drafts_total", "Steps that verified a draft."),
-            "num_draft_tokens": counter("draft_tokens_total", "Tokens drafted."),
-            "num_accepted_tokens": counter("accepted_tokens_total", "Drafted tokens that were accepted."),
-            "num_lookup_tokens": counter("accepted_lookup_tokens_total", "Of those, tokens of the prompt lookup."),
-        }
-
-    def request(self, record: RequestUsage) -> None:
-        """A request has ended."""
-        self._requests.inc(1, {"outcome": record.outcome})
-        _add(self._usd, record.usd)
-        for name, counter in self._tokens.items():
-            _add(counter, getattr(record.usage, name))
-        for name, counter in self._speculation.items():
-            _add(counter, getattr(record.usage.speculation, name))
-
-    def heartbeat(self, session: EngineSession) -> None:
-        """Where the engine's seconds went until now."""
-        seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
-        with self._lock:
-            for state, until_now_s in seconds.items():
-                _add(self._engine_usd, (until_now_s - self._paid_s[state]) * self._usd_per_s, state=state)
-            self._paid_s = seconds
-
-
-def _add(counter: Any, value: float, **tags: str) -> None:
-    if value > 0:  # Ray refuses to add nothing
-        counter.inc(value, tags)
-
 
 _LOOK_S = 0.25
 
@@ -134,9 +79,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
-        self._account = EngineAccount(
-            state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=EngineMetrics(job.engine)
-        )
+        metrics = UsageMetrics(job.engine.model, job.engine.drafter)
+        self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
         if job.fake:

@@ -23,8 +23,12 @@ class Run:
     stop = SimpleNamespace(clear=lambda: None)
 
 
+METRICS = SimpleNamespace(committed=lambda _: None, look=lambda *_: None)
+
+
 class Supervisor:
     tally = ending = None
+    sessions = ()
 
     def observe(self):
         pass
@@ -46,7 +50,8 @@ def stream(monkeypatch):
     progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
 
     def start(run):
-        streaming.stream(run, plan, plan.units, SimpleNamespace(watches=[]), Supervisor(), progress, threading.Event())
+        resolved = SimpleNamespace(watches=[])
+        streaming.stream(run, plan, plan.units, resolved, Supervisor(), progress, METRICS, threading.Event())
 
     return start
 
@@ -64,7 +69,7 @@ def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
     progress = SimpleNamespace(show=lambda *_: None, say=said.append)
     resolved = SimpleNamespace(watches=[DrafterWatch({1: 1.2, 8: 2.0}, 8)])
-    streaming._watch(Run(0, 1), [None, None], resolved, supervisor, progress, threading.Event())
+    streaming._watch(Run(0, 1), [None, None], resolved, supervisor, progress, METRICS, threading.Event())
     assert len(said) == 1
     assert "1.33 tokens a step, and this hardware needs 2.00" in said[0]
 

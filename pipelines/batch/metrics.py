@@ -1,0 +1,73 @@
+"""The metrics of a bulk run, fed by its driver.
+
+It is told units and looks at what the supervisor saw; names and labels are in `pipelines.cluster.metrics`. Gauges of a
+run end with its driver's process.
+"""
+
+import time
+from collections.abc import Iterable
+
+from peagle.catalog.targets import name_of
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.profiles.watch import needed_at
+from peagle.runs.progress import Tally
+from pipelines.batch.request import RunRequest
+from pipelines.batch.resolve import ResolvedRun
+from pipelines.cluster.metrics import UsageMetrics, exported
+
+
+class RunMetrics:
+    """The metrics of one attempt at a run; Ray must be up.
+
+    Args:
+        run_id: as `run.json` has it.
+        served_name: what clients call the model, where it is a batch's.
+    """
+
+    def __init__(self, run_id: str, served_name: str | None, resolved: ResolvedRun, request: RunRequest) -> None:
+        model_name, drafter = served_name or name_of(resolved.model.name), resolved.drafter.name
+        self._request = request
+        self._usage = UsageMetrics(model_name, drafter)
+        self._labels = {"model_name": model_name, "drafter": drafter or ""}
+        self._rows_total = exported("peagle_rows_total", **self._labels)
+        self._rows, self._engines, self._usd, self._budget, self._deadline, self._end = (
+            exported(name, **self._labels, run=run_id)
+            for name in (
+                "peagle_run_rows",
+                "peagle_run_engines",
+                "peagle_run_usd",
+                "peagle_run_budget_usd",
+                "peagle_run_deadline_timestamp_seconds",
+                "peagle_run_expected_end_timestamp_seconds",
+            )
+        )
+        needed = needed_at(resolved.engine.break_even(resolved.hardware), resolved.spec.max_num_seqs)
+        if needed is not None:
+            exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
+
+    def committed(self, usage: UnitUsage) -> None:
+        """A unit was committed."""
+        self._usage.work(usage)
+        for outcome, num_rows in (("ok", usage.num_rows), ("failed", usage.num_failed_rows)):
+            if num_rows:
+                self._rows_total.inc(num_rows, {"outcome": outcome})
+
+    def look(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
+        """Tell the run as it is now.
+
+        Args:
+            sessions: of this attempt.
+        """
+        for session in sessions:
+            self._usage.heartbeat(session)
+        left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
+        for state, num_rows in (("done", tally.num_rows), ("failed", tally.num_failed_rows), ("left", max(left, 0))):
+            self._rows.set(num_rows, {"state": state})
+        self._engines.set(tally.num_engines)
+        self._usd.set(tally.usd)
+        if (budget_usd := self._request.budget_usd) is not None:
+            self._budget.set(budget_usd)
+        if (deadline_at := self._request.limits.deadline_at) is not None:
+            self._deadline.set(deadline_at)
+        if tally.seconds_left is not None:
+            self._end.set(time.time() + tally.seconds_left)

@@ -1,0 +1,230 @@
+"""The metrics of engines, requests and runs, as Ray's exporter has them for Prometheus.
+
+`METRICS` is the one table of their names and labels. Labels are vLLM's and OpenCost's (`model_name`, `position`).
+Durations and sizes of requests have OpenTelemetry's names and buckets for generative AI, with `_` for `.` and the unit
+at the end (semantic conventions, status Development, read 2026-11-26). Ray puts `ray_` before each name, adds labels of
+its own, and makes a histogram's sum from the middles of its buckets.
+
+It knows usage records and Ray's metrics. Ray's exporter asks for no key, so a key is named only where it has a budget.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+
+PREFIX = "ray_"
+_OF_MODEL = ("model_name", "drafter")
+_OF_RUN = (*_OF_MODEL, "run")
+_DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(float(4**power) for power in range(14))
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric.
+
+    Attributes:
+        boundaries: of a histogram's buckets.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    description: str
+    labels: tuple[str, ...] = _OF_MODEL
+    boundaries: tuple[float, ...] = ()
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            "peagle_requests_total",
+            "counter",
+            "requests",
+            "requests that left an engine; `outcome` is ok, cut or failed",
+            (*_OF_MODEL, "outcome"),
+        ),
+        Metric(
+            "gen_ai_server_request_duration_seconds",
+            "histogram",
+            "s",
+            "from an engine's taking a request to its end; `error_type` is empty, cut or failed",
+            (*_OF_MODEL, "error_type"),
+            _DURATION_S,
+        ),
+        Metric(
+            "gen_ai_server_time_to_first_token_seconds",
+            "histogram",
+            "s",
+            "from an engine's taking a request to its first token, of those that are ok",
+            boundaries=_TTFT_S,
+        ),
+        Metric(
+            "gen_ai_server_time_per_output_token_seconds",
+            "histogram",
+            "s",
+            "mean of a request after its first token, by the tokens of one choice, of those that are ok",
+            boundaries=_TPOT_S,
+        ),
+        Metric(
+            "gen_ai_client_token_usage",
+            "histogram",
+            "tokens",
+            "tokens of one request; `gen_ai_token_type` is input or output",
+            (*_OF_MODEL, "gen_ai_token_type"),
+            _TOKENS,
+        ),
+        Metric("peagle_prompt_tokens_total", "counter", "tokens", "tokens of prompts"),
+        Metric("peagle_cached_tokens_total", "counter", "tokens", "those of them that the prefix cache had"),
+        Metric("peagle_output_tokens_total", "counter", "tokens", "tokens of answers"),
+        Metric("peagle_drafts_total", "counter", "steps", "steps that verified a draft"),
+        Metric("peagle_draft_tokens_total", "counter", "tokens", "tokens drafted"),
+        Metric("peagle_accepted_tokens_total", "counter", "tokens", "those of them that were accepted"),
+        Metric(
+            "peagle_accepted_tokens_per_pos_total",
+            "counter",
+            "tokens",
+            "the same by their `position` in the draft, from 0 on",
+            (*_OF_MODEL, "position"),
+        ),
+        Metric(
+            "peagle_accepted_lookup_tokens_total", "counter", "tokens", "accepted tokens that the prompt lookup found"
+        ),
+        Metric(
+            "peagle_break_even_acceptance_length",
+            "gauge",
+            "tokens",
+            "acceptance length at which the drafter costs what it saves, at the present concurrency; only where it was"
+            " measured",
+        ),
+        Metric(
+            "peagle_engine_usd_total",
+            "counter",
+            "USD",
+            "price of all seconds of engines; `state` is start, busy or idle",
+            (*_OF_MODEL, "state"),
+        ),
+        Metric("peagle_request_usd_total", "counter", "USD", "price of requests' shares of busy seconds"),
+        Metric(
+            "peagle_budget_used_ratio",
+            "gauge",
+            "share",
+            "share of its budget that a `key` has used in this period",
+            ("key",),
+        ),
+        Metric(
+            "peagle_rows_total",
+            "counter",
+            "rows",
+            "rows that this driver saw committed; `outcome` is ok, or failed for a dead letter",
+            (*_OF_MODEL, "outcome"),
+        ),
+        Metric(
+            "peagle_run_rows",
+            "gauge",
+            "rows",
+            "rows of a run by `state`: done, failed (dead letters) or left",
+            (*_OF_RUN, "state"),
+        ),
+        Metric("peagle_run_engines", "gauge", "engines", "engines of a run that have loaded", _OF_RUN),
+        Metric("peagle_run_usd", "gauge", "USD", "cost of a run with all its attempts", _OF_RUN),
+        Metric("peagle_run_budget_usd", "gauge", "USD", "`--budget-usd` of a run that has one", _OF_RUN),
+        Metric(
+            "peagle_run_deadline_timestamp_seconds", "gauge", "Unix s", "`--deadline` of a run that has one", _OF_RUN
+        ),
+        Metric(
+            "peagle_run_expected_end_timestamp_seconds",
+            "gauge",
+            "Unix s",
+            "when a run ends at its present speed; from the first committed unit on",
+            _OF_RUN,
+        ),
+    )
+}
+
+
+def exported(name: str, **labels: str) -> Any:
+    """A metric at Ray's exporter, these labels set for whatever is recorded with it."""
+    from ray.util.metrics import Counter, Gauge, Histogram
+
+    metric = METRICS[name]
+    if metric.kind == "histogram":
+        made = Histogram(name, metric.description, boundaries=list(metric.boundaries), tag_keys=metric.labels)
+    else:
+        made = (Counter if metric.kind == "counter" else Gauge)(name, metric.description, tag_keys=metric.labels)
+    return made.set_default_tags(labels)
+
+
+class UsageMetrics:
+    """The metrics of one model's usage: tokens, acceptance, requests, and engines' dollars.
+
+    A listener of an `EngineAccount`; a bulk run's driver tells it units and heartbeats.
+    """
+
+    def __init__(self, model_name: str, drafter: str | None) -> None:
+        def of_model(name: str) -> Any:
+            return exported(name, model_name=model_name, drafter=drafter or "")
+
+        self._lock = threading.Lock()  # heartbeats come from a thread, and once more from whoever ends the account
+        self._paid_usd: dict[tuple[str, str], float] = {}  # by session and state
+        self._engine_usd = of_model("peagle_engine_usd_total")
+        self._requests, self._usd = of_model("peagle_requests_total"), of_model("peagle_request_usd_total")
+        self._duration = of_model("gen_ai_server_request_duration_seconds")
+        self._ttft = of_model("gen_ai_server_time_to_first_token_seconds")
+        self._tpot = of_model("gen_ai_server_time_per_output_token_seconds")
+        self._size = of_model("gen_ai_client_token_usage")
+        self._prompt, self._cached = of_model("peagle_prompt_tokens_total"), of_model("peagle_cached_tokens_total")
+        self._output, self._drafts = of_model("peagle_output_tokens_total"), of_model("peagle_drafts_total")
+        self._drafted, self._accepted = of_model("peagle_draft_tokens_total"), of_model("peagle_accepted_tokens_total")
+        self._per_position = of_model("peagle_accepted_tokens_per_pos_total")
+        self._lookup = of_model("peagle_accepted_lookup_tokens_total")
+
+    def request(self, record: RequestUsage) -> None:
+        """A request has ended."""
+        usage, is_ok = record.usage, record.outcome == "ok"
+        self._requests.inc(1, {"outcome": record.outcome})
+        _add(self._usd, record.usd)
+        duration_s = usage.finished_at - usage.started_at
+        self._duration.observe(duration_s, {"error_type": "" if is_ok else record.outcome})
+        if record.outcome != "failed":
+            self._size.observe(usage.num_prompt_tokens, {"gen_ai_token_type": "input"})
+            self._size.observe(usage.num_output_tokens, {"gen_ai_token_type": "output"})
+        if is_ok and record.ttft_s is not None:
+            self._ttft.observe(record.ttft_s)
+            num_later_tokens = usage.num_output_tokens / record.num_choices - 1
+            if num_later_tokens > 0:
+                self._tpot.observe(max(duration_s - record.ttft_s, 0.0) / num_later_tokens)
+        self.work(usage)
+
+    def work(self, usage: UnitUsage) -> None:
+        """Tokens and acceptance of a request, or of a unit that was committed."""
+        drafted = usage.speculation
+        _add(self._prompt, usage.num_prompt_tokens)
+        _add(self._cached, usage.num_cached_tokens)
+        _add(self._output, usage.num_output_tokens)
+        _add(self._drafts, drafted.num_drafts)
+        _add(self._drafted, drafted.num_draft_tokens)
+        _add(self._accepted, drafted.num_accepted_tokens)
+        _add(self._lookup, drafted.num_lookup_tokens)
+        for position, num_accepted in enumerate(drafted.accepted_per_position):
+            _add(self._per_position, num_accepted, position=str(position))
+
+    def heartbeat(self, session: EngineSession) -> None:
+        """Where an engine's seconds went until now; each heartbeat counts once, in whatever order they come."""
+        seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
+        with self._lock:
+            for state, until_now_s in seconds.items():
+                usd = until_now_s * session.num_devices * session.usd_per_device_s
+                paid_usd = self._paid_usd.get((session.session_id, state), 0.0)
+                _add(self._engine_usd, usd - paid_usd, state=state)
+                self._paid_usd[session.session_id, state] = max(usd, paid_usd)
+
+
+def _add(counter: Any, value: float, **labels: str) -> None:
+    if value > 0:  # Ray refuses to add nothing
+        counter.inc(value, labels)

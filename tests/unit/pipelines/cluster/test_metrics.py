@@ -1,0 +1,111 @@
+import pytest
+
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.speculation import SpeculationStats
+from pipelines.cluster.metrics import METRICS, UsageMetrics, exported
+from pipelines.online.replica.account import EngineAccount
+
+MODEL = ("m", "")
+ENGINE = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5)
+STATS = SpeculationStats(num_drafts=3, num_draft_tokens=9, accepted_per_position=(2, 1, 1), num_lookup_tokens=1)
+
+
+def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, duration_s=6.0):
+    usage = UnitUsage(
+        session_id="s", num_rows=1, num_failed_rows=0, num_prompt_tokens=7, num_cached_tokens=4,
+        num_output_tokens=num_output_tokens, busy_s=2.0, speculation=STATS, started_at=100.0,
+        finished_at=100.0 + duration_s,
+    )  # fmt: skip
+    return RequestUsage(
+        request_id="1", key="alice", model="m", drafter=None, outcome=outcome, ttft_s=ttft_s, usd=0.25, usage=usage,
+        num_choices=num_choices,
+    )  # fmt: skip
+
+
+def test_a_request_is_counted_with_its_tokens_its_acceptance_by_position_and_its_times(told):
+    UsageMetrics("m", None).request(request())
+    assert told == {
+        ("peagle_requests_total", *MODEL, "ok"): 1,
+        ("peagle_request_usd_total", *MODEL): 0.25,
+        ("peagle_prompt_tokens_total", *MODEL): 7,
+        ("peagle_cached_tokens_total", *MODEL): 4,
+        ("peagle_output_tokens_total", *MODEL): 11,
+        ("peagle_drafts_total", *MODEL): 3,
+        ("peagle_draft_tokens_total", *MODEL): 9,
+        ("peagle_accepted_tokens_total", *MODEL): 4,
+        ("peagle_accepted_tokens_per_pos_total", *MODEL, "0"): 2,
+        ("peagle_accepted_tokens_per_pos_total", *MODEL, "1"): 1,
+        ("peagle_accepted_tokens_per_pos_total", *MODEL, "2"): 1,
+        ("peagle_accepted_lookup_tokens_total", *MODEL): 1,
+        ("gen_ai_server_request_duration_seconds", *MODEL, ""): [6.0],
+        ("gen_ai_server_time_to_first_token_seconds", *MODEL): [1.0],
+        ("gen_ai_server_time_per_output_token_seconds", *MODEL): [0.5],  # 5 s for the ten tokens after the first
+        ("gen_ai_client_token_usage", *MODEL, "input"): [7],
+        ("gen_ai_client_token_usage", *MODEL, "output"): [11],
+    }
+
+
+def test_choices_are_made_side_by_side_so_each_has_its_own_time_per_token(told):
+    UsageMetrics("m", None).request(request(num_output_tokens=22, num_choices=2))
+    assert told["gen_ai_server_time_per_output_token_seconds", *MODEL] == [0.5]
+
+
+@pytest.mark.parametrize("record", [request(ttft_s=None), request(num_output_tokens=1), request(num_output_tokens=0)])
+def test_where_nothing_came_after_a_first_token_there_is_no_time_per_token(told, record):
+    UsageMetrics("m", None).request(record)
+    assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in told
+
+
+def test_times_of_tokens_are_of_requests_that_are_ok_and_sizes_of_those_that_did_not_fail(told):
+    metrics = UsageMetrics("m", None)
+    metrics.request(request("cut"))
+    metrics.request(request("failed"))
+    assert ("gen_ai_server_time_to_first_token_seconds", *MODEL) not in told
+    assert told["gen_ai_server_request_duration_seconds", *MODEL, "cut"] == [6.0]
+    assert told["gen_ai_server_request_duration_seconds", *MODEL, "failed"] == [6.0]
+    assert told["gen_ai_client_token_usage", *MODEL, "output"] == [11]
+
+
+def test_the_dollars_of_an_engine_are_those_of_its_seconds_by_state(told, clock, tmp_path):
+    account = EngineAccount(tmp_path, ENGINE, heartbeat_s=300, monotonic=clock, listener=UsageMetrics("m", None))
+    clock.now += 10
+    account.ready(compile_s=4)
+    clock.now += 5
+    running = account.begin("1", "alice")
+    clock.now += 3
+    running.finish("ok")
+    running.write("ok")
+    account.heartbeat()
+    account.heartbeat()
+    account.end()
+    assert {state: told["peagle_engine_usd_total", *MODEL, state] for state in ("start", "idle", "busy")} == {
+        "start": pytest.approx(10), "idle": pytest.approx(5), "busy": pytest.approx(3),
+    }  # fmt: skip
+
+
+def test_an_older_heartbeat_that_comes_late_counts_nothing_and_sessions_count_apart(told):
+    metrics = UsageMetrics("m", None)
+    for name, busy_s in (("a", 4.0), ("a", 3.0), ("a", 5.0), ("b", 1.0)):
+        metrics.heartbeat(
+            EngineSession(
+                session_id=name, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
+                last_seen_at=busy_s, load_s=0.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0, num_output_tokens=0,
+                ended=False, usd_per_device_s=0.5,
+            )
+        )  # fmt: skip
+    assert told["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
+
+
+def test_names_and_units_are_as_prometheus_has_them():
+    for metric in METRICS.values():
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+        assert (metric.kind == "histogram") == bool(metric.boundaries), metric.name
+        assert list(metric.boundaries) == sorted(set(metric.boundaries)), metric.name
+        if metric.unit in ("s", "Unix s"):
+            assert metric.name.endswith("_seconds"), metric.name
+
+
+def test_a_metric_that_the_table_does_not_have_is_none(told):
+    with pytest.raises(KeyError):
+        exported("peagle_requests")
