@@ -1,0 +1,121 @@
+"""The files for Prometheus and Grafana, and the table in docs/online.md, name the metrics that there are.
+
+Where promtool is on the PATH (Debian's package prometheus has it), it checks each expression and each alert.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from peagle.tables import markdown
+from pipelines.cluster.metrics import METRICS, PREFIX
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "peagle.json").read_text())
+RULES = [rule for group in yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = [rule["alert"] for rule in RULES if "alert" in rule]
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = {
+    **{f"rule {number}": rule["expr"] for number, rule in enumerate(RULES)},
+    **{
+        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "5m").replace("$model", ".*")
+        for panel in PANELS
+        for target in panel["targets"]
+    },
+}
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not on the PATH; Debian's package prometheus has it"
+)
+
+
+def series():
+    """The labels of each series that Prometheus has: exported, or recorded by a rule."""
+    found = {}
+    for metric in METRICS.values():
+        labels = set(metric.labels)
+        if metric.kind == "histogram":
+            found |= {f"{PREFIX}{metric.name}_{end}": labels for end in ("sum", "count")}
+            found[f"{PREFIX}{metric.name}_bucket"] = labels | {"le"}
+        else:
+            found[PREFIX + metric.name] = labels
+    for rule in RULES:
+        if "record" in rule:
+            found[rule["record"]] = found.get(rule["record"], set()) | {"model_name", *rule.get("labels", {})}
+    return found
+
+
+def names_in(expression):
+    return set(re.findall(r"\b\w*(?:peagle|gen_ai_server|gen_ai_client|llm)_\w+", expression))
+
+
+def labels_in(expression):
+    matched = re.findall(r"[{,]\s*(\w+)\s*(?:=~|!~|!=|=)", expression)
+    grouped = re.findall(r"\b(?:by|on|group_left)\s*\(([^)]*)\)", expression)
+    return {*matched, *(label for group in grouped for label in re.findall(r"\w+", group))}
+
+
+@pytest.mark.parametrize("where", EXPRESSIONS)
+def test_each_expression_is_of_series_and_labels_that_there_are(where):
+    expression, known = EXPRESSIONS[where], series()
+    names = names_in(expression)
+    assert names
+    assert names - known.keys() == set()
+    assert labels_in(expression) - set().union(*(known[name] for name in names)) == set()
+
+
+def test_every_metric_is_on_the_dashboard_or_in_a_rule():
+    used = set().union(*map(names_in, EXPRESSIONS.values()))
+    exported = {name: {one for one in used if one.startswith(PREFIX + name)} for name in METRICS}
+    assert [name for name, seen in exported.items() if not seen] == []
+
+
+def test_the_dashboard_has_its_rows_and_asks_the_chosen_prometheus_alone():
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert rows == ["Requests", "Speculation", "Cost", "Bulk runs"]
+    sources = [one["datasource"]["uid"] for panel in PANELS for one in (panel, *panel["targets"])]
+    assert set(sources) == {"${datasource}"}
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_each_alert_has_a_test_in_which_it_fires():
+    tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
+    fired = {one["alertname"] for test in tests for one in test["alert_rule_test"] if one["exp_alerts"]}
+    assert fired == set(ALERTS)
+
+
+def test_the_table_in_the_docs_has_every_metric():
+    rows = [
+        (
+            f"`{metric.name}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.unit,
+            metric.description,
+        )
+        for metric in METRICS.values()
+    ]
+    table = markdown([("metric", "type", "labels", "unit", "what"), *rows])
+    assert "\n".join(table) in (ROOT / "docs" / "online.md").read_text()
+
+
+@needs_promtool
+@pytest.mark.parametrize("arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
+def test_promtool_takes_the_files_and_each_alert_fires_when_it_should(arguments):
+    done = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_takes_each_expression_of_the_dashboard(tmp_path):
+    rules = [{"record": f"r{number}", "expr": expression} for number, expression in enumerate(EXPRESSIONS.values())]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
