@@ -359,7 +359,10 @@ def check_metrics(client, url):
     headers = {"authorization": f"Bearer {client.api_key}"}
     report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
     assert counted["ray_peagle_engine_usd_total"] == pytest.approx(report["account"]["usd"]["total"], rel=0.2)
-    assert counted["ray_peagle_accepted_tokens_total"] > 0
+    assert counted["ray_peagle_accepted_tokens_per_pos_total"] == counted["ray_peagle_accepted_tokens_total"] > 0
+    assert counted["ray_gen_ai_server_request_duration_seconds_count"] >= NUM_ANSWERED
+    assert counted["ray_gen_ai_server_time_to_first_token_seconds_count"] > 0
+    assert counted["ray_gen_ai_server_time_per_output_token_seconds_count"] > 0
     assert counted["ray_vllm_prompt_tokens_total"] > 0
 
 
@@ -368,7 +371,7 @@ def samples(url):
     sums = {}
     for line in httpx.get(url, timeout=30).text.splitlines():
         is_answered = "outcome=" not in line or 'outcome="ok"' in line
-        if line.startswith(("ray_peagle", "ray_vllm")) and is_answered:
+        if line.startswith(("ray_peagle", "ray_gen_ai", "ray_vllm")) and is_answered:
             name, value = line.partition("{")[0], line.rpartition(" ")[2]
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums

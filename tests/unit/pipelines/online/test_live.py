@@ -7,7 +7,14 @@ from peagle.economics.prices import Price
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView
-from pipelines.online.live import NUM_POINTS, STEP_S, LiveView, spread_over_steps, watch_engines
+from pipelines.online.live import (
+    NUM_POINTS,
+    STEP_S,
+    LiveView,
+    keep_telling_needed,
+    spread_over_steps,
+    watch_engines,
+)
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally
 
@@ -159,7 +166,7 @@ class Ledger:
 
     def report(self, *, window_s):
         found = self._reports.pop(0)
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             raise found
         return {"by_model": found}
 
@@ -186,6 +193,33 @@ def test_a_drafter_that_costs_more_than_it_saves_is_among_the_figures(ledger, tm
     dear = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 4.0}}, now=now)
     (said,) = dear.report()["notes"]
     assert said.startswith("m: The drafter costs more than it saves: 2.00 tokens a step, and this hardware needs 4.00")
+
+
+def test_the_length_that_a_drafter_needs_is_told_where_it_and_the_concurrency_are_known(ledger, tmp_path, now):
+    view = LiveView(
+        CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "unasked": {1: 2.0}}, now=now
+    )
+    assert view.needed() == {}
+    now.at += 2  # the figures of a second ago are kept
+    ledger("1", ended_s_ago=10)
+    ledger("2", ended_s_ago=10, model="unknown")
+    assert view.needed() == {"m": 1.5}
+
+
+def test_what_cannot_be_read_ends_no_telling(monkeypatch):
+    class View:
+        found = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
+
+        def needed(self):
+            found = next(self.found)
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    told = []
+    with pytest.raises(SystemExit):
+        keep_telling_needed(View(), lambda model, length: told.append((model, length)), every_s=0)
+    assert told == [("m", 1.5)]
 
 
 def test_each_look_hands_the_figures_of_its_model_on():
