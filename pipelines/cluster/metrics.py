@@ -53,7 +53,7 @@ METRICS = {
             "gen_ai_server_request_duration_seconds",
             "histogram",
             "s",
-            "from an engine's taking a request to its end; `error_type` is empty, cut or failed",
+            "from a request's start in an engine to its end; `error_type` is empty, cut or failed",
             (*_OF_MODEL, "error_type"),
             _DURATION_S,
         ),
@@ -61,14 +61,14 @@ METRICS = {
             "gen_ai_server_time_to_first_token_seconds",
             "histogram",
             "s",
-            "from an engine's taking a request to its first token, of those that are ok",
+            "from a request's start in an engine to its first token; of requests that are ok",
             boundaries=_TTFT_S,
         ),
         Metric(
             "gen_ai_server_time_per_output_token_seconds",
             "histogram",
             "s",
-            "mean of a request after its first token, by the tokens of one choice, of those that are ok",
+            "mean after the first token, over the tokens of one choice; of requests that are ok",
             boundaries=_TPOT_S,
         ),
         Metric(
@@ -80,16 +80,16 @@ METRICS = {
             _TOKENS,
         ),
         Metric("peagle_prompt_tokens_total", "counter", "tokens", "tokens of prompts"),
-        Metric("peagle_cached_tokens_total", "counter", "tokens", "those of them that the prefix cache had"),
+        Metric("peagle_cached_tokens_total", "counter", "tokens", "tokens of prompts that the prefix cache had"),
         Metric("peagle_output_tokens_total", "counter", "tokens", "tokens of answers"),
         Metric("peagle_drafts_total", "counter", "steps", "steps that verified a draft"),
         Metric("peagle_draft_tokens_total", "counter", "tokens", "tokens drafted"),
-        Metric("peagle_accepted_tokens_total", "counter", "tokens", "those of them that were accepted"),
+        Metric("peagle_accepted_tokens_total", "counter", "tokens", "drafted tokens that were accepted"),
         Metric(
             "peagle_accepted_tokens_per_pos_total",
             "counter",
             "tokens",
-            "the same by their `position` in the draft, from 0 on",
+            "accepted tokens by `position` in their draft, from 0 on",
             (*_OF_MODEL, "position"),
         ),
         Metric(
@@ -99,8 +99,7 @@ METRICS = {
             "peagle_break_even_acceptance_length",
             "gauge",
             "tokens",
-            "acceptance length at which the drafter costs what it saves, at the present concurrency; only where it was"
-            " measured",
+            "acceptance length at which the drafter costs what it saves, at the present concurrency; where measured",
         ),
         Metric(
             "peagle_engine_usd_total",
@@ -121,7 +120,7 @@ METRICS = {
             "peagle_rows_total",
             "counter",
             "rows",
-            "rows that this driver saw committed; `outcome` is ok, or failed for a dead letter",
+            "rows of bulk runs and batches as they are committed; `outcome` is ok, or failed for a dead letter",
             (*_OF_MODEL, "outcome"),
         ),
         Metric(
@@ -132,7 +131,7 @@ METRICS = {
             (*_OF_RUN, "state"),
         ),
         Metric("peagle_run_engines", "gauge", "engines", "engines of a run that have loaded", _OF_RUN),
-        Metric("peagle_run_usd", "gauge", "USD", "cost of a run with all its attempts", _OF_RUN),
+        Metric("peagle_run_usd", "gauge", "USD", "cost of a run, all its attempts together", _OF_RUN),
         Metric("peagle_run_budget_usd", "gauge", "USD", "`--budget-usd` of a run that has one", _OF_RUN),
         Metric(
             "peagle_run_deadline_timestamp_seconds", "gauge", "Unix s", "`--deadline` of a run that has one", _OF_RUN
