@@ -1,4 +1,4 @@
-"""The metrics of engines, requests and runs, as Ray's exporter has them for Prometheus.
+"""The table of metrics, and the listeners that feed Ray's exporter.
 
 `METRICS` is the one table of their names and labels. Labels are vLLM's and OpenCost's (`model_name`, `position`).
 Durations and sizes of requests have OpenTelemetry's names and buckets for generative AI, with `_` for `.` and the unit
@@ -160,7 +160,7 @@ def exported(name: str, **labels: str) -> Any:
 
 
 class UsageMetrics:
-    """The metrics of one model's usage: tokens, acceptance, requests, and engines' dollars.
+    """The metrics of one model: requests, tokens, acceptance, engines' dollars.
 
     A listener of an `EngineAccount`; a bulk run's driver tells it units and heartbeats.
     """
@@ -214,7 +214,10 @@ class UsageMetrics:
             _add(self._per_position, num_accepted, position=str(position))
 
     def heartbeat(self, session: EngineSession) -> None:
-        """Where an engine's seconds went until now; each heartbeat counts once, in whatever order they come."""
+        """Where an engine's seconds went until now.
+
+        A heartbeat that is told twice, or after a later one, counts nothing.
+        """
         seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
         with self._lock:
             for state, until_now_s in seconds.items():

@@ -112,9 +112,9 @@ class LiveView:
         }
 
     def needed(self) -> dict[str, float]:
-        """The acceptance length that each model's drafter needs at the concurrency of the last minutes.
+        """The acceptance lengths at which drafters pay, by model.
 
-        Only where both are known.
+        At the concurrency of the last minutes, where both are known.
 
         Raises:
             PeagleError: the ledger cannot be read.
