@@ -117,9 +117,11 @@ class LiveView:
         At the concurrency of the last minutes, where both are known.
 
         Raises:
-            PeagleError: the ledger cannot be read.
+            PeagleError, OSError: the ledger cannot be read.
         """
-        by_model = self.report(window_s=_NEEDED_WINDOW_S)["by_model"]
+        self._cost.totals.catch_up()
+        with self._lock:
+            by_model = self._report(None, _NEEDED_WINDOW_S)["by_model"]
         lengths = {model: self._needed(model, found) for model, found in by_model.items()}
         return {model: length for model, length in lengths.items() if length is not None}
 

@@ -200,7 +200,6 @@ def test_the_length_that_a_drafter_needs_is_told_where_it_and_the_concurrency_ar
         CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "unasked": {1: 2.0}}, now=now
     )
     assert view.needed() == {}
-    now.at += 2  # the figures of a second ago are kept
     ledger("1", ended_s_ago=10)
     ledger("2", ended_s_ago=10, model="unknown")
     assert view.needed() == {"m": 1.5}
