@@ -14,7 +14,7 @@ from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.micro import sampled_batch
 from peagle.drafter.pipeline import Listener, Prepared, prepare
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 RESPONSES = Path(__file__).parents[2] / "benchmarks" / "drafter" / "responses" / "greedy.parquet"
 NUM_DEPTHS = 4
