@@ -35,6 +35,7 @@ COMMANDS = {
     "down": "stop an endpoint that `peagle up` started",
     "deploy sagemaker": "serve a catalog model from a SageMaker endpoint, or delete that endpoint",
     "serve keys": "make, list and revoke the endpoint's API keys",
+    "serve budgets": "set, list and remove budgets of tags and of the whole endpoint",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
     "cost": "say what runs and endpoints cost in a period, by key, model, tag or day",

@@ -45,7 +45,7 @@ _GROUPS = {
         "lease_s",
     ],
     "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "engine_timeout_s", "grace_s"],
-    "money": [*PRICE_KEYS, "tags"],
+    "money": [*PRICE_KEYS, "tags", "draw_on"],
 }
 
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.serve_budgets import ledger_of
 from peagle.private import user_path
 
 if TYPE_CHECKING:
@@ -133,14 +134,10 @@ def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any
     Raises:
         ConfigError: there is no ledger.
     """
-    from peagle.errors import ConfigError
     from pipelines.online.gateway.budget_watch import budget_of
     from pipelines.online.totals import Totals
 
-    ledger = user_path(state) / "ledger"
-    if not ledger.is_dir():
-        raise ConfigError(f"--state {state}: there is no ledger", hint="name the --state folder of `peagle serve`")
-    totals = Totals(ledger)
+    totals = Totals(ledger_of(state))
     totals.catch_up()
     return [budget_of(record, totals.budgets) for record in records]
 

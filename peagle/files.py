@@ -13,6 +13,7 @@ thread of its own, and whoever waits for it is told by a future: an event loop i
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import io
@@ -178,6 +179,21 @@ def _is_held(trial: Path) -> bool:
         return is_held
     finally:
         trial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Keep everybody else out of `changing` the same file, by a lock on its folder.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be locked.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -31,12 +31,30 @@ def read_work(folder: Place) -> Mapping[Whose, Work]:
         OSError: a file cannot be read.
     """
     found: defaultdict[Whose, Work] = defaultdict(Work)
-    for path in sorted(folder.glob(REQUEST_FILES), key=lambda path: path.name):
-        with open_to_read(path) as file:
-            for piece in _pieces(file):
-                for whose, work in _of_piece(path, piece):
-                    found[whose] += work
+    for whose, work in WorkReader(folder).new():
+        found[whose] += work
     return found
+
+
+class WorkReader:
+    """The work of a ledger that is still being written; each line is read once."""
+
+    def __init__(self, folder: Place) -> None:
+        self._folder = folder
+        self._read_bytes: defaultdict[str, int] = defaultdict(int)
+
+    def new(self) -> Iterator[tuple[Whose, Work]]:
+        """The work since the last call, in parts.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        for path in sorted(self._folder.glob(REQUEST_FILES), key=lambda path: path.name):
+            with open_to_read(path) as file:
+                file.seek(self._read_bytes[path.name])
+                for piece in _pieces(file):
+                    self._read_bytes[path.name] += len(piece)
+                    yield from _of_piece(path, piece)
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

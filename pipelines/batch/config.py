@@ -6,6 +6,7 @@ It checks what can be checked without a corpus, a model or a cluster; it resolve
 import datetime
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -144,6 +145,11 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         gt=0,
         description="stop before the run directory has cost more, all attempts, loading and lost work included",
     )
+    draw_on: Path | None = Field(
+        None,
+        description="--state of an endpoint: the run draws on its budgets of this run's tags, and stops before one of "
+        "them is overspent",
+    )
     deadline: str | None = Field(
         None,
         description="end by then: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
@@ -158,6 +164,12 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
     def _only_the_fake_engine_has_traits(self) -> "GenerateConfig":
         if self.engine != "fake" and self.fake != FakeTraits():
             raise ValueError("fake means nothing without engine: fake")
+        return self
+
+    @model_validator(mode="after")
+    def _only_tags_have_budgets(self) -> "GenerateConfig":
+        if self.draw_on is not None and not self.tags:
+            raise ValueError("draw_on needs tags: it is their budgets that the run draws on")
         return self
 
     @model_validator(mode="after")

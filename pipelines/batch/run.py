@@ -13,7 +13,10 @@ from typing import Any
 from peagle import provenance
 from peagle.economics.price_options import machine_of, require_same_price
 from peagle.economics.prices import Price
+from peagle.economics.tags import tags_to_text
+from peagle.private import user_path
 from peagle.runs.directory import RunDirectory
+from peagle.runs.draws import TagDraw
 from peagle.runs.export import Export, export
 from peagle.runs.lease import Holding, hold_lease
 from peagle.runs.logs import copied
@@ -207,10 +210,14 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
         PeagleError: as `stream`.
     """
     request, resolved, directory = run.request, run.resolved, run.directory
-    supervisor = Supervisor(directory, run.plan, resolved, request)
+    supervisor = Supervisor(directory, run.plan, resolved, request, _draw(run))
     supervisor.require_room()
     log = directory.logs / "driver.log"
-    with copied(directory.root, log, f"driver-{run.lease.number}.log"), contextlib.closing(cluster):
+    with (
+        contextlib.closing(supervisor),
+        copied(directory.root, log, f"driver-{run.lease.number}.log"),
+        contextlib.closing(cluster),
+    ):
         cluster.log_to(log)
         cluster.start()
         with stop_on_signal(request.stop, last_words=request.last_words):
@@ -225,6 +232,15 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
             written = directory.manifest()
             metrics = RunMetrics(written["run_id"], written.get("served_name"), resolved, request)
             stream(directory, run.plan, units, resolved, supervisor, progress, metrics, run.lease.lost)
+
+
+def _draw(run: OpenRun) -> TagDraw | None:
+    """The run's draw on an endpoint's budgets of its tags, where it draws on any."""
+    config = run.request.config
+    if config.draw_on is None:
+        return None
+    ledger = user_path(config.draw_on) / "ledger"
+    return TagDraw(ledger, run.directory.manifest()["run_id"], tags_to_text(config.tags))
 
 
 # --- finish

@@ -17,6 +17,7 @@ from peagle.economics.sessions import start_warnings
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
+from peagle.runs.draws import TagDraw
 from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached
 from peagle.runs.liveness import engines_at_work, tokens_per_s
 from peagle.runs.plan import Plan
@@ -28,6 +29,7 @@ from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 
 _MAX_DEATHS_IN_A_ROW = 5
+_ROOM = "once it has room, the same command continues the run"
 _MEND = "mend the cause; this takes the failed rows up again and continues the run"
 
 
@@ -84,6 +86,7 @@ class Supervisor:
 
     Args:
         request: of this attempt, with its limits, its stop, and the command from which that of a resume is made.
+        draw: on budgets of the run's tags.
 
     Attributes:
         tally: of the whole run directory.
@@ -91,8 +94,10 @@ class Supervisor:
         ending: why the run ends early; None while it goes on.
     """
 
-    def __init__(self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, request: RunRequest) -> None:
-        self._run, self._plan, self._resolved, self._request = run, plan, resolved, request
+    def __init__(
+        self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, request: RunRequest, draw: TagDraw | None = None
+    ) -> None:
+        self._run, self._plan, self._resolved, self._request, self._draw = run, plan, resolved, request, draw
         price = Price.from_dict(run.manifest()["price"])
         self.tally = Tally(num_rows_planned=plan.num_rows)
         self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
@@ -143,6 +148,12 @@ class Supervisor:
         if self.ending is not None and not self._is_asked:
             self._ask_to_stop()
 
+    def close(self) -> None:
+        """Tell the budgets of the run's tags what it has cost, as far as they can be told."""
+        if self._draw is not None:
+            with contextlib.suppress(*WRITE_ERRORS):  # the next attempt tells it
+                self._draw.end(self._spending.usd)
+
     def new_warnings(self) -> list[str]:
         """New start warnings of this attempt's engines, each once."""
         new = [warning for warning, is_told in self._warnings.items() if not is_told]
@@ -182,8 +193,11 @@ class Supervisor:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
-        limit = reached(self._limits, self._situation())
-        return self._ending_of(limit) if limit else None
+        if limit := reached(self._limits, self._situation()):
+            return self._ending_of(limit)
+        if self._draw and (message := self._draw.reached(self._spending.usd, self._limits.reserve_usd)):
+            return Ending(error=StoppedEarly, message=message, advice=_ROOM)
+        return None
 
     def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
         if ending := self._asked_to_end():

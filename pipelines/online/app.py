@@ -21,8 +21,8 @@ from peagle.economics.machines import names_accelerators
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.economics.sessions import EngineFacts
+from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text
-from peagle.engine.spec import EngineSpec
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
@@ -126,8 +126,7 @@ def resolve(
         else:
             num_engines = placement.num_engines_on_node
             engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
-        engine = replace(engine, spec=_with_media(engine.spec, keys))
-        served.append(Served(keys=keys, engine=engine, placement=placement))
+        served.append(Served(keys=keys, engine=_with_media(engine, keys), placement=placement))
     return served
 
 
@@ -211,10 +210,11 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     """The settings by which the ingress lets requests in.
 
     Raises:
-        ConfigError: no key is there, and the address is not this machine's own.
+        ConfigError: no key is there, and the address is not this machine's own; or budgets cannot be read.
     """
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
+    read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # damaged, they are refused here and not by each request
     requires_key = config.keys is not None or bool(fixed)
     if requires_key and not (stored or fixed):
         raise ConfigError(
@@ -306,16 +306,14 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
     )
 
 
-def _with_media(spec: EngineSpec, keys: ServedModelKeys) -> EngineSpec:
-    """The spec with the media that this model of the endpoint takes.
+def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:
+    """The engine with the media that this model of the endpoint takes.
 
     A batch has text alone.
     """
-    return replace(
-        spec,
-        limit_mm_per_prompt=keys.limit_mm_per_prompt,
-        allowed_media_domains=tuple(keys.allowed_media_domains),
-    )
+    domains = tuple(keys.allowed_media_domains)
+    spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
+    return replace(engine, spec=spec)
 
 
 def model_card(one: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Budgets of keys: money spent, and money held by batches and requests.
+"""Budgets of keys, tags and the endpoint: money spent, and money held.
 
 The gate lets requests in and the scheduler begins batches, each in a thread of its own, and both spend what is left of
 the same budget. So each holds here what it may cost from its start to its end, in one step with the look at what is
 left. A key has spent what the ledger says, and what an answer has told that the ledger does not say yet. Each
 request and batch has an id, by which the two are never added. It knows neither HTTP nor files; the price of a request
 is the gate's matter (`limits.py`).
+
+What is spent is kept by account: a key's, one of each tag, and the endpoint's. A request counts in its key's and its
+tags', a batch in the endpoint's as well. The engines' seconds and the draws of bulk runs are told now and then.
 
 A budget is for all time, or for each day, week or month of UTC. What was spent before the period is added to it, so all
 else here compares one sum with all that was ever spent.
@@ -15,48 +18,29 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import date, timedelta
-from typing import Literal
+from datetime import date
+from typing import Literal, NamedTuple
 
+from peagle.economics.shared_budgets import ENDPOINT_ACCOUNT, ByDay, Every, period_of, tag_accounts
 from peagle.economics.spending import day_number, day_of, today
 from peagle.economics.usage import RequestUsage
 
-Every = Literal["day", "week", "month"]
-_ByDay = dict[str, dict[int, float]]  # USD by account and UTC day, counted from 1970-01-01
 Refusal = Literal["spent", "held by a batch", "held by requests"]
 
 
-def period_of(every: Every, day: date) -> tuple[date, date]:
-    """The first days of the period that a day is in and of the next one.
+class _Told(NamedTuple):
+    """Settled, and not read in the ledger yet."""
 
-    Weeks begin on Monday.
-
-    >>> period_of("month", date(2026, 12, 31))
-    (datetime.date(2026, 12, 1), datetime.date(2027, 1, 1))
-    """
-    if every == "month":
-        first = day.replace(day=1)
-        return first, (first + timedelta(days=31)).replace(day=1)
-    first = day - timedelta(days=day.weekday() if every == "week" else 0)
-    return first, first + timedelta(days=7 if every == "week" else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Amount:
-    """Somebody's."""
-
-    account: str
     usd: float
-    at: float = 0.0
+    at: float
 
 
 class Budgets:
-    """US dollars that are spent, and those that are held, by account of a key.
+    """US dollars that are spent, and those that are held, by account.
 
     Attributes:
         read_usd: what the ledger says that accounts have spent, on requests and batches.
-        read_by_day: the same by UTC day, counted from 1970-01-01.
+        read_by_day: the same by UTC day.
         read_batches: ids of the batches in it.
     """
 
@@ -65,13 +49,15 @@ class Budgets:
         self._day = day
         self._lock = threading.RLock()
         self.read_usd: dict[str, float] = {}
-        self.read_by_day: _ByDay = {}
-        self._never_said: _ByDay = {}  # told, and waited for in vain
+        self.read_by_day: ByDay = {}
+        self._never_said: ByDay = {}  # told, and waited for in vain
+        self._elsewhere: ByDay = {}  # by engines and bulk runs
+        self._held_elsewhere: Mapping[str, float] = {}
         self.read_batches: set[str] = set()
-        self._told: dict[str, _Amount] = {}  # by id: settled, and not read in the ledger yet
+        self._told: dict[tuple[str, str], _Told] = {}  # by id and account
         self._told_usd: defaultdict[str, float] = defaultdict(float)  # with what the ledger never said
         self._requests: defaultdict[str, dict[str, float]] = defaultdict(dict)  # under way: by account, by id
-        self._batches: dict[str, _Amount] = {}
+        self._batches: defaultdict[str, dict[str, float]] = defaultdict(dict)  # likewise
 
     # --- the ledger
 
@@ -84,21 +70,26 @@ class Budgets:
 
     def hear(self, request: RequestUsage) -> None:
         """The ledger says what a request or a batch has cost: in place of what was told."""
-        account = account_of(request)
         with self._lock:
-            if told := self._told.pop(request.request_id, None):
-                self._told_usd[told.account] -= told.usd
-            self.read_usd[account] = self.read_usd.get(account, 0.0) + request.usd
-            _add(self.read_by_day, account, day_of(request.usage.finished_at), request.usd)
-            self._requests[account].pop(request.request_id, None)
-            self._batches.pop(request.request_id, None)
+            for account in accounts_of(account_of(request), request.tags, is_batch=request.is_batch):
+                if told := self._told.pop((request.request_id, account), None):
+                    self._told_usd[account] -= told.usd
+                self.read_usd[account] = self.read_usd.get(account, 0.0) + request.usd
+                _add(self.read_by_day, account, day_of(request.usage.finished_at), request.usd)
+                self._requests[account].pop(request.request_id, None)
+                self._batches[account].pop(request.request_id, None)
             if request.is_batch:
                 self.read_batches.add(request.request_id)
+
+    def know_elsewhere(self, spent: ByDay, held: Mapping[str, float]) -> None:
+        """Take what engines and bulk runs have spent until now, and hold, in place of what was known of them."""
+        with self._lock:
+            self._elsewhere, self._held_elsewhere = spent, held
 
     # --- requests
 
     def allowed_usd(self, account: str, budget_usd: float | None, every: Every | None) -> float | None:
-        """All that a key may ever have spent by the end of this period; None is no limit.
+        """All that an account may ever have spent by the end of this period; None is no limit.
 
         Args:
             every: the period of its budget; None is all time.
@@ -107,13 +98,12 @@ class Budgets:
             return budget_usd
         first = day_number(period_of(every, self._day())[0])
         with self._lock:
-            spent = [
-                by_day.get(name, {}) for by_day in (self.read_by_day, self._never_said) for name in _names(account)
-            ]
+            all_spent = (self.read_by_day, self._never_said, self._elsewhere)
+            spent = [by_day.get(name, {}) for by_day in all_spent for name in _names(account)]
             return budget_usd + sum(usd for days in spent for day, usd in days.items() if day < first)
 
     def refusal(self, account: str, budget_usd: float | None, *, is_free: bool = False) -> Refusal | None:
-        """Why a key may begin nothing now, or nothing that costs anything; None if it may."""
+        """Why nothing, or nothing that costs anything, may begin on this account; None if it may."""
         with self._lock:
             refusal = self._refusal(account, budget_usd)
             return None if is_free and refusal == "held by a batch" else refusal
@@ -157,11 +147,11 @@ class Budgets:
         """
         with self._lock:
             while self._told:
-                request_id, told = next(iter(self._told.items()))
+                (request_id, account), told = next(iter(self._told.items()))
                 if told.at >= before:
                     return
-                del self._told[request_id]
-                _add(self._never_said, told.account, day_number(self._day()), told.usd)
+                del self._told[request_id, account]
+                _add(self._never_said, account, day_number(self._day()), told.usd)
 
     # --- batches
 
@@ -173,33 +163,40 @@ class Budgets:
         """
         with self._lock:
             others_usd = sum(self._requests[account].values())
-            others_usd += self.held_by_batches(account) - self.held_by(batch_id)
+            others_usd += self.held_by_batches(account) - self.held_by(batch_id, account)
             held_usd = min(wanted_usd, left_usd - others_usd)
             if held_usd > 0:
-                self._batches[batch_id] = _Amount(account, held_usd)
+                self._batches[account][batch_id] = held_usd
             return max(0.0, held_usd)
 
-    def settle_batch(self, batch_id: str, account: str, usd: float) -> None:
-        """Settle a batch that has ended at that cost.
+    def release_batch(self, batch_id: str, account: str) -> None:
+        """Let go what a batch holds of an account, as it does not begin."""
+        with self._lock:
+            self._batches[account].pop(batch_id, None)
 
-        Saying it again, as the ledger does, changes nothing.
+    def settle_batch(self, batch_id: str, accounts: Iterable[str], usd: float) -> None:
+        """Settle a batch that has ended at that cost, which counts in these accounts.
+
+        It holds nothing any more. Saying it again, as the ledger does, changes nothing.
         """
         with self._lock:
-            self._batches.pop(batch_id, None)
-            if batch_id not in self._told and batch_id not in self.read_batches:
-                self._tell(batch_id, account, usd)
+            for held in self._batches.values():
+                held.pop(batch_id, None)
+            for account in accounts:
+                if (batch_id, account) not in self._told and batch_id not in self.read_batches:
+                    self._tell(batch_id, account, usd)
 
-    def held_by(self, batch_id: str) -> float:
-        """The money that a batch holds from its begin to its end."""
-        return self._batches[batch_id].usd if batch_id in self._batches else 0.0
+    def held_by(self, batch_id: str, account: str) -> float:
+        """The money of an account that a batch holds from its begin to its end."""
+        return self._batches[account].get(batch_id, 0.0)
 
     def held_by_batches(self, account: str) -> float:
-        """The money that batches under way may still spend."""
+        """The money of an account that batches and bulk runs under way may still spend."""
         with self._lock:
-            return sum(one.usd for one in self._batches.values() if one.account == account)
+            return sum(self._batches[account].values()) + self._held_elsewhere.get(account, 0.0)
 
     def spent_usd(self, account: str) -> float:
-        """The money that a key has spent, ended batches included."""
+        """The money that is spent of an account, ended batches included."""
         with self._lock:
             return self._spent_by(account)
 
@@ -214,22 +211,34 @@ class Budgets:
         return "held by a batch" if left_usd <= self.held_by_batches(account) else None
 
     def _spent_by(self, account: str) -> float:
-        """With what older records say of its name alone."""
-        return sum(self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in _names(account))
+        """With what older records say of a key's name alone."""
+        elsewhere_usd = sum(self._elsewhere.get(account, {}).values())
+        return elsewhere_usd + sum(
+            self.read_usd.get(name, 0.0) + self._told_usd.get(name, 0.0) for name in _names(account)
+        )
 
     def _tell(self, record_id: str, account: str, usd: float) -> None:
         self._told_usd[account] += usd
-        self._told[record_id] = _Amount(account, usd, self._monotonic())
+        self._told[record_id, account] = _Told(usd, self._monotonic())
 
 
-def _add(by_day: _ByDay, account: str, day: int, usd: float) -> None:
+def _add(by_day: ByDay, account: str, day: int, usd: float) -> None:
     days = by_day.setdefault(account, {})
     days[day] = days.get(day, 0.0) + usd
 
 
 def _names(account: str) -> set[str]:
-    """The names under which an account's spending is found."""
-    return {account, account.partition(" ")[0]}
+    """The names under which an account's spending is found: a key's older records have its name alone."""
+    return {account} if "=" in account else {account, account.partition(" ")[0]}
+
+
+def accounts_of(key_account: str, tags: str, *, is_batch: bool) -> tuple[str, ...]:
+    """All accounts in which a request or a batch counts.
+
+    >>> accounts_of("alice", '{"team": "search"}', is_batch=True)
+    ('alice', 'team=search', '*')
+    """
+    return (key_account, *tag_accounts(tags), *([ENDPOINT_ACCOUNT] if is_batch else []))
 
 
 def account_of(request: RequestUsage) -> str:

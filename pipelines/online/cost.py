@@ -27,7 +27,7 @@ from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.budget_watch import budget_of
-from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.gateway.shared import Payer
 from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
 from pipelines.online.totals import totals_of
 
@@ -55,7 +55,7 @@ class CostView:
             return self._report(key, window_s)
 
     def spent_usd(self, account: str) -> float | None:
-        """USD that this account's key has spent in all.
+        """USD that are spent of this account in all.
 
         None while the ledger is read for the first time.
 
@@ -68,14 +68,15 @@ class CostView:
         self.totals.catch_up()
         return self.totals.budgets.spent_usd(account)
 
-    def budgets(self, keys: Iterable[KeyRecord]) -> dict[str, Any]:
-        """The state of the budgets of these keys, by name; of those that have one.
+    def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
+        """The state of these budgets, by name; of keys only of those that have one.
 
         Raises:
             OSError: the ledger cannot be read.
         """
         with self.totals.up_to_now():
-            return {key.name: budget_of(key, self.totals.budgets) for key in keys if key.budget_usd is not None}
+            budgets = self.totals.budgets
+            return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
         """The spending of some days, as `peagle cost` states it, ready for JSON.

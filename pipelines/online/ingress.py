@@ -11,7 +11,7 @@ import asyncio
 import datetime
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
+from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView, keep_telling_needed
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
@@ -101,6 +102,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
+        self._shared = SharedBudgets(settings.ledger)
         self.batches = self._make_batches(batches) if batches else None
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
@@ -114,10 +116,11 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Keep the metrics of budgets and break-evens up to date, where there are any."""
-        if self._ring:
-            used = exported("peagle_budget_used_ratio")
-            watch = BudgetWatch(self._ring, self._cost.totals, tell=lambda key, share: used.set(share, {"key": key}))
-            threading.Thread(target=watch.keep_looking, daemon=True).start()
+        used = exported("peagle_budget_used_ratio")
+        watch = BudgetWatch(
+            self._ring, self._shared, self._cost.totals, tell=lambda name, share: used.set(share, {"key": name})
+        )
+        threading.Thread(target=watch.keep_looking, daemon=True).start()
         if has_break_even:
             length = exported("peagle_break_even_acceptance_length")
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
@@ -167,7 +170,10 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         if period is None:
             report = await asyncio.to_thread(self._cost.report, name, window_s)
             keys = self._ring.all() if key.is_operator and self._ring else [key]
-            return JSONResponse(report | {"budgets": await asyncio.to_thread(self._cost.budgets, keys)})
+            report["budgets"] = await asyncio.to_thread(self._cost.budgets, keys)
+            if key.is_operator:
+                report["shared_budgets"] = await asyncio.to_thread(self._cost.budgets, self._shared.all())
+            return JSONResponse(report)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period, name))
 
     async def live(

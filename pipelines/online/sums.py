@@ -197,7 +197,7 @@ def merged(cells: dict[Cell, Sums], now: int) -> dict[Cell, Sums]:
     return kept
 
 
-_VERSION = 2
+_VERSION = 3
 _log = logging.getLogger("ray.serve")
 
 

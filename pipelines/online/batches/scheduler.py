@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from peagle.runs.directory import RunDirectory
 from pipelines.online.batches.actors import Handle, Runner
 from pipelines.online.batches.decisions import Errors, ended, fault, in_turn, make_rules, make_task
 from pipelines.online.batches.estimate import BatchEstimate, estimate
+from pipelines.online.batches.money import BatchMoney
 from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
 from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
 from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.gateway.shared import Payer
 from pipelines.online.totals import totals_of
 
 _LIGHT_AT_ONCE = 2  # processes that check or collect
@@ -60,7 +62,7 @@ class Scheduler:
     """Drives all batches of a store.
 
     Args:
-        spent_usd: what a key has spent until now, batches that have ended included; None while nobody knows yet.
+        spent_usd: as `BatchMoney` takes it.
         present_key: what the key of an order may do now; None if it was revoked. Without it keys stay as they were.
         now: Unix time, for what is only shown; things expire by the store's clock.
         monotonic: seconds; waits go by it.
@@ -78,10 +80,10 @@ class Scheduler:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
-        self._spent_usd, self._now, self._monotonic = spent_usd, now, monotonic
+        self._now, self._monotonic = now, monotonic
         self._present_key = present_key or (lambda key: key)
         self._totals = totals_of(settings.ledger)
-        self._budgets = self._totals.budgets
+        self._money = BatchMoney(settings, spent_usd)
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
@@ -156,36 +158,26 @@ class Scheduler:
             self._collect(batch, "batch_failed", fault("model_not_found", message))
             return
         budget_usd, estimated = None, None
-        if batch.order.key.budget_usd is not None:
-            budget_usd, estimated = self._hold(batch)
+        if payers := self._money.payers(batch):
+            budget_usd, estimated = self._hold(batch, payers)
             if not budget_usd:
                 return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
 
-    def _hold(self, batch: Batch) -> tuple[float, BatchEstimate | None]:
-        """Hold what a batch may cost of its key's budget until its end; 0 if it must wait.
+    def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
+        """Hold what a batch may cost of its budgets until its end; 0 if it must wait.
 
-        That is the rest of it where there is no estimate.
+        That is the rest of them where there is no estimate.
         """
-        if not self._is_its_turn(batch) or (left_usd := self._left_usd(batch.order.key)) is None:
+        if not self._is_its_turn(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return 0.0, None
-        if left_usd <= 0:
+        if min(left_usd) <= 0:
             self._collect(batch, BUDGET)
             return 0.0, None
         estimated = self._estimate(batch)
         wanted_usd = estimated.wanted_usd(0.0) if estimated else math.inf
-        return self._budgets.hold_batch(batch.id, batch.order.key.account, left_usd, wanted_usd), estimated
-
-    def _left_usd(self, key: KeyRecord) -> float | None:
-        """The rest of a budget, of which others may hold a part.
-
-        None while nobody knows what is spent.
-        """
-        if (spent_usd := self._spent_usd(key.account)) is None:
-            return None
-        allowed_usd = self._budgets.allowed_usd(key.account, key.budget_usd, key.budget_every)
-        return math.inf if allowed_usd is None else allowed_usd - spent_usd
+        return self._money.hold(batch.id, payers, left_usd, wanted_usd), estimated
 
     def _estimate(self, batch: Batch) -> BatchEstimate | None:
         """The estimate of a batch that begins.
@@ -199,13 +191,13 @@ class Scheduler:
         return estimate(batch.progress, self._settings.recipes[model], price, self._sessions.all())
 
     def _let_it_cost_more(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Let a run's hold of a budget grow with what it spends, while any is left."""
-        key, held_usd = batch.order.key, self._budgets.held_by(batch.id)
-        if work.estimate is None or (wanted_usd := work.estimate.wanted_usd(spent_usd)) <= held_usd:
+        """Let a run's hold of its budgets grow with what it spends, while any is left."""
+        if work.estimate is None or not (payers := self._money.payers(batch)):
             return
-        if (left_usd := self._left_usd(key)) is None:
+        wanted_usd = work.estimate.wanted_usd(spent_usd)
+        if wanted_usd <= self._money.held_by(batch.id, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return
-        if now_usd := self._budgets.hold_batch(batch.id, key.account, left_usd, wanted_usd):
+        if now_usd := self._money.hold(batch.id, payers, left_usd, wanted_usd):
             work.handle.allow(now_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
@@ -220,20 +212,25 @@ class Scheduler:
         """For work without engines; what finds none comes again with the next tick."""
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
-    def _is_its_turn(self, batch: Batch) -> bool:
-        """Whether no other batch of its key has begun.
+    def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
+        """Whether no other batch of its budgets has begun.
 
         A batch's spending is known when it has ended, and two at once could each spend the rest.
         """
         # One at a time, the oldest first: often that is all, and a look can be remote.
-        begun = (other.id for other in self._unfinished if self._has_begun(other, batch.order.key.name))
+        begun = (other.id for other in self._unfinished if self._has_begun(other, payers))
         return next(begun, batch.id) == batch.id
 
-    def _has_begun(self, batch: Batch, owner: str) -> bool:
-        """Also where it waits to be tried again, or another process began it."""
-        if batch.order.key.name != owner:
+    def _has_begun(self, batch: Batch, payers: Sequence[Payer]) -> bool:
+        """Whether it shares a budget and has begun.
+
+        Also where it waits to be tried again, or another process began it.
+        """
+        own = self._money.payers(batch)
+        names = {batch.order.key.name, *(payer.name for payer in own)}
+        if names.isdisjoint(payer.name for payer in payers):
             return False
-        return self._budgets.held_by(batch.id) > 0 or RunDirectory(self._store.run_place(batch.id)).exists
+        return self._money.held_by(batch.id, own) > 0 or RunDirectory(self._store.run_place(batch.id)).exists
 
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
@@ -301,7 +298,7 @@ class Scheduler:
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
-        self._budgets.settle_batch(batch.id, batch.order.key.account, result.record.usd if result.record else 0.0)
+        self._money.settle(batch.id, result.record)
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
         self._ends.pop(batch.id, None)
@@ -326,6 +323,6 @@ class Scheduler:
             self._collect(batch, "batch_failed", errors)
         else:
             self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))
-            # Last, and only now: settled once, what a later attempt finds that it cost would not count any more.
-            self._budgets.settle_batch(batch.id, batch.order.key.account, 0.0)
+            # Last, and only now: until it has ended nobody else gets what it holds.
+            self._money.settle(batch.id, None)
             self._ends.pop(batch.id, None)

@@ -42,7 +42,7 @@ UNEXECUTED: Mapping[Reason, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
     "batch_failed": "This request was not executed: the batch failed.",
-    BUDGET: "This request was not executed: the budget of the key is spent.",
+    BUDGET: "This request was not executed: a budget that pays for it is spent.",
     KEY_REVOKED: "This request was not executed: the key of the batch was revoked, or has expired.",
     MODEL_WITHDRAWN: "This request was not executed: the key of the batch may not use its model any more.",
 }

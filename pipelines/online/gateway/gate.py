@@ -27,6 +27,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from peagle.economics.tags import tags_to_text
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
@@ -213,7 +214,8 @@ class Gate:
         if rule is Rule.GENERATION:
             return await self._admit_generation(asked)
         if rule in (Rule.ORDER, Rule.UPLOAD):  # the ledger says later what it cost
-            await self._limits.require_budget(asked.key)
+            tags = tags_to_text({**self._settings.tags, **asked.key.tags})
+            await self._limits.require_budget(asked.key, tags)
         if rule is Rule.ORDER:
             body = await self._read(asked)
             ORDER.check(body)
@@ -258,6 +260,7 @@ class Gate:
             request_id=asked.request_id,
             prompt_tokens=intake.prompt_tokens,
             output_tokens=intake.output_tokens,
+            tags=tags,
         )
         asked.answer.expect(intake.model)
         return _Admitted(scope=scope, receive=asked.receive, model=intake.model.name, permit=permit, body=body)

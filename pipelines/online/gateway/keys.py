@@ -5,11 +5,9 @@ passwords would only slow every request. It knows a file and an environment vari
 """
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import json
-import logging
 import os
 import secrets
 import time
@@ -19,20 +17,19 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from peagle.economics.shared_budgets import Every
 from peagle.economics.tags import TagKeys
 from peagle.errors import ConfigError
-from peagle.files import make_folder, write_atomic
+from peagle.files import changing, make_folder, write_atomic
 from peagle.plain_json import from_json
 from peagle.private import SECRET_MODE
-from pipelines.online.budgets import Every
+from pipelines.online.gateway.watched import WatchedFile
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
 _LEAST_LENGTH = 16  # of a key that a user made up
-_RELOAD_S = 1.0
 _NO_HASH = "0" * 64  # no key has it
 LOCAL_NAME = "local"  # in usage, where there are no keys
-_log = logging.getLogger("ray.serve")
 
 
 class KeyRecord(TagKeys):
@@ -78,6 +75,11 @@ class KeyRecord(TagKeys):
         Not its name alone, which a revoked key may have had.
         """
         return f"{self.name} {self.created_at}" if self.created_at else self.name
+
+    def describe_budget(self) -> str:
+        """Its budget in words, for whoever it stops."""
+        period = f" a {self.budget_every}" if self.budget_every else ""
+        return f"the budget of ${self.budget_usd or 0:g}{period} of this key"
 
     def is_expired(self) -> bool:
         """Whether its time is over, by this machine's clock."""
@@ -182,9 +184,7 @@ def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecor
         try:
             if create:
                 make_folder(path.parent)
-            folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
-            stack.callback(os.close, folder)
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            stack.enter_context(changing(path))
         except OSError as error:
             raise ConfigError(f"keys {path}: cannot be written: {error}") from error
         records = list(read_keys(path))
@@ -210,17 +210,12 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 class KeyRing:
     """The valid keys: fixed ones, and those of a file that is read when changed.
 
-    A file that cannot be read, as one that somebody is just editing, changes nothing: the keys that were read last go
-    on holding, revoked ones too, until it can. One that is gone holds no keys.
+    While the file cannot be read the keys that were read last go on holding, revoked ones too.
     """
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
-        self._path = path
+        self._file = WatchedFile(path, read_keys) if path is not None else None
         self._fixed = tuple(fixed)
-        self._read: tuple[KeyRecord, ...] = ()
-        self._version: tuple[int, int] | None = None
-        self._refused: tuple[int, int] | None = None
-        self._next_look = 0.0
 
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key that holds now.
@@ -252,33 +247,7 @@ class KeyRing:
         return next((record.without_hash() for record in there), None)
 
     def _records(self) -> tuple[KeyRecord, ...]:
-        if self._path is not None and time.monotonic() >= self._next_look:
-            self._look(self._path)
-            self._next_look = time.monotonic() + _RELOAD_S
-        return self._fixed + self._read
-
-    def _look(self, path: Path) -> None:
-        version = _version(path)
-        if version == self._version:
-            return
-        try:
-            self._read, self._version = read_keys(path), version
-        except ConfigError as error:
-            if self._version is None:
-                raise
-            if version != self._refused:  # it is tried again with each look, and told once
-                self._refused = version
-                _log.error("%s; the keys that were read before it changed go on holding", error.message)
-
-
-def _version(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    except OSError as error:
-        return -1, error.errno or 0
-    return status.st_mtime_ns, status.st_ino
+        return self._fixed + (self._file.now() if self._file else ())
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:

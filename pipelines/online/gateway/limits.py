@@ -1,4 +1,4 @@
-"""Limits of a key: requests at once and a minute, output tokens a minute, budget.
+"""Limits of a key: requests at once and a minute, output tokens a minute, budgets.
 
     admit -> Permit -> settle, by the answer; or later by the ledger, with `catch_up`
 
@@ -11,7 +11,9 @@ overshoots the limit. A window slides: an entry that is a minute old no longer c
 
 Of a budget a request holds what it costs alone, its prompt and its output each at their recent price (`sums.py`), until
 its own cost is known. One that is alone under way gets in with whatever is left; one of a model without a price gets in
-only so. So requests overspend a budget by the last one, and by what some cost beyond what they held.
+only so. So requests overspend a budget by the last one, and by what some cost beyond what they held. A tag's budget is
+held likewise by all requests with the tag. Of the endpoint's nothing is held: its engines cost the same with and
+without a request.
 
 The usage of a request whose client left never reaches the ingress; its engine writes it to the ledger, and until it is
 read there the request holds what it reserved. So nobody gets tokens for nothing by hanging up. What another ingress let
@@ -22,17 +24,19 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import RequestUsage
 from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.gateway.shared import Payer, SharedBudgets
+from pipelines.online.gateway.windows import Window
 from pipelines.online.sums import TokenPrice
 from pipelines.online.totals import Totals
 
-WINDOW_S = 60.0
 POLLS_PER_MIN = 60  # of a key that has a limit of requests: two pages, each of which asks every two seconds
 _BUSY_RETRY_S = 1.0  # when only the end of requests under way can make room
 _BATCH_RETRY_S = 60.0  # or that of a batch
@@ -53,45 +57,26 @@ class Used:
 
 @dataclass(slots=True, kw_only=True)
 class Permit:
-    """An admitted request; give it back with `KeyLimits.settle` when it has ended."""
+    """An admitted request; give it back with `KeyLimits.settle` when it has ended.
+
+    Attributes:
+        payers: accounts of which it holds something: its key's and its tags'.
+    """
 
     account: str
+    payers: Sequence[str]
     request_id: str
     reserved_tokens: int
     is_being_answered: bool = True
 
 
 @dataclass(slots=True)
-class _Window:
-    """Amounts of the last minute."""
-
-    entries: deque[tuple[float, int]] = field(default_factory=deque)
-    total: int = 0
-
-    def add(self, now: float, amount: int) -> None:
-        self.entries.append((now, amount))
-        self.total += amount
-
-    def expire(self, now: float) -> None:
-        while self.entries and self.entries[0][0] <= now - WINDOW_S:
-            self.total -= self.entries.popleft()[1]
-
-    def wait_s(self, now: float, excess: int) -> float | None:
-        """Seconds until `excess` of the total expire; None if it would not be enough."""
-        for at, amount in self.entries:
-            excess -= amount
-            if excess <= 0:
-                return at + WINDOW_S - now
-        return None
-
-
-@dataclass(slots=True)
 class _Counts:
     """The counts of one account."""
 
-    requests: _Window = field(default_factory=_Window)
-    polls: _Window = field(default_factory=_Window)
-    tokens: _Window = field(default_factory=_Window)
+    requests: Window = field(default_factory=Window)
+    polls: Window = field(default_factory=Window)
+    tokens: Window = field(default_factory=Window)
     reserved_tokens: int = 0
     num_being_answered: int = 0
 
@@ -106,6 +91,7 @@ class KeyLimits:
 
     def __init__(self, totals: Totals, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._totals, self._budgets = totals, totals.budgets
+        self._shared = SharedBudgets(totals.folder)
         self._monotonic = monotonic
         self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
         self._permits: dict[str, Permit] = {}  # by the request's id, until its answer or the ledger has told
@@ -141,41 +127,58 @@ class KeyLimits:
             raise _too_many(f"this key may make {limit} {counted} a minute", wait_s)
         window.add(now, 1)
 
-    async def require_budget(self, key: KeyRecord) -> None:
-        """Refuse free actions, such as a file or an order, to a key without budget.
+    async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
+        """Refuse free actions, such as a file or an order, where a budget that would pay is spent.
+
+        Args:
+            tags: as `admit`.
 
         Raises:
             ApiError: 429 and 503, as `admit`.
         """
-        await self._know_spending(key)
-        _raise(key, self._budgets.refusal(key.account, self._allowed_usd(key), is_free=True))
+        payers = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
+        await self._know_spending(payers)
+        self._require_budgets(payers, is_free=True)
 
     async def admit(
-        self, key: KeyRecord, model: str, *, request_id: str, prompt_tokens: int, output_tokens: int
+        self,
+        key: KeyRecord,
+        model: str,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        tags: str = NO_TAGS,
     ) -> Permit:
         """Let a request in that may have so many tokens of this model.
 
         Args:
             request_id: by which the ledger will name it.
+            tags: all of the request's, as the ledger will have them.
 
         Raises:
-            ApiError: 429, with the time after which another attempt makes sense; 400 where none does; 503, its key has
-                a budget, and what it has spent is not known yet.
+            ApiError: 429, with the time after which another attempt makes sense; 400 where none does; 503, a budget
+                pays for it, and what is spent is not known yet.
         """
-        await self._know_spending(key)
-        if key.budget_usd is not None and model not in self._totals.prices:
+        payers, endpoint = [key, *self._shared.of_tags(tags)], self._shared.of_endpoint()
+        await self._know_spending([*payers, *endpoint])
+        if _with_budget(payers) and model not in self._totals.prices:
             self._without_price.add(model)
         counts = self._counts[key.account]
-        allowed_usd = self._allowed_usd(key)
-        _raise(key, self._budgets.refusal(key.account, allowed_usd))
+        self._require_budgets([*payers, *endpoint])
         _check_parallel(key, counts)
         _check_tokens(key, counts, self._monotonic(), output_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)
         usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        _raise(key, self._budgets.hold_request(request_id, key.account, allowed_usd, usd))
+        self._hold(request_id, payers, usd)
         counts.reserved_tokens += output_tokens
         counts.num_being_answered += 1
-        permit = Permit(account=key.account, request_id=request_id, reserved_tokens=output_tokens)
+        permit = Permit(
+            account=key.account,
+            payers=[payer.account for payer in payers],
+            request_id=request_id,
+            reserved_tokens=output_tokens,
+        )
         self._permits[request_id] = permit
         return permit
 
@@ -218,13 +221,26 @@ class KeyLimits:
         if request.request_id in self._permits:
             self._heard.append(request)
 
-    def _allowed_usd(self, key: KeyRecord) -> float | None:
-        return self._budgets.allowed_usd(key.account, key.budget_usd, key.budget_every)
+    def _allowed_usd(self, payer: Payer) -> float | None:
+        return self._budgets.allowed_usd(payer.account, payer.budget_usd, payer.budget_every)
 
-    async def _know_spending(self, key: KeyRecord) -> None:
+    def _require_budgets(self, payers: Iterable[Payer], *, is_free: bool = False) -> None:
+        for payer in payers:
+            _raise(payer, self._budgets.refusal(payer.account, self._allowed_usd(payer), is_free=is_free))
+
+    def _hold(self, request_id: str, payers: Sequence[Payer], usd: float | None) -> None:
+        """Hold what a request may cost of each budget, or of none."""
+        for index, payer in enumerate(payers):
+            refusal = self._budgets.hold_request(request_id, payer.account, self._allowed_usd(payer), usd)
+            if refusal:
+                for earlier in payers[:index]:
+                    self._budgets.let_go(request_id, earlier.account)
+                _raise(payer, refusal)
+
+    async def _know_spending(self, payers: Sequence[Payer]) -> None:
         if self._totals.is_known:
             await self.catch_up()
-        elif key.budget_usd is not None and not await self._totals.is_known_soon():
+        elif _with_budget(payers) and not await self._totals.is_known_soon():
             raise overloaded("what this key has spent is being read; try again")
 
     def _pause_s(self, now: float) -> float:
@@ -266,11 +282,17 @@ class KeyLimits:
         counts = self._counts[permit.account]
         counts.reserved_tokens -= permit.reserved_tokens
         if used is None:
-            self._budgets.let_go(request_id, permit.account)
+            for account in permit.payers:
+                self._budgets.let_go(request_id, account)
             return
         if used.output_tokens:
             counts.tokens.add(self._monotonic(), used.output_tokens)
-        self._budgets.settle_request(request_id, permit.account, used.usd)
+        for account in permit.payers:
+            self._budgets.settle_request(request_id, account, used.usd)
+
+
+def _with_budget(payers: Iterable[Payer]) -> bool:
+    return any(payer.budget_usd is not None for payer in payers)
 
 
 def _check_parallel(key: KeyRecord, counts: _Counts) -> None:
@@ -297,10 +319,11 @@ def _check_tokens(key: KeyRecord, counts: _Counts, now: float, output_tokens: in
         raise _too_many(f"this key may have {limit} output tokens a minute", wait_s)
 
 
-def _raise(key: KeyRecord, refusal: Refusal | None) -> None:
+def _raise(payer: Payer, refusal: Refusal | None) -> None:
     """Say of a budget why it does not reach."""
-    period = f" a {key.budget_every}" if key.budget_every is not None else ""
-    budget = f"the budget of ${key.budget_usd:g}{period} of this key" if key.budget_usd is not None else ""
+    if refusal is None:
+        return
+    budget = payer.describe_budget()
     if refusal == "spent":
         raise ApiError(429, f"{budget} is spent", code="insufficient_quota")
     if refusal == "held by a batch":

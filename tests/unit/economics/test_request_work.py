@@ -111,3 +111,17 @@ def test_pieces_of_a_file_end_with_lines(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.setattr(request_work, "_PIECE_BYTES", 1000)
     assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
+
+
+def test_a_reader_reads_each_line_once_and_a_torn_one_when_it_is_whole(tmp_path):
+    reader = request_work.WorkReader(tmp_path)
+    write(tmp_path)
+    assert sum(work.num_requests for _, work in reader.new()) == 40
+    line = a_request("late", session_id="s1").to_json() + b"\n"
+    with (tmp_path / "requests-s1.jsonl").open("ab") as file:
+        file.write(line[:50])
+        file.flush()
+        assert list(reader.new()) == []
+        file.write(line[50:])
+    assert [work.num_requests for _, work in reader.new()] == [1]
+    assert list(reader.new()) == []

@@ -30,6 +30,7 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
         ({"temperature": 3}, "less than or equal to 2"),
         ({"n": 0}, "greater than or equal to 1"),
         ({"stop": [""]}, "an empty string ends nothing"),
+        ({"draw_on": "runs/serve"}, "draw_on needs tags"),
     ],
 )
 def test_sampling_keys_are_checked_before_anything_else(keys, message):

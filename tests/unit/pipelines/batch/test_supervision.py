@@ -50,7 +50,7 @@ def usage(num_rows, num_failed_rows):
 def start(tmp_path):
     """A run of four units of three rows, its first unit committed with two dead letters for about a cent."""
 
-    def make(*command, output="run", allowance=None, **keys):
+    def make(*command, output="run", allowance=None, draw=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
         span = Span(path="in.csv", format="csv", first_row=0, num_rows=3)
         units = tuple(WorkUnit(unit=n, first_id=3 * n, span=span) for n in range(4))
@@ -66,7 +66,7 @@ def start(tmp_path):
         run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
         resolved = resolve(config, HERE, ["prompt"], announce=print)
         request = RunRequest(config=config, command=[*COMMAND, *command], allowance=allowance)
-        return run, Supervisor(run, plan, resolved, request)
+        return run, Supervisor(run, plan, resolved, request, draw)
 
     return make
 
@@ -249,3 +249,36 @@ def test_a_stop_that_was_asked_for_ends_the_wait_for_engines(start):
     supervisor._request.stop.set()
     with pytest.raises(StoppedEarly, match="1 of 4 units committed: asked to by a signal"):
         supervisor.require_room()
+
+
+class Draw:
+    """The budget of a tag, which is reached when a test says so."""
+
+    def __init__(self):
+        self.words, self.seen = None, []
+
+    def reached(self, spent_usd, reserve_usd):
+        self.seen.append((spent_usd, reserve_usd))
+        return self.words
+
+    def end(self, spent_usd):
+        self.seen.append(spent_usd)
+        raise OSError(28, "No space left on device")
+
+
+def test_a_run_stops_for_its_tags_budget_and_tells_what_it_cost_at_its_end(start):
+    draw = Draw()
+    run, supervisor = start(draw=draw)
+    supervisor.observe()
+    assert supervisor.ending is None
+    draw.words = "the budget of $5 of team=search is reached"
+    supervisor.observe()
+    assert run.stop.grace_s() == 20
+    error = supervisor.error()
+    assert isinstance(error, StoppedEarly)
+    assert "the budget of $5 of team=search is reached" in str(error)
+    assert "once it has room, the same command continues the run" in error.hint
+    supervisor.close()
+    spent_usd, reserve_usd = draw.seen[0]
+    assert draw.seen[-1] == spent_usd == supervisor.tally.usd > 0
+    assert reserve_usd == pytest.approx(37 * 36 / 3600 * supervisor._resolved.placement.num_devices / HERE.num_cpus)

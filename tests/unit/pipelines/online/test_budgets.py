@@ -18,7 +18,7 @@ def test_a_batch_holds_what_requests_under_way_leave():
     assert budgets.hold_batch("batch_1", "alice", 2) == 1.25
     assert (budgets.held_by_batches("alice"), budgets.held_by_batches("bob")) == (1.25, 0)
     assert budgets.hold_batch("batch_2", "alice", 0.5) == 0
-    assert (budgets.held_by("batch_1"), budgets.held_by("batch_2")) == (1.25, 0)
+    assert (budgets.held_by("batch_1", "alice"), budgets.held_by("batch_2", "alice")) == (1.25, 0)
 
 
 def test_a_batch_holds_what_it_wants_and_then_more_as_long_as_there_is_some():
@@ -28,7 +28,7 @@ def test_a_batch_holds_what_it_wants_and_then_more_as_long_as_there_is_some():
     assert budgets.hold_request("2", "alice", 2, 0.6) == "held by requests"
     assert budgets.hold_batch("batch_1", "alice", 2, 5) == 1
     assert budgets.hold_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
-    assert (budgets.held_by("batch_1"), budgets.held_by_batches("alice")) == (1, 1)
+    assert (budgets.held_by("batch_1", "alice"), budgets.held_by_batches("alice")) == (1, 1)
 
 
 def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
@@ -37,7 +37,7 @@ def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
         budgets.hold_batch("batch_1", "alice", left_usd)
     assert budgets.held_by_batches("alice") == 1.5
     for _ in range(2):
-        budgets.settle_batch("batch_1", "alice", 1.25)
+        budgets.settle_batch("batch_1", ["alice"], 1.25)
     assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 1.25)
 
 
@@ -116,7 +116,7 @@ def test_what_was_let_go_is_spent_where_the_ledger_names_it_after_all(read):
 def test_a_batch_of_the_ledger_and_of_the_scheduler_is_spent_once(read):
     batch = replace(a_request("batch_1", usd=0.5), usage=replace(a_request("batch_1").usage, session_id="batch_1"))
     budgets = read(batch)
-    budgets.settle_batch("batch_1", "alice", 0.5)
+    budgets.settle_batch("batch_1", ["alice"], 0.5)
     assert budgets.spent_usd("alice") == 0.5
 
 

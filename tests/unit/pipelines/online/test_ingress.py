@@ -12,12 +12,14 @@ from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from peagle.economics.prices import Price
+from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online import ingress
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import LOCAL, KeyRing, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
+from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.ingress import answer_errors
 from pipelines.online.serve.calls import NOTE, listen
 from pipelines.online.serve.request_types import Chat
@@ -152,13 +154,16 @@ def test_the_budgets_of_all_keys_are_an_operators_and_ones_own_anybodys(tmp_path
     )  # fmt: skip
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-    one._ring = KeyRing(None, (alice, bob, boss))
+    one._ring, one._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
+    with changing_budgets(tmp_path / "budgets.json") as budgets:
+        budgets["team=search"] = SharedBudget(name="team=search", budget_usd=3)
 
-    async def budgets(key):
+    async def cost(key):
         request = Request(with_pass({"type": "http", "headers": []}, get("/v1/cost"), key=key))
-        return json.loads((await one.cost(request, None, None, None, None)).body)["budgets"]
+        return json.loads((await one.cost(request, None, None, None, None)).body)
 
-    assert asyncio.run(budgets(alice)) == {
-        "alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None},
-    }  # fmt: skip
-    assert sorted(asyncio.run(budgets(boss))) == ["alice", "bob"]
+    of_alice, of_all = asyncio.run(cost(alice)), asyncio.run(cost(boss))
+    assert of_alice["budgets"] == {"alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None}}
+    assert "shared_budgets" not in of_alice
+    assert sorted(of_all["budgets"]) == ["alice", "bob"]
+    assert of_all["shared_budgets"]["team=search"]["left_usd"] == 3.0

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader, write_session
+from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
@@ -468,7 +469,7 @@ def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
     budgets.hold_request("1", "alice", 10, 3.0)
     run.current = (2, 0, 6.0)
     scheduler.tick()
-    assert run.allowed[-1] == budgets.held_by(batch_id) == 7.0
+    assert run.allowed[-1] == budgets.held_by(batch_id, "alice") == 7.0
 
 
 @pytest.mark.usefixtures("priced")
@@ -558,6 +559,48 @@ def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, ru
     (store.run_place(begun) / "run.json").write_text("{}")
     check_all(make_scheduler(at_once=3), runner)
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [begun]
+
+
+@pytest.fixture
+def tagged(settings, spent):
+    """Three dollars of a tag and two of the endpoint, of which nothing is spent."""
+    settings.ledger.mkdir(parents=True)
+    with changing_budgets(settings.ledger / "budgets.json") as shared:
+        for name, usd in (("team=search", 3), ("endpoint", 2)):
+            shared[name] = SharedBudget(name=name, budget_usd=usd)
+    spent |= {"bob": 0.0, "team=search": 0.0, "*": 0.0}
+
+
+@pytest.mark.usefixtures("tagged")
+def test_a_batch_may_cost_what_the_least_of_its_budgets_has_left(
+    make_scheduler, runner, settings, order, make_key, make_result
+):
+    scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
+    first, _ = order(key=make_key(budget_usd=10, tags={"team": "search"})), order(key=make_key("bob"))
+    check_all(scheduler, runner)
+    (run,) = (work for work in runner.works if work.kind == "run")
+    assert (run.arguments[0].batch_id, run.arguments[0].budget_usd) == (first, 2)
+    assert [budgets.held_by_batches(account) for account in ("alice", "team=search", "*")] == [2, 2, 2]
+    result = make_result(first)
+    run.answer = replace(result, record=replace(result.record, tags='{"team": "search"}'))
+    scheduler.tick()
+    assert [budgets.spent_usd(account) for account in ("alice", "team=search", "*")] == [0.5, 0.5, 0.5]
+    scheduler.tick()
+    assert runner.works[-1].arguments[0].owner == "bob", "the endpoint's budget pays for both, one after the other"
+
+
+@pytest.mark.usefixtures("tagged")
+def test_a_batch_whose_tag_has_nothing_left_holds_nothing_and_ends(scheduler, runner, settings, order, make_key, spent):
+    spent["team=search"] = 3.0
+    order(key=make_key(budget_usd=10, tags={"team": "search"}))
+    check_all(scheduler, runner)
+    assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
+    budgets = totals_of(settings.ledger).budgets
+    spent["team=search"] = 2.0
+    budgets.hold_request("1", "team=search", None, 1.0)
+    other = order(key=make_key("bob", tags={"team": "search"}))
+    check_all(scheduler, runner)
+    assert (budgets.held_by(other, "*"), budgets.held_by(other, "team=search")) == (0, 0), "it waits for the request"
 
 
 @pytest.fixture

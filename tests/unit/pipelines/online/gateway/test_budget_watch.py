@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle.economics.ledger import append_request
+from peagle.economics.ledger import append_request, write_session
+from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, write_draw
+from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_of
 from pipelines.online.gateway.keys import KeyRecord, KeyRing
+from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.totals import Totals
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -40,8 +43,9 @@ def make_watch(tmp_path):
 
     def make(*keys):
         told = []
-        watch = BudgetWatch(KeyRing(None, keys), Totals(tmp_path), tell=lambda name, used: told.append((name, used)))
-        return watch, told
+        ring, shared = KeyRing(None, keys), SharedBudgets(tmp_path)
+        tell = lambda labels, used: told.append((labels["key"] or labels["tag"], used))  # noqa: E731 - one line of a test
+        return BudgetWatch(ring, shared, Totals(tmp_path), tell=tell), told
 
     return make
 
@@ -81,6 +85,35 @@ def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, 
         watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
         watch.look()
     assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Ten dollars a month of a tag, and twenty of the endpoint."""
+    with changing_budgets(tmp_path / "budgets.json") as budgets:
+        for name, usd in (("team=search", 10), ("endpoint", 20)):
+            budgets[name] = SharedBudget(name=name, budget_usd=usd, budget_every="month")
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_path, make_watch, today, caplog):
+    now = today.now.timestamp()
+    append_request(tmp_path, a_request(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
+    write_draw(tmp_path, Draw(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now))
+    an_hour = {"load_s": 600.0, "compile_s": 0.0, "busy_s": 1000.0, "idle_s": 2000.0}
+    session = EngineSession(
+        session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=now - 3600,
+        last_seen_at=now, num_output_tokens=0, ended=False, usd_per_device_s=0.005, **an_hour,
+    )  # fmt: skip
+    write_session(tmp_path, session)
+    watch, told = make_watch()
+    with caplog.at_level(logging.WARNING):
+        watch.look()
+    assert told == [("team=search", 0.55), ("", 0.9)]
+    assert said(caplog) == [
+        "tag team=search has spent 55 % of its budget of $10 a month: $5.50, and $4.50 are left",
+        "the endpoint has spent 90 % of its budget of $20 a month: $18.00, and $2.00 are left",
+    ]
 
 
 def test_the_state_of_a_budget(tmp_path, spend):

@@ -650,7 +650,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
         async def __call__(self, *what):
             budgets = totals_of(settings["ledger"]).budgets
             left.append(budgets.hold_batch("batch_1", small, 0.2))
-            budgets.settle_batch("batch_1", small, 0)
+            budgets.settle_batch("batch_1", [small], 0)
             await super().__call__(*what)
 
     small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")

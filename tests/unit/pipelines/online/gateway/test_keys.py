@@ -70,7 +70,7 @@ def test_two_keys_of_one_name_are_refused(tmp_path):
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A file of two keys, the ring that looks at it each time, and the keys with their records."""
-    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     alice, bob = new_key("alice"), new_key("bob")
     write_keys(path, [alice[1], bob[1]])
@@ -88,7 +88,7 @@ def test_a_revoked_key_stops_holding_without_a_restart(watched):
 
 
 def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RELOAD_S", 0)
+    monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     _, alice = new_key("alice", budget_usd=1)
     write_keys(path, [alice])
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again_though_it_has_no
     assert ring.find(bob) == b
     write_keys(path, [a])
     with monkeypatch.context() as moment:
-        moment.setattr(module, "read_keys", refuse)
+        moment.setattr(ring._file, "_read", refuse)
         assert ring.find(bob) == b
     assert ring.find(bob) is None
     assert ring.find(alice) == a

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import KeyLimits, Used
@@ -181,7 +182,7 @@ def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, pri
     assert "held by its requests under way" in error.message
     admit(limits, alice, 100)
     assert budgets.hold_batch("batch_1", "alice", 1) == pytest.approx(0.6)
-    budgets.settle_batch("batch_1", "alice", 0)
+    budgets.settle_batch("batch_1", ["alice"], 0)
     settle(limits, first, 1, 0.001)
     admit(limits, alice, 200)
 
@@ -237,7 +238,7 @@ def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limits, budgets):
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
     asyncio.run(limits.require_budget(alice))  # what costs nothing, as an order
     for _ in range(2):
-        budgets.settle_batch("batch_1", "alice", 0.6)
+        budgets.settle_batch("batch_1", ["alice"], 0.6)
     settle(limits, admit(limits, alice), 1, 0.4)
     assert refusal(limits, alice).code == "insufficient_quota"
 
@@ -274,3 +275,45 @@ async def overspend_if_possible(random, limits, budgets, prices):
         dearest_usd = max(dearest_usd, usd)
         settle(limits, permit, 1, usd)
     assert budgets.spent_usd("alice") <= 1 + dearest_usd + beyond_usd
+
+
+@pytest.fixture
+def shared(totals):
+    """A dollar a month of a tag."""
+    with changing_budgets(totals.folder / "budgets.json") as budgets:
+        budgets["team=search"] = SharedBudget(name="team=search", budget_usd=1, budget_every="month")
+
+
+def tagged(limits, record, request_id):
+    return asyncio.run(
+        limits.admit(
+            record, "m", request_id=request_id, prompt_tokens=0, output_tokens=1, tags='{"team": "search", "x": "y"}'
+        )
+    )
+
+
+@pytest.mark.usefixtures("shared")
+def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, prices):
+    prices["m"] = a_price(0.6)
+    alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
+    permit = tagged(limits, alice, "1")
+    with pytest.raises(ApiError, match="the budget of \\$1 a month of team=search is held by its requests") as caught:
+        tagged(limits, bob, "2")
+    assert caught.value.code == "rate_limit_exceeded"
+    assert budgets.hold_request("3", "bob", 0.5, 0.5) is None, "what was refused holds nothing of its key's budget"
+    settle(limits, permit, usd=1.0)
+    with pytest.raises(ApiError, match="of team=search is spent"):
+        tagged(limits, bob, "4")
+    with pytest.raises(ApiError, match="of team=search is spent"):
+        asyncio.run(limits.require_budget(bob, '{"team": "search"}'))
+    admit(limits, bob)
+    assert [budgets.spent_usd(account) for account in ("alice", "team=search", "x=y")] == [1.0, 1.0, 0.0]
+
+
+def test_once_the_endpoints_budget_is_spent_by_its_engines_nobody_gets_in(limits, budgets, totals):
+    with changing_budgets(totals.folder / "budgets.json") as shared:
+        shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
+    admit(limits, key())
+    budgets.know_elsewhere({"*": {1: 4.0, 2: 1.0}}, {})
+    error = refusal(limits, key())
+    assert (error.code, str(error)) == ("insufficient_quota", "the budget of this endpoint is spent")

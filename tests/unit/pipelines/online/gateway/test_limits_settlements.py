@@ -175,7 +175,7 @@ def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(limits, eng
     one = used(engine_account, "batch_1", 40, 26, clock)  # 0.52 USD
     batch = replace(one, usage=replace(one.usage, session_id="batch_1"))
     write_batch(tmp_path / "ledger", batch)
-    totals_of(tmp_path / "ledger").budgets.settle_batch("batch_1", "alice", batch.usd)
+    totals_of(tmp_path / "ledger").budgets.settle_batch("batch_1", ["alice"], batch.usd)
     clock.now += 31
     asyncio.run(limits.catch_up())
     assert totals_of(tmp_path / "ledger").budgets.spent_usd("alice") == batch.usd

@@ -1,0 +1,110 @@
+"""`peagle serve budgets`: the budgets of tags and of a whole endpoint."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from peagle.private import user_path
+
+HELP = """\
+Budgets of tags and of the whole endpoint, for all time or for each day, week or month of UTC. A running endpoint sees
+a change within a second.
+
+  peagle serve budgets set team=search --state runs/serve --budget-usd 500 --every month
+  peagle serve budgets set endpoint --state runs/serve --budget-usd 2000 --every month
+  peagle serve budgets list --state runs/serve
+  peagle serve budgets remove team=search --state runs/serve
+
+A tag's budget pays for requests and batches with that tag, and for the bulk runs that draw on it (`peagle generate
+--tag team=search --draw-on runs/serve`). The endpoint's budget pays for every second of its engines, loading and idling
+included, and for its batches. Keys have budgets of their own: `peagle serve keys`.
+"""
+
+
+def ledger_of(state: Path) -> Path:
+    """The ledger of an endpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from peagle.errors import ConfigError
+
+    ledger = user_path(state) / "ledger"
+    if not ledger.is_dir():
+        raise ConfigError(f"--state {state}: there is no ledger", hint="name the --state folder of `peagle serve`")
+    return ledger
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `peagle serve budgets`."""
+    from pipelines.online.config import ServeConfig
+
+    parser.add_argument("action", choices=list(_ACTIONS))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a tag as KEY=VALUE, or endpoint; list needs none")
+    state = ServeConfig.model_fields["state"].default
+    parser.add_argument(
+        "--state", type=Path, default=state, metavar="PATH", help="--state of the endpoint (default: %(default)s)"
+    )
+    parser.add_argument("--budget-usd", type=float, metavar="X", help="for set: US dollars of each period")
+    parser.add_argument(
+        "--every", choices=["day", "week", "month"], help="for set: the period, in UTC (default: all time)"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """One change, or the list."""
+    from peagle.economics.shared_budgets import BUDGETS_NAME
+    from peagle.errors import ConfigError
+
+    if args.name is None and args.action != "list":
+        raise ConfigError(f"{args.action} needs a tag as KEY=VALUE, or endpoint")
+    if args.action != "set" and (args.budget_usd is not None or args.every is not None):
+        raise ConfigError(f"--budget-usd and --every mean nothing for {args.action}")
+    return _ACTIONS[args.action](user_path(args.state) / "ledger" / BUDGETS_NAME, args)
+
+
+def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from peagle.economics.shared_budgets import changing_budgets, shared_budget
+    from peagle.errors import ConfigError
+    from peagle.files import make_folder
+
+    if args.budget_usd is None:
+        raise ConfigError("set needs --budget-usd")
+    values = {"name": args.name, "budget_usd": args.budget_usd, "budget_every": args.every}
+    budget = shared_budget(values, where="the budget")
+    make_folder(path.parent)
+    with changing_budgets(path) as budgets:
+        budgets[budget.name] = budget
+    print(f"{budget.name}  budget_usd={budget.budget_usd:g}" + (f"  every={args.every}" if args.every else ""))
+    return 0, budget.model_dump()
+
+
+def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from peagle.economics.shared_budgets import changing_budgets
+    from peagle.errors import ConfigError, did_you_mean
+
+    with changing_budgets(path) as budgets:
+        if args.name not in budgets:
+            raise ConfigError(f"there is no budget of {args.name!r}", hint=did_you_mean(args.name, budgets))
+        del budgets[args.name]
+    print(f"{args.name} has no budget any more")
+    return 0, {"name": args.name}
+
+
+def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    from peagle.economics.ledger import SessionReader
+    from peagle.economics.shared_budgets import read_budgets
+    from pipelines.online.gateway.budget_watch import budget_of, look_elsewhere
+    from pipelines.online.totals import Totals
+
+    totals = Totals(ledger_of(args.state))
+    totals.catch_up()
+    look_elsewhere(totals, SessionReader(totals.folder))
+    found = [budget.model_dump() | budget_of(budget, totals.budgets) for budget in read_budgets(path)]
+    for one in found:
+        fields = (f"{name}={value}" for name, value in one.items() if name != "name" and value is not None)
+        print(one["name"], *fields, sep="  ")
+    return 0, {"budgets": found}
+
+
+_ACTIONS = {"set": _set, "list": _list, "remove": _remove}

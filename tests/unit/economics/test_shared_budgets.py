@@ -1,0 +1,63 @@
+from datetime import UTC, datetime
+
+import pytest
+
+from peagle.economics.shared_budgets import (
+    Draw,
+    SharedBudget,
+    changing_budgets,
+    drawn,
+    engines_usd,
+    read_budgets,
+    read_draws,
+    shared_budget,
+    write_draw,
+)
+from peagle.economics.usage import EngineSession
+from peagle.errors import ConfigError
+
+MIDNIGHT = datetime(2026, 11, 30, tzinfo=UTC).timestamp()
+DAY = int(MIDNIGHT // 86_400)
+
+
+def test_budgets_are_kept_by_name_and_what_is_no_budget_is_refused(tmp_path):
+    path = tmp_path / "budgets.json"
+    assert read_budgets(path) == ()
+    for usd in (5.0, 7.0):
+        with changing_budgets(path) as budgets:
+            budgets["team=search"] = SharedBudget(name="team=search", budget_usd=usd, budget_every="week")
+    assert [(one.name, one.budget_usd, one.budget_every) for one in read_budgets(path)] == [
+        ("team=search", 7.0, "week")
+    ]
+    assert shared_budget({"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
+    assert shared_budget({"name": "endpoint", "budget_usd": 1}, where="it").account == "*"
+    for values in ({"name": "search", "budget_usd": 1}, {"name": "team=search", "budget_usd": 0}, 3):
+        with pytest.raises(ConfigError):
+            shared_budget(values, where="it")
+
+
+@pytest.mark.parametrize("text", ["{}", "[{}]", "nothing"])
+def test_a_damaged_file_of_budgets_is_an_error(tmp_path, text):
+    (tmp_path / "budgets.json").write_text(text)
+    with pytest.raises(ConfigError, match="budgets"):
+        read_budgets(tmp_path / "budgets.json")
+
+
+def test_draws_add_up_by_tag_and_day_and_who_is_silent_holds_nothing(tmp_path, caplog):
+    both, search = '{"project": "x", "team": "search"}', '{"team": "search"}'
+    write_draw(tmp_path, Draw(run="a", tags=both, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0))
+    write_draw(tmp_path, Draw(run="b", tags=search, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
+    (tmp_path / "draw-c.json").write_text("{}")
+    spent, held = drawn(read_draws(tmp_path), now=1000.0)
+    assert spent == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
+    assert held == {"project=x": 0.5, "team=search": 0.5}
+    assert "draw-c.json" in caplog.text
+
+
+def test_an_engines_seconds_are_paid_on_the_days_of_its_life():
+    session = EngineSession(
+        session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=MIDNIGHT - 600,
+        last_seen_at=MIDNIGHT + 86_400 + 300, load_s=0.0, compile_s=0.0, busy_s=87_300.0, idle_s=0.0,
+        num_output_tokens=0, ended=False, usd_per_device_s=0.001,
+    )  # fmt: skip
+    assert engines_usd([session, session]) == pytest.approx({DAY - 1: 2.4, DAY: 345.6, DAY + 1: 1.2})

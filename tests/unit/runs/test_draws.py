@@ -1,0 +1,102 @@
+from datetime import UTC, date, datetime
+
+import pytest
+
+from peagle.economics.ledger import append_request
+from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, read_draws, write_draw
+from peagle.errors import ConfigError
+from peagle.runs.draws import TagDraw
+from tests.unit.pipelines.online.ledgers import a_request
+
+SEARCH = '{"team": "search"}'
+DAYS = [date(2026, 11, 30), date(2026, 12, 1)]
+NUMBERS = [(day - date(1970, 1, 1)).days for day in DAYS]
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    """Ten dollars a month of a tag."""
+    path = tmp_path / "ledger"
+    path.mkdir()
+    with changing_budgets(path / "budgets.json") as budgets:
+        budgets["team=search"] = SharedBudget(name="team=search", budget_usd=10, budget_every="month")
+    return path
+
+
+@pytest.fixture
+def today():
+    return [DAYS[0]]
+
+
+@pytest.fixture
+def make_draw(ledger, today, clock):
+    return lambda run="r", tags=SEARCH: TagDraw(ledger, run, tags, monotonic=clock, day=lambda: today[0])
+
+
+def spend(ledger, usd, tags=SEARCH, day=DAYS[0]):
+    at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
+    append_request(ledger, a_request(f"{usd}{at}", usd=usd, tags=tags, started_at=1.0, finished_at=at))
+
+
+def test_requests_other_runs_and_the_run_itself_draw_on_the_tags_budget(ledger, make_draw, clock):
+    draw, other = make_draw(), make_draw("other")
+    assert draw.reached(1.0, 0.5) is None
+    assert other.reached(4.0, 0.5) is None
+    spend(ledger, 3.0)
+    spend(ledger, 50.0, tags='{"team": "ads"}')
+    spend(ledger, 50.0, day=date(2026, 10, 31))
+    clock.now += 5
+    assert draw.reached(1.5, 0.5) is None, "a dollar is left, without the half that the other's end may cost"
+    assert draw.reached(1.5, 1.0) == (
+        "the budget of $10 a month of team=search is reached: $1.00 are left, and ending may cost $1.00; "
+        "it begins anew on 2026-12-01"
+    )
+
+
+def test_it_looks_every_few_seconds_alone(ledger, make_draw, clock):
+    draw = make_draw()
+    assert draw.reached(1.0, 0.5) is None
+    spend(ledger, 20.0)
+    assert draw.reached(1.0, 0.5) is None
+    clock.now += 5
+    assert "$0.00 are left" in draw.reached(1.0, 0.5)
+
+
+def test_what_a_run_costs_counts_once_over_its_attempts_on_the_days_of_each(ledger, make_draw, today):
+    first = make_draw()
+    first.reached(2.0, 0.5)
+    first.end(3.0)
+    today[0] = DAYS[1]
+    again = make_draw()
+    assert again.reached(3.5, 0.5) is None
+    again.end(12.0)
+    (draw,) = read_draws(ledger)
+    assert (dict(draw.usd_by_day), draw.held_usd) == ({NUMBERS[0]: 3.0, NUMBERS[1]: 9.0}, 0.0)
+    assert "is reached: $1.00 are left" in make_draw().reached(12.0, 1.0), "the first three were last month's"
+
+
+def test_a_killed_run_holds_nothing_for_long(ledger, make_draw):
+    write_draw(ledger, Draw(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0))
+    assert make_draw().reached(1.0, 0.5) is None
+
+
+def test_without_a_budget_a_run_goes_on_and_one_that_is_set_later_counts_what_it_cost(ledger, make_draw, clock):
+    draw = make_draw(tags='{"team": "ads"}')
+    assert draw.reached(5.0, 0.5) is None
+    with changing_budgets(ledger / "budgets.json") as budgets:
+        budgets["team=ads"] = SharedBudget(name="team=ads", budget_usd=4)
+    clock.now += 5
+    assert draw.reached(5.0, 0.5).startswith("the budget of $4 of team=ads is reached")
+
+
+def test_a_ledger_that_is_not_there_is_an_error_and_one_that_fails_later_is_not(ledger, make_draw, clock, caplog):
+    with pytest.raises(ConfigError, match="there is no ledger"):
+        TagDraw(ledger / "no", "r", SEARCH)
+    draw = make_draw()
+    draw.reached(1.0, 0.5)
+    (ledger / "budgets.json").write_text("{")
+    clock.now += 5
+    assert draw.reached(9.6, 0.5) is not None, "by the budgets that it saw last"
+    assert "are not seen now" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_draw().reached(1.0, 0.5)
