@@ -39,6 +39,7 @@ COMMANDS = {
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "account for runs: tokens per dollar, acceptance, where the money went",
     "cost": "say what runs and endpoints cost in a period, by key, model, tag or day",
+    "ledger compact": "put the many small files of a ledger into few, beside whoever writes it",
     "prices": "list the prices of machines, each with its date and source",
     "models": "list the catalog, or show one model's card",
     "models add": "put a drafter head into your catalog",

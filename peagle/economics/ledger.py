@@ -5,19 +5,21 @@
     requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
                            (of a batch: one line for all of it, written once)
 
+`peagle ledger compact` puts files of processes that have ended together (`segments.py`, `compaction.py`).
+
 Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
 cost is `account.py`.
 """
 
-import hashlib
 import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
+from peagle.economics.segments import BEATS, REQUESTS, Segment, listed, look_again, segment_of, segments
 from peagle.economics.sessions import session_at, session_since, sessions_from_table, sessions_to_table
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.errors import PeagleError
@@ -29,17 +31,21 @@ SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
 _TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
 _PIECE_BYTES = 64 * 1024  # of a file that is read from its end
 _CLOCKS_S = 60.0  # so far apart two machines' clocks may be
-_MARK_BYTES = 4096  # before a place in a file, by which it is known again: some lines, each with an id of its own
 _log = logging.getLogger(__name__)
 
 
 def write_session(folder: Place, session: EngineSession) -> None:
     """Replace the heartbeat of one engine process."""
+    write_atomic(folder / f"session-{session.session_id}.parquet", sessions_bytes([session]))
+
+
+def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
+    """A file of sessions."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
-    pq.write_table(sessions_to_table([session]), sink)
-    write_atomic(folder / f"session-{session.session_id}.parquet", sink.getvalue())
+    pq.write_table(sessions_to_table(sessions), sink)
+    return sink.getvalue()
 
 
 def read_sessions(folder: Place) -> list[EngineSession]:
@@ -48,11 +54,30 @@ def read_sessions(folder: Place) -> list[EngineSession]:
     Raises:
         PeagleError: a file is no such record.
     """
-    paths = sorted(folder.glob(SESSION_FILES), key=lambda path: path.name)
-    return [session for path in paths for session in _sessions(path)]
+    return look_again(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
-def _sessions(path: Place) -> list[EngineSession]:
+def session_files(folder: Place) -> list[Place]:
+    """The files of heartbeats, by name."""
+    return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
+
+
+def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
+    """Each session once, though it is in two files while they are put together."""
+    found: dict[str, EngineSession] = {}
+    for session in sessions:
+        before = found.get(session.session_id)
+        if before is None or before.last_seen_at < session.last_seen_at:
+            found[session.session_id] = session
+    return list(found.values())
+
+
+def sessions_of(path: Place) -> list[EngineSession]:
+    """The sessions of one file.
+
+    Raises:
+        PeagleError: it is no such record.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -88,14 +113,17 @@ class SessionReader:
         Raises:
             PeagleError: a file is no such record.
         """
+        return look_again(self._all)
+
+    def _all(self) -> list[EngineSession]:
         known = {}
-        for path in sorted(self._folder.glob(SESSION_FILES)):
+        for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat is a new file
             before = self._known.get(path)
-            known[path] = before if before and before[0] == version else (version, _sessions(path))
+            known[path] = before if before and before[0] == version else (version, sessions_of(path))
         self._known = known
-        return [session for _, sessions in known.values() for session in sessions]
+        return latest(session for _, sessions in known.values() for session in sessions)
 
     def then(self, session: EngineSession, moment: float) -> EngineSession:
         """A session as it stood at a Unix time of its life."""
@@ -120,21 +148,22 @@ def session_then(folder: Place, session: EngineSession, moment: float) -> Engine
     Args:
         folder: of the ledger.
     """
-    path = folder / f"beats-{session.session_id}.jsonl"
-    earlier, later = _beats_around(path, moment) if path.exists() else (None, None)
+    beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
+    earlier, later = _beats_around(beats, moment) if beats else (None, None)
     ends = [one for one in (later, session) if one is not None and one.last_seen_at > moment]
     after = min(ends, key=lambda one: one.last_seen_at, default=session)
     return after if after.last_seen_at <= moment else session_at(moment, earlier, after)
 
 
-def _beats_around(path: Place, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
+def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
     """The last heartbeat until a Unix time and the first one after it, by bisection."""
     earlier = later = None
-    with open_to_read(path) as file:
-        low, high = 0, file.seek(0, io.SEEK_END)  # lines that begin before `low` are earlier, from `high` on later
+    with open_to_read(beats.path) as file:
+        # Lines that begin before `low` are earlier, from `high` on later.
+        low, high = beats.begin, beats.begin + beats.size_now()
         while low < high:
             middle = (low + high) // 2
-            start, end, beat = _beat_from(path, file, middle)
+            start, end, beat = _beat_from(beats.path, file, middle)
             if beat is None or start >= high:
                 high = middle
             elif beat.last_seen_at <= moment:
@@ -157,12 +186,12 @@ def _beat_from(path: Place, file: BinaryIO, position: int) -> tuple[int, int, En
             return start, start + len(line), beat
 
 
-def _lines_backwards(path: Path, end: int) -> Iterator[bytes]:
-    """The lines of a file backwards from a byte before which one ends."""
-    with path.open("rb") as file:
-        start, rest = end - 1, b""  # without that line's end
-        while start > 0:
-            size = min(start, _PIECE_BYTES)
+def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
+    """The lines of a segment backwards from a byte of it before which one ends."""
+    with open_to_read(segment.path) as file:
+        start, rest = segment.begin + end - 1, b""  # without that line's end
+        while start > segment.begin:
+            size = min(start - segment.begin, _PIECE_BYTES)
             start -= size
             file.seek(start)
             rest, *lines = (file.read(size) + rest).split(b"\n")
@@ -240,7 +269,7 @@ class RequestReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read_bytes: dict[Path, int] = {}
+        self._read_bytes: dict[str, int] = {}  # by segment
 
     def new(self) -> list[RequestUsage]:
         """The requests since the last call, all at once.
@@ -259,22 +288,26 @@ class RequestReader:
 
         A line without its end is left for the next call; an invalid record is logged and left out.
         """
-        for path in sorted(self._folder.glob(REQUEST_FILES)):
-            with path.open("rb") as file:
-                position = file.seek(self._read_bytes.get(path, 0))
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    position += len(line)
-                    self._read_bytes[path] = position
-                    yield from readable(path, [line], RequestUsage.from_json)
+        is_whole = False
+        while not is_whole:
+            is_whole = True
+            for segment in segments(self._folder, REQUESTS):
+                position = self._read_bytes.get(segment.name, 0)
+                try:
+                    for line in segment.lines(position):
+                        position += len(line)
+                        self._read_bytes[segment.name] = position
+                        yield from readable(segment.path, [line], RequestUsage.from_json)
+                except FileNotFoundError:  # it has gone into another file
+                    is_whole = False
 
     def again(self, since: float) -> Iterator[RequestUsage]:
         """Earlier requests that ended after a Unix time, from the end of each file."""
-        for path, position in list(self._read_bytes.items()):
-            if path.stat().st_mtime < since - _CLOCKS_S:
+        for segment in segments(self._folder, REQUESTS):
+            position, path = self._read_bytes.get(segment.name, 0), cast(Path, segment.path)
+            if not position or path.stat().st_mtime < since - _CLOCKS_S:
                 continue
-            for request in readable(path, _lines_backwards(path, position), RequestUsage.from_json):
+            for request in readable(path, _lines_backwards(segment, position), RequestUsage.from_json):
                 if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly in the order of their ends
                     break
                 if request.usage.finished_at >= since:
@@ -286,7 +319,11 @@ class RequestReader:
         Raises:
             OSError: a file cannot be read.
         """
-        return {path.name: (position, _mark(path, position)) for path, position in self._read_bytes.items()}
+        there = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
+        gone = self._read_bytes.keys() - there.keys()
+        if gone:
+            raise FileNotFoundError(f"{self._folder}: {min(gone)} is gone")
+        return {name: (position, there[name].mark(position)) for name, position in self._read_bytes.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
         """Go on where another reader of this ledger was.
@@ -295,15 +332,10 @@ class RequestReader:
         something else at that place.
         """
         try:
-            if any(_mark(self._folder / name, position) != mark for name, (position, mark) in marks.items()):
+            there = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
+            if any(there[name].mark(position) != mark for name, (position, mark) in marks.items()):
                 return False
-        except OSError:
+        except (OSError, KeyError, PeagleError):
             return False
-        self._read_bytes = {self._folder / name: position for name, (position, _) in marks.items()}
+        self._read_bytes = {name: position for name, (position, _) in marks.items()}
         return True
-
-
-def _mark(path: Path, position: int) -> str:
-    with path.open("rb") as file:
-        start = file.seek(max(0, position - _MARK_BYTES))
-        return hashlib.sha256(file.read(position - start)).hexdigest()

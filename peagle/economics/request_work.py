@@ -4,11 +4,13 @@ A month may have a million lines. They are parsed and added up as columns; a pie
 ours is read line by line as `RequestReader` reads it, and that line is left out.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from peagle.economics.ledger import REQUEST_FILES, readable
+from peagle.economics.ledger import readable
+from peagle.economics.segments import REQUESTS, Segment, segments
 from peagle.economics.spending import DAY_S, Whose, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import VERSION, RequestUsage
@@ -49,18 +51,58 @@ class WorkReader:
         Raises:
             OSError: a file cannot be read.
         """
-        for path in sorted(self._folder.glob(REQUEST_FILES), key=lambda path: path.name):
-            with open_to_read(path) as file:
-                file.seek(self._read_bytes[path.name])
-                for piece in _pieces(file):
-                    self._read_bytes[path.name] += len(piece)
-                    yield from _of_piece(path, piece)
+        is_whole = False
+        while not is_whole:
+            is_whole = True
+            for stretch in self._unread():
+                try:
+                    yield from self._read(stretch)
+                except FileNotFoundError:  # it has gone into another file
+                    is_whole = False
+
+    def _unread(self) -> list[list[Segment]]:
+        """The segments to be read; those that lie one after the other in one file are together."""
+        stretches: list[list[Segment]] = []
+        for segment in sorted(segments(self._folder, REQUESTS), key=lambda one: (one.path.name, one.begin)):
+            num_read = self._read_bytes[segment.name]
+            if segment.size is not None and num_read >= segment.size:
+                continue
+            last = stretches[-1][-1] if stretches else segment
+            is_next = last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
+            if is_next and not num_read:
+                stretches[-1].append(segment)
+            else:
+                stretches.append([segment])
+        return stretches
+
+    def _read(self, stretch: list[Segment]) -> Iterator[tuple[Whose, Work]]:
+        first, last = stretch[0], stretch[-1]
+        begin = first.begin + self._read_bytes[first.name]
+        with open_to_read(first.path) as file:
+            file.seek(begin)
+            for piece in _pieces(file, None if last.size is None else last.begin + last.size - begin):
+                self._note(stretch, len(piece))
+                yield from _of_piece(first.path, piece)
+
+    def _note(self, stretch: list[Segment], num_bytes: int) -> None:
+        """So many bytes more are read."""
+        for segment in stretch:
+            part = num_bytes
+            if segment.size is not None:
+                part = min(num_bytes, segment.size - self._read_bytes[segment.name])
+            self._read_bytes[segment.name] += part
+            num_bytes -= part
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Whole lines of a file, some megabytes at a time; a torn last one is left out."""
-    rest = b""
-    while data := file.read(_PIECE_BYTES):
+def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
+    """Whole lines of a file, some megabytes at a time; a torn last one is left out.
+
+    Args:
+        num_bytes: of them; None is to the file's end.
+    """
+    rest, left = b"", math.inf if num_bytes is None else num_bytes
+    while data := file.read(int(min(_PIECE_BYTES, left))):
+        left -= len(data)
         lines, end, rest = (rest + data).rpartition(b"\n")
         if end:
             yield lines + end

@@ -131,9 +131,9 @@ def shared_budget(values: Any, *, where: str) -> SharedBudget:
 
 @contextlib.contextmanager
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
-    """The budgets of a file by name; as they are at the end of the `with`, they are written.
+    """The budgets of a file by name, to change.
 
-    Whoever else changes it waits.
+    As they are at the end of the `with`, they are written. Whoever else changes it waits.
 
     Raises:
         ConfigError: as `read_budgets`, or it cannot be written.
@@ -199,7 +199,9 @@ def read_draws(ledger: Path) -> list[Draw]:
 
 
 def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
-    """What runs have spent by account and day, and what those at work hold.
+    """The dollars that runs have spent, by account and day, and that they hold.
+
+    A run that is not at work holds nothing.
 
     Args:
         now: Unix time.

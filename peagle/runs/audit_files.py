@@ -202,7 +202,7 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
             audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
             continue
         for session in read:
-            if session.session_id in sessions:
+            if sessions.get(session.session_id, session) != session:  # equal: they are being put together
                 audit.add("ledger", f"ledger/{name}", f"engine process {session.session_id} is there twice")
             sessions[session.session_id] = session
     return sessions

@@ -111,7 +111,7 @@ class TagDraw:
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 
     def _tell(self, spent_usd: float, held_usd: float) -> None:
-        """What is new counts on this day."""
+        """Write what the run has cost; the part that is new counts on this day."""
         days = dict(self._own.usd_by_day)
         day = day_number(self._day())
         days[day] = days.get(day, 0.0) + max(0.0, spent_usd - sum(days.values()))

@@ -48,13 +48,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         ConfigError: a source is neither a run nor an endpoint's state, or there is none.
         PeagleError: a file is damaged.
     """
-    runs, states, others = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
-    missing = [source for source in sources if not _is_glob(source) and not place(source).is_dir()]
-    if missing or not (runs or states):
-        raise ConfigError(
-            f"there is no run and no endpoint's state at {', '.join(missing or sources)}",
-            hint="name run directories (they hold run.json) or --state folders of `peagle serve` (they hold ledger/)",
-        )
+    runs, states, others = _found(sources)
     endpoints = [_endpoint(name, folder) for name, folder in states.items()]
     billed = {whose.session_id for ledger in endpoints for whose in ledger.work}
     own = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
@@ -69,6 +63,32 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
     ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in own.items()]
     return Found(ledgers=tuple(ledgers), notes=tuple(notes))
+
+
+def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
+    """The folders of the ledgers of all sources, each once, by the source's name.
+
+    Raises:
+        ConfigError: as `find_ledgers`.
+    """
+    runs, states, _ = _found(sources)
+    return {name: run.ledger for name, run in runs.items()} | {name: one / "ledger" for name, one in states.items()}
+
+
+def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
+    """Runs, endpoints' states, and the names of folders that hold neither.
+
+    Raises:
+        ConfigError: as `find_ledgers`.
+    """
+    found = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
+    missing = [source for source in sources if not _is_glob(source) and not place(source).is_dir()]
+    if missing or not (found[0] or found[1]):
+        raise ConfigError(
+            f"there is no run and no endpoint's state at {', '.join(missing or sources)}",
+            hint="name run directories (they hold run.json) or --state folders of `peagle serve` (they hold ledger/)",
+        )
+    return found
 
 
 def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:

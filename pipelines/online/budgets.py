@@ -82,14 +82,21 @@ class Budgets:
                 self.read_batches.add(request.request_id)
 
     def know_elsewhere(self, spent: ByDay, held: Mapping[str, float]) -> None:
-        """Take what engines and bulk runs have spent until now, and hold, in place of what was known of them."""
+        """Replace what is known of engines and bulk runs.
+
+        Args:
+            spent: by them until now.
+            held: by account.
+        """
         with self._lock:
             self._elsewhere, self._held_elsewhere = spent, held
 
     # --- requests
 
     def allowed_usd(self, account: str, budget_usd: float | None, every: Every | None) -> float | None:
-        """All that an account may ever have spent by the end of this period; None is no limit.
+        """All that an account may ever have spent by the end of this period.
+
+        None is no limit.
 
         Args:
             every: the period of its budget; None is all time.
@@ -103,7 +110,10 @@ class Budgets:
             return budget_usd + sum(usd for days in spent for day, usd in days.items() if day < first)
 
     def refusal(self, account: str, budget_usd: float | None, *, is_free: bool = False) -> Refusal | None:
-        """Why nothing, or nothing that costs anything, may begin on this account; None if it may."""
+        """Why nothing may begin on this account, or nothing that costs anything.
+
+        None if it may.
+        """
         with self._lock:
             refusal = self._refusal(account, budget_usd)
             return None if is_free and refusal == "held by a batch" else refusal
@@ -228,7 +238,10 @@ def _add(by_day: ByDay, account: str, day: int, usd: float) -> None:
 
 
 def _names(account: str) -> set[str]:
-    """The names under which an account's spending is found: a key's older records have its name alone."""
+    """The names under which an account's spending is found.
+
+    A key's older records have its name alone.
+    """
     return {account} if "=" in account else {account, account.partition(" ")[0]}
 
 

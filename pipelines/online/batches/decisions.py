@@ -115,17 +115,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
 def _run_config(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:
     """The keys of a batch's run, its input, output and budget aside."""
     config = settings.recipes[model].config
-    return {**config, **_sampling(order, settings, model), "tags": _tags(order, config)}
-
-
-def batch_tags(batch: Batch, settings: BatchSettings) -> dict[str, str]:
-    """The tags of a batch: its key's, and before them the endpoint's."""
-    recipe = settings.recipes.get(batch.progress.model or "")
-    return _tags(batch.order, recipe.config if recipe else {})
-
-
-def _tags(order: Order, config: Mapping[str, Any]) -> dict[str, str]:
-    return {**config.get("tags", {}), **order.key.tags}
+    return {**config, **_sampling(order, settings, model), "tags": settings.tags(model, order.key)}
 
 
 def _sampling(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:

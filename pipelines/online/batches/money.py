@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import RequestUsage
-from pipelines.online.batches.decisions import batch_tags
 from pipelines.online.batches.records import Batch
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.budgets import account_of, accounts_of
@@ -30,7 +29,7 @@ class BatchMoney:
 
     def payers(self, batch: Batch) -> list[Payer]:
         """Its key, its tags and the endpoint, those of them that have a budget."""
-        key, tags = batch.order.key, tags_to_text(batch_tags(batch, self._settings))
+        key, tags = batch.order.key, tags_to_text(self._settings.tags(batch.progress.model, batch.order.key))
         own: list[Payer] = [key] if key.budget_usd is not None else []
         return [*own, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
 

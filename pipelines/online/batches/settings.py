@@ -82,6 +82,11 @@ class BatchSettings:
     max_line_bytes: int = MIB
     shares: KeyShares = field(default_factory=KeyShares)
 
+    def tags(self, model: str | None, key: KeyRecord) -> dict[str, str]:
+        """The tags of a batch: the endpoint's, and over them its key's."""
+        recipe = self.recipes.get(model or "")
+        return {**(recipe.config.get("tags", {}) if recipe else {}), **key.tags}
+
 
 _ENVELOPE_BYTES = 4096  # what a line of a batch has around its body
 _ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}

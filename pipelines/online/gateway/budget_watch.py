@@ -31,7 +31,7 @@ _log = logging.getLogger("ray.serve")
 
 
 def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
-    """The dollars that are spent of an account, in this period of its budget where it has one.
+    """The dollars that are spent of an account, in its budget's period if it has one.
 
     Returns:
         `spent_usd`; with a budget also `left_usd`, `used` (its share, 1.0 where nothing is left) and `alert` (the
@@ -55,7 +55,7 @@ def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 
 def look_elsewhere(totals: Totals, sessions: SessionReader) -> None:
-    """Tell a ledger's budgets what engines have cost, and what bulk runs draw and hold.
+    """Tell a ledger's budgets what engines cost, and what bulk runs draw and hold.
 
     Raises:
         OSError, PeagleError: a file cannot be read.

@@ -128,7 +128,7 @@ class KeyLimits:
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
-        """Refuse free actions, such as a file or an order, where a budget that would pay is spent.
+        """Refuse free actions, such as a file or an order, once a budget is spent.
 
         Args:
             tags: as `admit`.

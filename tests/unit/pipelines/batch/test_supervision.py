@@ -281,4 +281,4 @@ def test_a_run_stops_for_its_tags_budget_and_tells_what_it_cost_at_its_end(start
     supervisor.close()
     spent_usd, reserve_usd = draw.seen[0]
     assert draw.seen[-1] == spent_usd == supervisor.tally.usd > 0
-    assert reserve_usd == pytest.approx(37 * 36 / 3600 * supervisor._resolved.placement.num_devices / HERE.num_cpus)
+    assert reserve_usd == pytest.approx(one_engine_usd(supervisor))

@@ -72,6 +72,7 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
 def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
     async def asked():
         one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+        one._shared = SharedBudgets(tmp_path)
         one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
         one._ring = None
         app = FastAPI()

@@ -1,0 +1,177 @@
+"""Many small files of a ledger put into few, beside whoever writes and reads it.
+
+    new file, whole  ->  old files deleted
+
+Killed at any moment it leaves a ledger that says the same: readers find each process's lines once (`segments.py`), and
+each session once. Running it again finishes the work. Only files of processes that have ended are taken: those that
+said so an hour ago, and those of which nothing was heard for a day. A file that has changed meanwhile stays.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from peagle.economics.ledger import (
+    latest,
+    read_sessions,
+    readable,
+    session_files,
+    sessions_bytes,
+    sessions_of,
+)
+from peagle.economics.segments import (
+    BEATS,
+    INDEX,
+    MERGED,
+    REQUESTS,
+    Files,
+    Segment,
+    files_of,
+    goes_on,
+    index_bytes,
+    listed,
+    placed,
+)
+from peagle.economics.usage import EngineSession, RequestUsage
+from peagle.storage import Place, remove, write_atomic
+
+_ENDED_S = 3600.0
+_SILENT_S = 86_400.0
+_SMALL_BYTES = 64 * 2**20  # larger files stay as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted:
+    """How many files a ledger had, and has."""
+
+    num_before: int
+    num_after: int
+
+
+def compact(ledger: Place, now: float) -> Compacted:
+    """Put the small files of a ledger together.
+
+    Args:
+        now: Unix time.
+
+    Raises:
+        FileNotFoundError: another compaction is at work.
+        PeagleError: a file is damaged.
+        OSError, StorageError: it cannot be written.
+    """
+    num_before = _num_files(ledger)
+    sessions = {session.session_id: session for session in read_sessions(ledger)}
+    for kind in (REQUESTS, BEATS):
+        _compact_lines(ledger, kind, sessions, now)
+    _compact_sessions(ledger, now)
+    return Compacted(num_before=num_before, num_after=_num_files(ledger))
+
+
+def _num_files(ledger: Place) -> int:
+    return sum(len(listed(ledger, kind)) for kind in (REQUESTS, BEATS, "session"))
+
+
+# --- lines
+
+
+def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
+    files = files_of(ledger, kind)
+    _remove_leftovers(files)
+    there = placed(files)
+    small = [path for path in files.merged if path.stat().st_size < _SMALL_BYTES]
+    chosen = [
+        segment
+        for segment in there.values()
+        if segment.path in small
+        or (segment.size is None and segment.size_now() < _SMALL_BYTES and _has_ended(segment, kind, sessions, now))
+    ]
+    if len({segment.path.name for segment in chosen}) < 2:
+        return
+    written, copied = set[str](), list[tuple[Segment, int]]()
+    for group in _groups(chosen):
+        name, sizes = _put_together(ledger, kind, group)
+        written.add(name)
+        copied += zip(group, sizes, strict=True)
+    for segment, size in copied:
+        if segment.size is None and segment.size_now() == size:
+            remove(segment.path)
+    for path in small:
+        if path.name not in written:
+            remove(ledger / (path.name + INDEX))
+            remove(path)
+
+
+def _put_together(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
+    """Write the merged file of these segments.
+
+    Returns:
+        Its name, and the bytes that each segment had, a torn last line included.
+    """
+    parts = [segment.read() for segment in group]
+    whole = [part[: part.rfind(b"\n") + 1] for part in parts]
+    index = index_bytes([(segment.name, len(part)) for segment, part in zip(group, whole, strict=True)])
+    data = b"".join(whole)
+    name = f"{kind}-{MERGED}{hashlib.sha256(index + data).hexdigest()[:32]}.jsonl"
+    write_atomic(ledger / (name + INDEX), index)
+    write_atomic(ledger / name, data)
+    return name, [len(part) for part in parts]
+
+
+def _remove_leftovers(files: Files) -> None:
+    """Delete what a compaction that was killed would have deleted next."""
+    for orphan in files.orphans:
+        remove(orphan)
+    merged = {segment.name: segment for members in files.merged.values() for segment in members}
+    for name, path in list(files.own.items()):
+        segment = merged.get(name)
+        if segment and path.stat().st_size == segment.size_now() and goes_on(path, segment):
+            remove(path)
+            del files.own[name]
+
+
+def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
+    """Segments for one merged file each: it is no longer small when it is full."""
+    group: list[Segment] = []
+    num_bytes = 0
+    for segment in chosen:
+        group.append(segment)
+        num_bytes += segment.size_now()
+        if num_bytes >= _SMALL_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession], now: float) -> bool:
+    """Whether nobody appends to a file any more.
+
+    A batch's is written once, and no session is of its name.
+    """
+    session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
+    if session := sessions.get(session_id):
+        return _is_over(session, now)
+    requests = readable(segment.path, segment.lines(0), RequestUsage.from_json) if kind == REQUESTS else ()
+    return max((request.usage.finished_at for request in requests), default=now) < now - _SILENT_S
+
+
+def _is_over(session: EngineSession, now: float) -> bool:
+    return session.last_seen_at < now - (_ENDED_S if session.ended else _SILENT_S)
+
+
+# --- sessions
+
+
+def _compact_sessions(ledger: Place, now: float) -> None:
+    """Put the last heartbeats of engines that have ended into one file."""
+    before = {path: path.read_bytes() for path in session_files(ledger)}
+    found = {path: sessions_of(path) for path in before}
+    over = [path for path, sessions in found.items() if all(_is_over(session, now) for session in sessions)]
+    if len(over) < 2:
+        return
+    data = sessions_bytes(latest(session for path in over for session in found[path]))
+    name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
+    write_atomic(ledger / name, data)
+    for path in over:
+        if path.name != name and path.read_bytes() == before[path]:
+            remove(path)

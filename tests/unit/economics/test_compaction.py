@@ -1,0 +1,231 @@
+"""Ledgers whose files are put together: at each moment at which that may be killed they say the same."""
+
+import threading
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from peagle.economics import compaction
+from peagle.economics.compaction import compact
+from peagle.economics.ledger import (
+    RequestReader,
+    SessionReader,
+    append_beat,
+    append_request,
+    read_sessions,
+    session_then,
+    write_batch,
+    write_session,
+)
+from peagle.economics.request_work import WorkReader, read_work
+from peagle.economics.usage import EngineSession
+from peagle.errors import PeagleError
+from peagle.storage import place, write_atomic
+from tests.unit.pipelines.online.ledgers import a_request
+
+DAY_S = 86_400.0
+NOW = 100 * DAY_S
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def a_session(session_id, *, end, life_s=120.0, ended=True):
+    return EngineSession(
+        session_id=session_id, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=end - life_s,
+        last_seen_at=end, load_s=0.0, compile_s=0.0, busy_s=life_s, idle_s=0.0, num_output_tokens=int(life_s),
+        ended=ended, usd_per_device_s=0.01,
+    )  # fmt: skip
+
+
+def write_engine(folder, session_id, *, end, num_requests=5, ended=True):
+    """An engine of two minutes, with a heartbeat after the first."""
+    append_beat(folder, a_session(session_id, end=end - 60, life_s=60.0, ended=False))
+    append_beat(folder, a_session(session_id, end=end, ended=ended))
+    write_session(folder, a_session(session_id, end=end, ended=ended))
+    for number in range(num_requests):
+        add_request(folder, session_id, number, end)
+
+
+def add_request(folder, session_id, number, end):
+    append_request(
+        folder, a_request(f"{session_id}-{number}", session_id=session_id, usd=1.0, started_at=1.0, finished_at=end)
+    )
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    """An engine that ended, one that was killed with a torn line, a batch; and two that may yet write."""
+    write_engine(tmp_path, "a", end=NOW - 7200)
+    write_engine(tmp_path, "killed", end=NOW - 2 * DAY_S, ended=False)
+    with (tmp_path / "requests-killed.jsonl").open("ab") as file:
+        file.write(b'{"version": 1, "reque')
+    batch = a_request("batch_1", session_id="batch_1", usd=7.0, started_at=1.0, finished_at=NOW - 2 * DAY_S)
+    write_batch(tmp_path, batch)
+    write_engine(tmp_path, "silent", end=NOW - 7200, ended=False)
+    write_engine(tmp_path, "just ended", end=NOW - 60)
+    return tmp_path
+
+
+def said(folder):
+    """All that readers say of a ledger."""
+    sessions = sorted(read_sessions(folder), key=lambda one: one.session_id)
+    return (
+        sorted(one.request_id for one in RequestReader(folder).new()),
+        read_work(folder),
+        sessions,
+        sorted(SessionReader(folder).all(), key=lambda one: one.session_id),
+        [session_then(folder, one, one.last_seen_at - seconds) for one in sessions for seconds in (30, 60, 90)],
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_files_of_what_has_ended_become_three_and_nothing_changes(ledger):
+    before = said(ledger)
+    assert len(before[0]) == 21
+    done = compact(ledger, NOW)
+    assert (done.num_before, done.num_after) == (13, 11)
+    assert said(ledger) == before
+    assert [name for name in names(ledger) if "merged" not in name] == [
+        f"{kind}-{name}.{ending}"
+        for kind, ending in (("beats", "jsonl"), ("requests", "jsonl"), ("session", "parquet"))
+        for name in ("just ended", "silent")
+    ]
+    assert compact(ledger, NOW) == replace(done, num_before=11), "there is nothing left to do"
+
+
+def test_later_files_join_the_earlier_ones(ledger):
+    compact(ledger, NOW)
+    before = said(ledger)
+    done = compact(ledger, NOW + 2 * DAY_S)
+    assert (done.num_after, said(ledger)) == (5, before)
+
+
+def steps_of(monkeypatch, kill_at):
+    """Kill the process before that step that changes a file; how many there were is counted in the list."""
+    done = []
+    for name in ("write_atomic", "remove"):
+        real = getattr(compaction, name)
+
+        def step(*arguments, real=real):
+            if len(done) == kill_at:
+                raise Killed
+            done.append(arguments[0].name)
+            real(*arguments)
+
+        monkeypatch.setattr(compaction, name, step)
+    return done
+
+
+def test_it_may_be_killed_before_each_step_and_be_run_again(ledger, tmp_path_factory, monkeypatch):
+    before = said(ledger)
+    with monkeypatch.context() as patch:
+        steps = steps_of(patch, None)
+        compact(copied(ledger, tmp_path_factory.mktemp("whole")), NOW)
+    assert len(steps) == 12, "five files are written, and seven deleted"
+    for kill_at in range(len(steps)):
+        folder = copied(ledger, tmp_path_factory.mktemp("killed"))
+        reader, work = RequestReader(folder), WorkReader(folder)
+        first = next(reader.each())
+        assert sum(one.num_requests for _, one in work.new()) == 21
+        with monkeypatch.context() as patch:
+            steps_of(patch, kill_at)
+            with pytest.raises(Killed):
+                compact(folder, NOW)
+        assert said(folder) == before, f"killed before step {kill_at}"
+        assert sorted([first.request_id, *(one.request_id for one in reader.new())]) == before[0]
+        add_request(folder, "silent", 99, NOW)
+        assert sum(one.num_requests for _, one in work.new()) == 1
+        restarted = RequestReader(folder)
+        assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
+        assert [one.request_id for one in restarted.new()] == ["silent-99"]
+        compact(folder, NOW)
+        assert len(said(folder)[0]) == 22
+        assert len([name for name in names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
+
+
+def copied(ledger, folder):
+    for path in ledger.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_process_that_goes_on_after_a_day_loses_nothing(ledger):
+    compact(ledger, NOW)
+    reader, work = RequestReader(ledger), WorkReader(ledger)
+    assert (len(reader.new()), sum(one.num_requests for _, one in work.new())) == (21, 21)
+    for number in range(20, 22):
+        add_request(ledger, "killed", number, NOW)
+    assert [one.request_id for one in reader.new()] == ["killed-20", "killed-21"]
+    assert sum(one.num_requests for _, one in work.new()) == 2
+    write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
+    assert {one.session_id: one.busy_s for one in read_sessions(ledger)}["killed"] == 200.0
+    before = said(ledger)
+    compact(ledger, NOW + 2 * DAY_S)
+    assert (said(ledger), reader.new(), list(work.new())) == (before, [], [])
+
+
+def test_what_grows_while_it_is_put_together_stays(ledger, monkeypatch):
+    real = compaction.write_atomic
+
+    def write(path, data):
+        real(path, data)
+        if path.name.endswith(".jsonl"):
+            with (ledger / "requests-a.jsonl").open("ab") as file:
+                file.write(a_request("late", session_id="a").to_json() + b"\n")
+            monkeypatch.setattr(compaction, "write_atomic", real)
+
+    monkeypatch.setattr(compaction, "write_atomic", write)
+    compact(ledger, NOW)
+    assert "requests-a.jsonl" in names(ledger)
+    assert len(RequestReader(ledger).new()) == 22
+    assert sum(work.num_requests for work in read_work(ledger).values()) == 22
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_readers_beside_it_miss_nothing_and_count_nothing_twice(tmp_path, seed):
+    random, stop, found = Random(seed), threading.Event(), []
+    reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
+
+    def compact_often():
+        clock = NOW
+        while not stop.is_set():
+            clock += DAY_S
+            compact(tmp_path, clock)
+
+    thread = threading.Thread(target=compact_often)
+    write_engine(tmp_path, "first", end=NOW - 7200)
+    thread.start()
+    for number in range(12):
+        write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
+        found += [one.request_id for one in reader.new()]
+        num_work += sum(one.num_requests for _, one in work.new())
+        assert len(read_sessions(tmp_path)) == number + 2
+    stop.set()
+    thread.join()
+    found += [one.request_id for one in reader.new()]
+    assert sorted(found) == sorted(one.request_id for one in RequestReader(tmp_path).new())
+    assert len(set(found)) == len(found) == num_work + sum(one.num_requests for _, one in work.new())
+
+
+def test_a_ledger_on_s3(ledger, s3):
+    folder = place("s3://bucket/serve/ledger")
+    for path in ledger.iterdir():
+        write_atomic(folder / path.name, path.read_bytes())
+    before, sessions = read_work(folder), read_sessions(folder)
+    done = compact(folder, NOW)
+    assert (done.num_before, done.num_after) == (13, 11)
+    assert read_work(folder) == before
+    assert sorted(read_sessions(folder), key=str) == sorted(sessions, key=str)
+
+
+def test_a_damaged_index_is_an_error(ledger):
+    (ledger / "requests-merged-x.jsonl").write_bytes(b"")
+    (ledger / "requests-merged-x.jsonl.index").write_text("{}")
+    with pytest.raises(PeagleError, match="is damaged"):
+        read_work(ledger)

@@ -1,0 +1,15 @@
+from jobs import cli
+from peagle.economics.ledger import write_batch
+from tests.unit.pipelines.online.ledgers import a_request
+
+
+def test_it_names_each_ledger_with_its_files_and_refuses_what_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        name = f"batch_{number}"
+        write_batch(tmp_path / "serve" / "ledger", a_request(name, session_id=name))
+    assert cli.run(["ledger", "compact", "serve"]) == 0
+    assert capsys.readouterr().out == "serve: 20 files, now 2\n"
+    assert len(list((tmp_path / "serve" / "ledger").iterdir())) == 2
+    assert cli.run(["ledger", "compact", "nothing"]) == 2
+    assert "no run and no endpoint's state at nothing" in capsys.readouterr().err
