@@ -61,7 +61,7 @@ class WorkReader:
                     is_whole = False
 
     def _unread(self) -> list[list[Segment]]:
-        """The segments to be read; those that lie one after the other in one file are together."""
+        """The segments to be read, together where they follow each other in a file."""
         stretches: list[list[Segment]] = []
         for segment in sorted(segments(self._folder, REQUESTS), key=lambda one: (one.path.name, one.begin)):
             num_read = self._read_bytes[segment.name]

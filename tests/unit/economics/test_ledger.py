@@ -131,8 +131,8 @@ def test_a_session_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch)
     write_session(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, session_id="t"))
     reader = SessionReader(tmp_path)
-    read, as_it_was = [], ledger._sessions
-    monkeypatch.setattr(ledger, "_sessions", lambda path: read.append(path.name) or as_it_was(path))
+    read, as_it_was = [], ledger.sessions_of
+    monkeypatch.setattr(ledger, "sessions_of", lambda path: read.append(path.name) or as_it_was(path))
     sessions_before = reader.all()
     assert read == ["session-s.parquet", "session-t.parquet"]
     write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0, idle_s=59.0))

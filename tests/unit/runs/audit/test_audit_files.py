@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
+from peagle.economics.ledger import sessions_bytes
 from peagle.runs.audit_files import audit_files
 from peagle.runs.audit_unit import Finding
 from peagle.runs.lease import hold_lease
@@ -184,9 +185,12 @@ def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
     assert the_finding(finished).kind == "ledger"
     finished.write_session(replace(session, ended=False))
     assert kinds(finished) == []  # killed between its last commit and the next heartbeat
-    shutil.copy(path, finished.ledger / "session-copy.parquet")
+    copy = finished.ledger / "session-merged-1.parquet"
+    shutil.copy(path, copy)
+    assert kinds(finished) == [], "its files are being put together"
+    copy.write_bytes(sessions_bytes([replace(session, num_output_tokens=2)]))
     assert the_finding(finished).message == "engine process engine is there twice"
-    (finished.ledger / "session-copy.parquet").unlink()
+    copy.unlink()
     path.write_bytes(b"PAR1")
     assert kinds(finished) == ["damaged", *["ledger"] * 4]
 
