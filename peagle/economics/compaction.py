@@ -76,7 +76,7 @@ def _num_files(ledger: Place) -> int:
 
 def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
     files = files_of(ledger, kind)
-    _remove_leftovers(files)
+    _remove_leftovers(ledger, files)
     there = placed(files)
     small = [path for path in files.merged if path.stat().st_size < _SMALL_BYTES]
     chosen = [
@@ -117,10 +117,11 @@ def _put_together(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, 
     return name, [len(part) for part in parts]
 
 
-def _remove_leftovers(files: Files) -> None:
+def _remove_leftovers(ledger: Place, files: Files) -> None:
     """Delete what a compaction that was killed would have deleted next."""
     for orphan in files.orphans:
-        remove(orphan)
+        if not (ledger / (orphan.name + INDEX)).exists():  # a list may have missed it
+            remove(orphan)
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):
         segment = merged.get(name)

@@ -210,14 +210,14 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
         PeagleError: as `stream`.
     """
     request, resolved, directory = run.request, run.resolved, run.directory
-    supervisor = Supervisor(directory, run.plan, resolved, request, _draw(run))
-    supervisor.require_room()
     log = directory.logs / "driver.log"
-    with (
-        contextlib.closing(supervisor),
-        copied(directory.root, log, f"driver-{run.lease.number}.log"),
-        contextlib.closing(cluster),
-    ):
+    with contextlib.ExitStack() as stack:
+        supervisor = stack.enter_context(
+            contextlib.closing(Supervisor(directory, run.plan, resolved, request, _draw(run)))
+        )
+        supervisor.require_room()
+        stack.enter_context(copied(directory.root, log, f"driver-{run.lease.number}.log"))
+        stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()
         with stop_on_signal(request.stop, last_words=request.last_words):

@@ -179,10 +179,12 @@ class Budgets:
                 self._batches[account][batch_id] = held_usd
             return max(0.0, held_usd)
 
-    def release_batch(self, batch_id: str, account: str) -> None:
-        """Let go what a batch holds of an account, as it does not begin."""
+    def hold_as_before(self, batch_id: str, account: str, usd: float) -> None:
+        """Have a batch hold what it held before of an account, which may be nothing."""
         with self._lock:
             self._batches[account].pop(batch_id, None)
+            if usd:
+                self._batches[account][batch_id] = usd
 
     def settle_batch(self, batch_id: str, accounts: Iterable[str], usd: float) -> None:
         """Settle a batch that has ended at that cost, which counts in these accounts.

@@ -50,16 +50,16 @@ class BatchMoney:
     def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:
         """Hold the same of each budget, and return how much that is.
 
-        Where one has nothing it is 0, and the batch holds no more than before.
+        Where one has nothing it is 0, and the batch holds what it held before.
         """
-        new = [payer.account for payer in payers if not self._budgets.held_by(batch_id, payer.account)]
+        before = {payer.account: self._budgets.held_by(batch_id, payer.account) for payer in payers}
         held_usd = wanted_usd
         for _ in range(2):  # the second time all hold what the least of them could
             for payer, left in zip(payers, left_usd, strict=True):
                 held_usd = min(held_usd, self._budgets.hold_batch(batch_id, payer.account, left, held_usd))
             if held_usd <= 0:
-                for account in new:
-                    self._budgets.release_batch(batch_id, account)
+                for account, usd in before.items():
+                    self._budgets.hold_as_before(batch_id, account, usd)
                 return 0.0
         return held_usd
 

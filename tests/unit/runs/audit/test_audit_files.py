@@ -188,7 +188,7 @@ def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
     copy = finished.ledger / "session-merged-1.parquet"
     shutil.copy(path, copy)
     assert kinds(finished) == [], "its files are being put together"
-    copy.write_bytes(sessions_bytes([replace(session, num_output_tokens=2)]))
+    copy.write_bytes(sessions_bytes([replace(session, ended=False, num_output_tokens=2)]))
     assert the_finding(finished).message == "engine process engine is there twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
