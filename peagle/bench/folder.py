@@ -3,6 +3,7 @@
     NAME.json      what is measured, on what (written once): the fingerprint that every record shares
     cells/*.json   a finished measurement each
     logs/          what the engines print
+    ledger/        what the engines cost, for `peagle cost` (`spending.py`)
 
 It knows files and JSON; it knows nothing of what was measured.
 """

@@ -25,6 +25,7 @@ from peagle.bench.prompts import BenchPrompt, Dataset, build_dataset, read_datas
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
 from peagle.bench.setups import Setup
+from peagle.bench.spending import EngineSpending
 from peagle.catalog.targets import ResolvedModel, resolve_model
 from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
@@ -182,14 +183,16 @@ class Measurement(ABC):
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
         before_s, up_since = self.spent_s, time.monotonic()
+        spending = EngineSpending(self.folder.root / "ledger", self.plan, setup)
 
         def count() -> None:
             self.spend(before_s + time.monotonic() - up_since)
 
         async def use(engine: Engine, start_s: float) -> None:
+            spending.start(start_s)
             one: Pass | None = first
             while one is not None and one.setup == setup:
-                record = await self._measure(engine, one, start_s)
+                record = await self._measure(engine, one, start_s, spending)
                 count()
                 self.say(self.words(one, record))
                 one = self.next(setup)
@@ -198,8 +201,9 @@ class Measurement(ABC):
             with_engine(setup.spec, self.plan.hardware, self._start, self.folder.log(setup.name), use)
         finally:
             count()
+            spending.end()
 
-    async def _measure(self, engine: Engine, one: Pass, start_s: float) -> PassRecord:
+    async def _measure(self, engine: Engine, one: Pass, start_s: float, spending: EngineSpending) -> PassRecord:
         prompts = self.prompts(one)
         with PeakMemory(self._read_memory) as peak:
             loop = await run_loop(
@@ -210,6 +214,7 @@ class Measurement(ABC):
                 progress=self.listener.progress,
                 num_warm_up=self.num_warm_up(one),
             )
+        spending.add(loop)
         record = make_record(one, prompts, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
         self.accept(one, record)
         self.folder.keep(pass_name(one), record.to_dict())

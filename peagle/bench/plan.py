@@ -97,9 +97,13 @@ class BenchPlan:
 
         None where no price is known.
         """
+        return self.num_devices * self.price.usd_per_device_s if self.price else None
+
+    @property
+    def num_devices(self) -> int:
+        """The accelerators of one engine, or the vCPUs of the machine."""
         on_gpu = self.hardware.platform == "cuda"
-        num_devices = self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
-        return num_devices * self.price.usd_per_device_s if self.price else None
+        return self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
         """The settings that all passes of a folder share; JSON-ready.

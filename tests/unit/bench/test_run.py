@@ -11,11 +11,13 @@ import pytest
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener
 from peagle.bench.run import bench
+from peagle.economics.spending import Days, Spend, charges
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError
 from peagle.hardware import Hardware
+from peagle.runs.ledgers import find_ledgers
 
 ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 
@@ -76,6 +78,35 @@ def run(target: Path, head: Any, tmp_path: Path, write_jsonl: Callable[..., Path
         return report
 
     return run
+
+
+def test_what_its_engines_cost_is_in_the_one_ledger(run: Any, tmp_path: Path) -> None:
+    report = run(Starter())
+    (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
+    spend = sum((one.spend for one in charges(ledger, Days())), Spend())
+    num_responses = sum(cell["num_responses"] for cell in report["cells"])
+    assert (spend.num_requests, len(ledger.sessions)) == (num_responses, 5)
+    assert all(session.ended for session in ledger.sessions)
+    life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
+    total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
+    assert total_usd == pytest.approx(life_s * 0.001)
+    busy_s = sum(session.busy_s for session in ledger.sessions)
+    assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
+    assert spend.lost_usd == pytest.approx(0.0)
+    of_a_head = [session for session in ledger.sessions if session.num_speculative_tokens == 4]
+    assert {session.drafter is not None for session in of_a_head} == {True}
+
+
+def test_an_engine_that_does_not_start_costs_what_it_took(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        run(fails_to_start)
+    (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
+    assert all(session.ended and session.busy_s == session.idle_s == 0 for session in ledger.sessions)
+    assert {session.num_speculative_tokens for session in ledger.sessions} == {0, 2, 4}
+
+
+def fails_to_start(*_: Any) -> Any:
+    raise EngineError("no memory")
 
 
 def test_engines_in_turned_rounds_and_every_figure_of_every_cell(run: Any) -> None:

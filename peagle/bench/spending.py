@@ -1,0 +1,132 @@
+"""Spending of the engines of a measurement, as records of the one ledger.
+
+An engine is a session in OUTPUT/ledger, and each request of its passes a line, as an endpoint has them. So `peagle cost
+OUTPUT` accounts for a benchmark, a tuning or an evaluation. Passes are work; what lies between them, as warming up or a
+pass that was cut off, is idle time. Nobody is billed: the lines have no key.
+"""
+
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from peagle.bench.closed_loop import Answer, Loop
+from peagle.bench.plan import BenchPlan
+from peagle.bench.setups import Setup
+from peagle.economics.ledger import append_request, write_session
+from peagle.economics.prices import Device
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.files import make_folder
+from peagle.speculation import SpeculationStats
+
+
+class EngineSpending:
+    """One engine's records, from before it starts to its end.
+
+    Args:
+        folder: of the ledger.
+        now: Unix time.
+    """
+
+    def __init__(self, folder: Path, plan: BenchPlan, setup: Setup, *, now: Callable[[], float] = time.time) -> None:
+        make_folder(folder)
+        self._folder, self._facts, self._now = folder, _facts(plan, setup), now
+        self._session_id = uuid.uuid4().hex
+        self._began_at = now()
+        self._load_s: float | None = None
+        self._busy_s = 0.0
+        self._num_requests = self._num_output_tokens = 0
+        self._write()
+
+    def start(self, load_s: float) -> None:
+        """The engine is up, after so many seconds."""
+        self._load_s = load_s
+        self._write()
+
+    def add(self, loop: Loop) -> None:
+        """A pass has ended."""
+        answers = [one for one in loop.answers if one]
+        waited_s = sum(one.elapsed_s for one in answers)
+        self._busy_s += loop.wall_s
+        self._num_output_tokens += sum(one.generation.num_output_tokens for one in answers)
+        self._write()  # before the lines that name it
+        for answer in answers:
+            append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / waited_s))
+
+    def end(self) -> None:
+        """The engine is down, whatever ended it."""
+        self._write(ended=True)
+
+    def _request(self, answer: Answer, busy_s: float) -> RequestUsage:
+        """A request with its share of the pass: requests at once divide it."""
+        self._num_requests += 1
+        now, facts, made = self._now(), self._facts, answer.generation
+        usage = UnitUsage(
+            session_id=self._session_id,
+            num_rows=1,
+            num_failed_rows=0,
+            num_prompt_tokens=made.num_prompt_tokens,
+            num_cached_tokens=made.num_cached_tokens or 0,
+            num_output_tokens=made.num_output_tokens,
+            busy_s=busy_s,
+            speculation=made.speculation or SpeculationStats.empty(),
+            started_at=now - answer.elapsed_s,
+            finished_at=now,
+        )
+        return RequestUsage(
+            request_id=f"{self._session_id}-{self._num_requests}",
+            key="",
+            model=facts.model,
+            drafter=facts.drafter,
+            outcome="ok",
+            ttft_s=None,
+            usd=busy_s * facts.num_devices * facts.usd_per_device_s,
+            usage=usage,
+        )
+
+    def _write(self, *, ended: bool = False) -> None:
+        life_s = max(0.0, self._now() - self._began_at)
+        load_s = life_s if self._load_s is None else self._load_s
+        idle_s = max(0.0, life_s - load_s - self._busy_s)
+        session = EngineSession(
+            session_id=self._session_id,
+            engine_index=0,
+            hostname=socket.gethostname(),
+            started_at=self._began_at,
+            last_seen_at=self._began_at + load_s + self._busy_s + idle_s,
+            load_s=load_s,
+            compile_s=0.0,
+            busy_s=self._busy_s,
+            idle_s=idle_s,
+            num_output_tokens=self._num_output_tokens,
+            ended=ended,
+            **asdict(self._facts),
+        )
+        write_session(self._folder, session)
+
+
+def _facts(plan: BenchPlan, setup: Setup) -> EngineFacts:
+    drafter = setup.head or (setup.label if setup.k else None)
+    device: Device = "accelerator" if plan.hardware.platform == "cuda" else "vcpu"
+    if plan.price is None:
+        return EngineFacts(
+            model=plan.model.name,
+            drafter=drafter,
+            num_devices=plan.num_devices,
+            device=device,
+            num_speculative_tokens=setup.k,
+        )
+    return EngineFacts.priced(
+        plan.price,
+        model=plan.model.name,
+        drafter=drafter,
+        num_devices=plan.num_devices,
+        device=device,
+        tags=NO_TAGS,
+        num_speculative_tokens=setup.k,
+        baseline=None,
+    )
