@@ -152,7 +152,8 @@ def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
         return _is_over(session, now)
-    requests = readable(segment.path, segment.lines(0), RequestUsage.from_json) if kind == REQUESTS else ()
+    lines = segment.lines(0) if kind == REQUESTS else iter(())
+    requests = readable(segment.path, lines, RequestUsage.from_json)
     return max((request.usage.finished_at for request in requests), default=now) < now - _SILENT_S
 
 

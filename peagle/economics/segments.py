@@ -189,12 +189,12 @@ def listed(folder: Place, kind: str) -> dict[str, Place]:
 
     A list may miss a new file and one that was deleted after the new one was there. Of two equal ones none has.
     """
-    before = None
+    before: set[str] | None = None
     for _ in range(_LOOKS):
         there = {path.name: path for path in folder.glob(f"{kind}-*")}
-        if there.keys() == before:
+        if set(there) == before:
             break
-        before = there.keys()
+        before = set(there)
     return dict(sorted(there.items()))
 
 

@@ -56,7 +56,10 @@ class SharedBudget(BaseModel):
     @field_validator("name")
     @classmethod
     def _is_a_tag_or_the_endpoint(cls, name: str) -> str:
-        return name if name == ENDPOINT else "=".join(*parse_tags([name]).items())
+        if name == ENDPOINT:
+            return name
+        ((key, value),) = parse_tags([name]).items()
+        return f"{key}={value}"
 
     @property
     def account(self) -> str:

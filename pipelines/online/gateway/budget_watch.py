@@ -99,7 +99,8 @@ class BudgetWatch:
         if shared:
             look_elsewhere(self._totals, self._sessions)
         self._totals.catch_up()
-        for payer in (*_with_budgets(keys), *shared):
+        payers: list[Payer] = [*_with_budgets(keys), *shared]
+        for payer in payers:
             state = budget_of(payer, self._totals.budgets)
             self._tell(_labels(payer), state["used"])
             level, period = state["alert"], (payer.budget_usd, state.get("reset"))

@@ -136,7 +136,7 @@ class KeyLimits:
         Raises:
             ApiError: 429 and 503, as `admit`.
         """
-        payers = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
+        payers: list[Payer] = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
         await self._know_spending(payers)
         self._require_budgets(payers, is_free=True)
 
@@ -160,12 +160,13 @@ class KeyLimits:
             ApiError: 429, with the time after which another attempt makes sense; 400 where none does; 503, a budget
                 pays for it, and what is spent is not known yet.
         """
-        payers, endpoint = [key, *self._shared.of_tags(tags)], self._shared.of_endpoint()
-        await self._know_spending([*payers, *endpoint])
+        payers: list[Payer] = [key, *self._shared.of_tags(tags)]
+        all_payers = [*payers, *self._shared.of_endpoint()]
+        await self._know_spending(all_payers)
         if _with_budget(payers) and model not in self._totals.prices:
             self._without_price.add(model)
         counts = self._counts[key.account]
-        self._require_budgets([*payers, *endpoint])
+        self._require_budgets(all_payers)
         _check_parallel(key, counts)
         _check_tokens(key, counts, self._monotonic(), output_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)
