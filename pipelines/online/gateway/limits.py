@@ -161,12 +161,13 @@ class KeyLimits:
                 pays for it, and what is spent is not known yet.
         """
         payers: list[Payer] = [key, *self._shared.of_tags(tags)]
-        all_payers = [*payers, *self._shared.of_endpoint()]
-        await self._know_spending(all_payers)
+        endpoint = self._shared.of_endpoint()
+        await self._know_spending([*payers, *endpoint])
         if _with_budget(payers) and model not in self._totals.prices:
             self._without_price.add(model)
         counts = self._counts[key.account]
-        self._require_budgets(all_payers)
+        self._require_budgets(payers)
+        self._require_budgets(endpoint, is_free=True)  # its engines cost the same without the request
         _check_parallel(key, counts)
         _check_tokens(key, counts, self._monotonic(), output_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)

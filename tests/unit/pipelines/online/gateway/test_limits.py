@@ -313,6 +313,7 @@ def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, 
 def test_once_the_endpoints_budget_is_spent_by_its_engines_nobody_gets_in(limits, budgets, totals):
     with changing_budgets(totals.folder / "budgets.json") as shared:
         shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
+    budgets.hold_batch("batch_1", "*", 5)
     admit(limits, key())
     budgets.know_elsewhere({"*": {1: 4.0, 2: 1.0}}, {})
     error = refusal(limits, key())
