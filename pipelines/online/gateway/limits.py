@@ -33,7 +33,7 @@ from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.gateway.windows import Window
+from pipelines.online.gateway.windows import MinuteWindow
 from pipelines.online.sums import TokenPrice
 from pipelines.online.totals import Totals
 
@@ -74,9 +74,9 @@ class Permit:
 class _Counts:
     """The counts of one account."""
 
-    requests: Window = field(default_factory=Window)
-    polls: Window = field(default_factory=Window)
-    tokens: Window = field(default_factory=Window)
+    requests: MinuteWindow = field(default_factory=MinuteWindow)
+    polls: MinuteWindow = field(default_factory=MinuteWindow)
+    tokens: MinuteWindow = field(default_factory=MinuteWindow)
     reserved_tokens: int = 0
     num_being_answered: int = 0
 

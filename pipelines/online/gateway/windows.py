@@ -7,7 +7,7 @@ WINDOW_S = 60.0
 
 
 @dataclass(slots=True)
-class Window:
+class MinuteWindow:
     """Amounts of the last minute."""
 
     entries: deque[tuple[float, int]] = field(default_factory=deque)
