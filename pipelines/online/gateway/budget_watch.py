@@ -6,7 +6,7 @@ in no request: engines' seconds, and what bulk runs draw. It knows neither HTTP 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from peagle.economics.ledger import SessionReader
@@ -69,7 +69,8 @@ class BudgetWatch:
 
     Args:
         ring: None without keys.
-        tell: told the share of each budget that is used, with each look; by the metric's labels, `key` and `tag`.
+        tell: told the share of each budget that is used, with each look, by the key's name, the tag or "*" for the
+            endpoint.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class BudgetWatch:
         shared: SharedBudgets,
         totals: Totals,
         *,
-        tell: Callable[[Mapping[str, str], float], None],
+        tell: Callable[[str, float], None],
     ) -> None:
         self._ring, self._shared, self._totals, self._tell = ring, shared, totals, tell
         self._sessions = SessionReader(totals.folder)
@@ -102,7 +103,7 @@ class BudgetWatch:
         payers: list[Payer] = [*_with_budgets(keys), *shared]
         for payer in payers:
             state = budget_of(payer, self._totals.budgets)
-            self._tell(_labels(payer), state["used"])
+            self._tell(payer.account if isinstance(payer, SharedBudget) else payer.name, state["used"])
             level, period = state["alert"], (payer.budget_usd, state.get("reset"))
             said, said_of = self._said.get(payer.account, (0.0, None))
             if level is None or (said_of == period and level <= said):
@@ -117,13 +118,6 @@ class BudgetWatch:
 
 def _with_budgets(keys: Iterable[KeyRecord]) -> list[KeyRecord]:
     return [key for key in keys if key.budget_usd is not None and not key.is_expired()]
-
-
-def _labels(payer: Payer) -> dict[str, str]:
-    """The labels of the metric; those of the endpoint's budget are empty."""
-    if isinstance(payer, SharedBudget):
-        return {"key": "", "tag": "" if payer.name == ENDPOINT else payer.name}
-    return {"key": payer.name, "tag": ""}
 
 
 def _named(payer: Payer) -> str:

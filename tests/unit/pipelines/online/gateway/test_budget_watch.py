@@ -44,8 +44,7 @@ def make_watch(tmp_path):
     def make(*keys):
         told = []
         ring, shared = KeyRing(None, keys), SharedBudgets(tmp_path)
-        tell = lambda labels, used: told.append((labels["key"] or labels["tag"], used))  # noqa: E731 - one line of a test
-        return BudgetWatch(ring, shared, Totals(tmp_path), tell=tell), told
+        return BudgetWatch(ring, shared, Totals(tmp_path), tell=lambda name, used: told.append((name, used))), told
 
     return make
 
@@ -109,7 +108,7 @@ def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_
     watch, told = make_watch()
     with caplog.at_level(logging.WARNING):
         watch.look()
-    assert told == [("team=search", 0.55), ("", 0.9)]
+    assert told == [("team=search", 0.55), ("*", 0.9)]
     assert said(caplog) == [
         "tag team=search has spent 55 % of its budget of $10 a month: $5.50, and $4.50 are left",
         "the endpoint has spent 90 % of its budget of $20 a month: $18.00, and $2.00 are left",
