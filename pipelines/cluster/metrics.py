@@ -113,7 +113,7 @@ METRICS = {
             "peagle_budget_used_ratio",
             "gauge",
             "share",
-            "share of a budget that is used in this period: of a `key`, of a tag (`team=search`), of the endpoint (`*`)",
+            "used share of a budget in this period: of a `key`, of a tag (`team=search`), of the endpoint (`*`)",
             ("key",),
         ),
         Metric(
