@@ -1,0 +1,39 @@
+"""The wheel: it has every file of the packages, by setuptools' own configuration."""
+
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def files():
+    """Files of the packages, as `peagle/errors.py`; compiled ones are not in the wheel."""
+    for name in SETUPTOOLS["packages"]["find"]["include"]:
+        for path in (ROOT / name.removesuffix("*")).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path.relative_to(ROOT)
+
+
+def test_every_module_is_in_a_package():
+    modules = [path for path in files() if path.suffix == ".py"]
+    assert len(modules) > 100
+    folders = {parent for path in modules for parent in path.parents if parent != Path()}
+    assert [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").exists()] == []
+    assert all(
+        any(fnmatch(folder.parts[0], pattern) for pattern in SETUPTOOLS["packages"]["find"]["include"])
+        for folder in folders
+    )
+
+
+def test_every_other_file_is_package_data():
+    carried = {
+        path.relative_to(ROOT)
+        for package, patterns in SETUPTOOLS["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    data = {path for path in files() if path.suffix != ".py"}
+    assert {path.suffix for path in data} >= {".safetensors", ".yaml", ".csv", ".j2", ".html", ".js"}
+    assert sorted(map(str, data - carried)) == []
