@@ -52,6 +52,7 @@ COMMANDS = {
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "deploy kuberay": "write the Kubernetes objects of a bulk run or an endpoint, and apply them",
     "deploy cluster": "write the file for `ray up` of a bulk run's cluster on AWS, and start it",
+    "deploy skypilot": "write SkyPilot's file of a bulk run or an endpoint, and launch it",
     "config show": "print each value of a configuration, and where it came from",
     "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "say what this machine can do",

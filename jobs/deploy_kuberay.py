@@ -4,9 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-import yaml
-
-from jobs.deploying import add_common_arguments, read_workload, result_of, run_client, write_file
+from jobs.deploying import add_common_arguments, as_yaml, read_workload, result_of, run_client, write_file
 
 HELP = """\
 Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJob for a bulk run, a RayCronJob with
@@ -20,19 +18,6 @@ Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJ
 Pods are sized by the instance_type of the configuration, a pod for each machine. Secrets are named and never read:
 the commands that make them are printed on standard error. docs/deploy.md shows all of it.
 """
-
-
-class _Block(yaml.SafeDumper):
-    """Text of several lines stands as it is."""
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Block.add_representer(str, _text)
-# Parts that several pods have stand in each of them.
-_Block.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +84,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         env={**NODE_ENVIRONMENT, **ENVIRONMENT},
     )
     objects = manifests(workload, options)
-    text = yaml.dump_all(objects, Dumper=_Block, sort_keys=False, allow_unicode=True, width=120)
+    text = as_yaml(objects)
     write_file(text, args.output)
     secrets = secrets_of(workload, options)
     print("needed there, once:", *secrets, sep="\n  ", file=sys.stderr)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from jobs.configurations import read_configuration
 from peagle.deploy.workload import Workload, label_of, machines_for, offer_of
 from peagle.errors import CapacityError, ConfigError
@@ -55,6 +57,24 @@ def read_workload(path: Path, name: str | None, *, most_of_name: int) -> Workloa
         num_machines=(machines_for(offer, fewest), machines_for(offer, most)),
         grace_s=grace_s + _SPARE_S,
     )
+
+
+class _Block(yaml.SafeDumper):
+    """Text of several lines stands as it is."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Block.add_representer(str, _text)
+# Parts that several pods have stand in each of them.
+_Block.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
+
+
+def as_yaml(documents: Sequence[Any]) -> str:
+    """The text of a file with these documents."""
+    return yaml.dump_all(documents, Dumper=_Block, sort_keys=False, allow_unicode=True, width=120)
 
 
 def write_file(text: str, output: Path | None) -> None:

@@ -123,22 +123,22 @@ def label_of(name: str, *, most: int) -> str:
     return label
 
 
-def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str) -> None:
+def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str | None) -> None:
     """Refuse paths of this machine, which no other one has.
 
     Args:
         names: keys that may hold a path.
-        folder: what all machines share.
+        folder: one that all machines share; None where they share none.
 
     Raises:
         ConfigError: one of them is neither in a store, nor in that folder, nor a name.
     """
     for name in names:
         value = str(keys.get(name) or "")
-        is_shared = not value or value.startswith(("s3://", f"{folder}/"))
+        is_shared = not value or value.startswith(("s3://", f"{folder}/") if folder else "s3://")
         is_path = name not in ("model", "drafter") or user_path(value).exists()
         if is_path and not is_shared:
             raise ConfigError(
                 f"{name} {value}: it is a path of this machine, which the others do not have",
-                hint=f"use s3://BUCKET/FOLDER, or a folder under {folder}, which they share",
+                hint="use s3://BUCKET/FOLDER" + (f", or a folder under {folder}, which they share" if folder else ""),
             )

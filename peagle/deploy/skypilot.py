@@ -1,0 +1,156 @@
+"""SkyPilot's files: a managed job for a bulk run, a service for an endpoint.
+
+Their fields are those of SkyPilot 0.14 (`sky/utils/schemas.py` of skypilot-org/skypilot). The names of machines and
+providers in the price table are SkyPilot's own. Pure: nothing is written, and no account is asked.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from peagle.deploy.workload import Workload, require_reachable
+from peagle.errors import ConfigError
+
+_CONFIG, _KEYS = "~/peagle.yaml", "~/keys.json"
+_PORT = 8000
+_DISK_GB = 500
+_START_S = 3600  # until a replica answers: its environment is installed and its weights are fetched
+_ANSWER_S = 600  # `request_timeout_s`, where the configuration has none; both sides are told
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_END = "END-OF-CONFIGURATION"
+# SkyPilot's images have its own uv and, since 0.14, NVIDIA's driver and compiler for CUDA 13.
+_SETUP = """\
+set -e
+sudo apt-get update -q && sudo apt-get install -qy g++ make
+~/.local/bin/uv python install 3.12
+make setup LOCK={lock} PYTHON="$(~/.local/bin/uv python find 3.12)"
+umask 077
+cat > {config} <<'{end}'
+{text}{end}
+.venv/bin/peagle doctor
+"""
+# SkyPilot has a Ray of its own on the machine, which is not to be joined.
+_RUN = "unset RAY_ADDRESS\nexec .venv/bin/peagle {command} --config {config}\n"
+
+
+def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of the file.
+
+    Args:
+        secrets: names of environment variables whose values `--secret` takes from the shell that launches.
+
+    Raises:
+        ConfigError: it needs several machines or paths of this machine, is an endpoint without keys, or a secret is not
+            a name.
+    """
+    _require_one_machine(workload)
+    for name in secrets:
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(
+                "--secret takes the name of an environment variable, whose value stays in your shell",
+                hint="export HF_TOKEN=..., and --secret HF_TOKEN",
+            )
+    offer, keys = workload.offer, workload.keys
+    place = f"{offer.provider}/{keys['region']}" if keys.get("region") else offer.provider
+    accelerators = {"accelerators": {offer.accelerator: offer.num_accelerators}} if offer.accelerator else {}
+    resources = {
+        "infra": place,
+        "instance_type": offer.instance_type,
+        **accelerators,
+        "use_spot": workload.market == "spot",
+        "disk_size": _DISK_GB,
+    }
+    if workload.command == "generate":
+        require_reachable(keys, ("input", "output", "model", "drafter"), None)
+        service, mounts, text = {}, {}, workload.with_keys()
+    else:
+        service, mounts, text = _service(workload)
+        resources["ports"] = _PORT
+    return {
+        "name": workload.name,
+        "workdir": ".",
+        "resources": resources,
+        **service,
+        **mounts,
+        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
+        "setup": _SETUP.format(
+            lock="cuda" if offer.num_accelerators else "cpu",
+            config=_CONFIG,
+            text=text,
+            end=_END,
+        ),
+        "run": _RUN.format(command=workload.command, config=_CONFIG),
+    }
+
+
+def launch(workload: Workload, output: str, *, secrets: Sequence[str]) -> list[str]:
+    """The command that runs the file."""
+    named = [word for name in secrets for word in ("--secret", name)]
+    if workload.command == "generate":
+        return ["sky", "jobs", "launch", "--detach-run", *named, output]
+    return ["sky", "serve", "up", "--service-name", workload.name, *named, output]
+
+
+def head_of(workload: Workload, *, config: str, output: str, secrets: Sequence[str]) -> str:
+    """The comment lines at the head of the file, with its commands."""
+    offer, name = workload.offer, workload.name
+    has = f" with {offer.num_accelerators} {offer.accelerator}" if offer.accelerator else ""
+    if workload.command == "generate":
+        kind, after = (
+            "managed job",
+            ["sky jobs queue", f"sky jobs logs --name {name}", f"sky jobs cancel --name {name}"],
+        )
+    else:
+        kind, after = "service", [f"sky serve status {name}", f"sky serve logs {name} 1", f"sky serve down {name}"]
+    lines = [
+        f"SkyPilot's {kind} for {config}: one {offer.instance_type}{has} ({workload.market.replace('_', '-')}).",
+        "A test checks such files against SkyPilot's schema; none was run on a cloud yet.",
+        "From a checkout of peagle, whose folder is copied to the machine:",
+        "",
+        *(f"  {command}" for command in [shlex.join(launch(workload, output, secrets=secrets)), *after]),
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _service(workload: Workload) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The parts of an endpoint: service, file mounts, configuration."""
+    keys = workload.keys
+    if not keys.get("keys"):
+        raise ConfigError(
+            "the configuration names no file of keys, and SkyPilot's balancer is reached by everybody",
+            hint="make one with `peagle serve keys add`, and name it under keys",
+        )
+    if keys.get("tls_cert"):
+        raise ConfigError(
+            "tls_cert: SkyPilot's balancer has the certificate, and reaches the endpoint without one",
+            hint="leave tls_cert and tls_key out, and write service.tls into the file",
+        )
+    require_reachable(keys, ("batches",), None)
+    for model in keys.get("models") or [keys]:
+        require_reachable(model, ("model", "drafter"), None)
+    timeout_s = keys.get("request_timeout_s", _ANSWER_S)
+    service = {
+        "readiness_probe": {"path": "/health", "initial_delay_seconds": _START_S},
+        "load_balancer": {"stream_timeout_seconds": timeout_s},
+        "replicas": 1,
+    }
+    ours = {
+        "host": "0.0.0.0",
+        "port": _PORT,
+        "keys": _KEYS,
+        "state": "runs/serve",
+        "request_timeout_s": timeout_s,
+    }
+    return {"service": service}, {"file_mounts": {_KEYS: str(keys["keys"])}}, workload.with_keys(**ours)
+
+
+def _require_one_machine(workload: Workload) -> None:
+    fewest, _ = workload.num_machines
+    if fewest > 1:
+        raise ConfigError(
+            f"its engines take {fewest} machines of type {workload.offer.instance_type}, and a task of SkyPilot's is"
+            " written for one",
+            hint="name a larger instance_type, fewer engines (MIN:MAX takes what finds room), or use"
+            " `peagle deploy cluster` or `peagle deploy kuberay`",
+        )
