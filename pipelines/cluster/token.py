@@ -22,7 +22,7 @@ _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_
 _CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _TIMEOUT_S = 20.0
 _OPEN_HINT = (
-    "start its nodes with a token: `. deploy/ray.env` sets RAY_AUTH_MODE=token, and docs/security.md shows all of it.\n"
+    "start its nodes with RAY_AUTH_MODE=token in their environment; docs/security.md shows all of it.\n"
     "Where the network and all users of the machine may run anything, say RAY_AUTH_MODE=disabled"
 )
 _log = logging.getLogger(__name__)
