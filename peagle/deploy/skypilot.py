@@ -19,10 +19,10 @@ _START_S = 3600  # until a replica answers: its environment is installed and its
 _ANSWER_S = 600  # `request_timeout_s`, where the configuration has none; both sides are told
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _END = "END-OF-CONFIGURATION"
-# SkyPilot's images have its own uv and, since 0.14, NVIDIA's driver and compiler for CUDA 13.
+# SkyPilot's images have its own uv and, on AWS since 0.14, NVIDIA's driver 580 with CUDA 13 (`sky/clouds/aws.py`).
 _SETUP = """\
 set -e
-sudo apt-get update -q && sudo apt-get install -qy g++ make
+sudo apt-get update -q && sudo apt-get install -qy g++ libnuma1 make
 ~/.local/bin/uv python install 3.12
 make setup LOCK={lock} PYTHON="$(~/.local/bin/uv python find 3.12)"
 umask 077
@@ -31,7 +31,7 @@ cat > {config} <<'{end}'
 .venv/bin/peagle doctor
 """
 # SkyPilot has a Ray of its own on the machine, which is not to be joined.
-_RUN = "unset RAY_ADDRESS\nexec .venv/bin/peagle {command} --config {config}\n"
+_RUN = "unset RAY_ADDRESS\n.venv/bin/peagle {command} --config {config}\n"
 
 
 def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
