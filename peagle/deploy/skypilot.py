@@ -54,7 +54,7 @@ def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
     offer, keys = workload.offer, workload.keys
     place = f"{offer.provider}/{keys['region']}" if keys.get("region") else offer.provider
     accelerators = {"accelerators": {offer.accelerator: offer.num_accelerators}} if offer.accelerator else {}
-    resources = {
+    resources: dict[str, Any] = {
         "infra": place,
         "instance_type": offer.instance_type,
         **accelerators,
@@ -63,16 +63,16 @@ def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
     }
     if workload.command == "generate":
         require_reachable(keys, ("input", "output", "model", "drafter"), None)
-        service, mounts, text = {}, {}, workload.with_keys()
+        endpoint: dict[str, Any] = {}
+        text = workload.with_keys()
     else:
-        service, mounts, text = _service(workload)
+        endpoint, text = _endpoint(workload)
         resources["ports"] = _PORT
     return {
         "name": workload.name,
         "workdir": ".",
         "resources": resources,
-        **service,
-        **mounts,
+        **endpoint,
         **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         "setup": _SETUP.format(
             lock="cuda" if offer.num_accelerators else "cpu",
@@ -113,8 +113,8 @@ def head_of(workload: Workload, *, config: str, output: str, secrets: Sequence[s
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def _service(workload: Workload) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The parts of an endpoint: service, file mounts, configuration."""
+def _endpoint(workload: Workload) -> tuple[dict[str, Any], str]:
+    """The parts of the file that only an endpoint has, and its configuration."""
     keys = workload.keys
     if not keys.get("keys"):
         raise ConfigError(
@@ -142,7 +142,7 @@ def _service(workload: Workload) -> tuple[dict[str, Any], dict[str, Any], str]:
         "state": "runs/serve",
         "request_timeout_s": timeout_s,
     }
-    return {"service": service}, {"file_mounts": {_KEYS: str(keys["keys"])}}, workload.with_keys(**ours)
+    return {"service": service, "file_mounts": {_KEYS: keys["keys"]}}, workload.with_keys(**ours)
 
 
 def _require_one_machine(workload: Workload) -> None:
