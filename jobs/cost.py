@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add up, and print."""
     from peagle.economics.report.focus import focus_csv
     from peagle.economics.report.spending import FORMATS as WRITERS
+    from peagle.economics.report.spending_page import html_statement
     from peagle.economics.spending import charges
     from peagle.economics.statement import dimensions, statement
     from peagle.plain_json import to_json
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         print(focus_csv(charged))
     elif args.format == "json":
         print(to_json(result, indent=2))
+    elif args.format == "html":
+        layer = next((name for name in by if name != "day"), "key")
+        print(html_statement(result, statement(charged, ("day", layer), days)))
     else:
         print(WRITERS[args.format](result))
     return 0, result

@@ -30,6 +30,9 @@ svg .label { fill: var(--ink); font-size: 12px; }
 svg .value { fill: var(--ink); font-size: 12px; font-weight: 600; }
 svg .inside { font-size: 12px; font-weight: 600; }
 svg .grid { stroke: var(--grid); stroke-width: 1; }
+svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
+svg .pause { stroke: var(--ink-3); stroke-width: 1; stroke-dasharray: 3 3; }
+svg .area { fill: var(--s0); opacity: .25; }
 """ + "".join(
     f".series-{n} {{ fill: var(--s{n}); background: var(--s{n}); }}\n"
     f"svg .line-{n} {{ fill: none; stroke: var(--s{n}); stroke-width: 2; }}\n"
@@ -206,13 +209,16 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     return drawing(HEIGHT, axes.name, parts)
 
 
-def grid_step(span: float) -> float:
+def grid_step(span: float, finest: int = -1) -> float:
     """The distance of grid lines, so that there are few.
+
+    Args:
+        finest: exponent of ten of the shortest distance.
 
     >>> grid_step(0.6), grid_step(2.9), grid_step(230)
     (0.2, 1.0, 100.0)
     """
-    exponent = max(-1, math.floor(math.log10(span / _MOST_STEPS))) if span > 0 else -1
+    exponent = max(finest, math.floor(math.log10(span / _MOST_STEPS))) if span > 0 else finest
     steps = (float(f"{digit}e{exponent + shift}") for shift in (0, 1) for digit in (1, 2, 5))
     return next(step for step in steps if span <= _MOST_STEPS * step)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from peagle.bench.tables import POSITION_NOTE, acceptance_figures, conditions, positions_of, subject_of
 from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
-from peagle.economics.report.html import Rates, acceptance_svg
+from peagle.economics.report.plots import Rates, acceptance_svg
 from peagle.tables import aligned, markdown
 
 _HEAD = ("drafter", "K", "acceptance length", "drafts")

@@ -22,20 +22,20 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.extensions import plain, plain_schema, to_values
+from peagle.corpus.extensions import plain_schema, to_values
 from peagle.engine.interface import FAILED
 from peagle.errors import ConfigError, PeagleError
 from peagle.plain_json import to_json
 from peagle.requests.fields import CHAT_URL
 from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
 from peagle.runs.directory import RunDirectory
+from peagle.runs.files import BATCH_ROWS, read_rows
 from peagle.runs.plan import Plan
 from peagle.runs.report import until_settled
 from peagle.storage import Place, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_BATCH_ROWS = 1024
 _LONGEST_S = 24 * 3600.0  # that an export takes
 _ROW_GROUP_ROWS = 65536
 
@@ -250,7 +250,7 @@ def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | Non
     if len(family) == 1:
         yield from batches
     elif merged := list(batches):
-        yield from pa.Table.from_batches(merged).sort_by("id").to_batches(_BATCH_ROWS)
+        yield from pa.Table.from_batches(merged).sort_by("id").to_batches(BATCH_ROWS)
 
 
 def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
@@ -262,15 +262,7 @@ def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] 
         PeagleError: a unit is damaged.
     """
     for path in map(run.unit_path, units):
-        try:
-            with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
-                read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
-                for batch in parquet.iter_batches(_BATCH_ROWS, columns=read):
-                    yield plain(batch.replace_schema_metadata(None))
-        except (OSError, pa.ArrowException) as error:
-            raise PeagleError(
-                f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
-            ) from error
+        yield from read_rows(path, columns)
 
 
 def _json_line(value: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import plain
 from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX, json_bytes
@@ -130,6 +131,7 @@ def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
 
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
+BATCH_ROWS = 1024
 _READERS = 16  # requests at once where each takes a while
 
 
@@ -162,13 +164,29 @@ def read_footer(path: Place) -> Footer:
         with open_to_read(path) as file:
             metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
     except (OSError, pa.ArrowException) as error:
-        raise PeagleError(
-            f"{path} is damaged: {error}",
-            hint="delete that file and run again: its rows are then done anew",
-        ) from error
+        raise _damaged(path, error) from error
     if _USAGE not in metadata or _FAILED not in metadata:
         raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
     return Footer(UnitUsage.from_json(metadata[_USAGE]), metadata[_FAILED].decode())
+
+
+def read_rows(path: Place, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    """Rows of a unit, `BATCH_ROWS` at a time; `columns` are those that are read, None is all.
+
+    Raises:
+        PeagleError: it is damaged.
+    """
+    try:
+        with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
+            read = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=read):
+                yield plain(batch.replace_schema_metadata(None))
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Place, error: Exception) -> PeagleError:
+    return PeagleError(f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew")
 
 
 class Footers:

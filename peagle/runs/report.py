@@ -15,11 +15,13 @@ from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.data import report_dict
 from peagle.economics.report.html import render_html
+from peagle.economics.timeline import UnitTimes
 from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.files import writing
 from peagle.profiles.watch import tuned_notes
 from peagle.runs.directory import RunDirectory
+from peagle.runs.row_figures import failures, row_figures
 from peagle.runs.scaling import most_at_once
 from peagle.storage import write_atomic, write_json
 
@@ -62,7 +64,8 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
 def _make(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
-    total = account(run.usages(), _read_late(run), Price.from_dict(manifest["price"]))
+    times, price = UnitTimes(), Price.from_dict(manifest["price"])
+    total = account(times.keep(run.usages()), _read_late(run), price)
     sessions = run.sessions()
     finished = max([s.last_seen_at for s in sessions], default=time.time())
     information = {
@@ -73,8 +76,11 @@ def _make(run: RunDirectory) -> dict[str, Any]:
         "started_at": manifest["created_at"],
         "finished_at": finished,
         "complete": total.num_units == len(plan.units),
+        "is_stand_in": manifest.get("config", {}).get("engine") == "fake",
     }
     report = report_dict(total, information)
+    report["timeline"] = times.timeline(sessions, price)
+    report["rows"], report["failures"] = row_figures(run), failures(run)
     report["self_checks"] = counted(session.self_check for session in sessions)
     report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
     with writing(run, hint=_WRITABLE):

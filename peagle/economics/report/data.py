@@ -34,6 +34,7 @@ class RunInfo:
         concurrency: requests an engine runs at once.
         break_even_acceptance_length: what this hardware needs at this concurrency, if measured.
         baseline: measured times of its steps (`peagle.economics.baseline`), if there are any.
+        is_stand_in: whether the fake engine answered.
 
     Raises:
         PeagleError: a value is of the wrong kind.
@@ -56,6 +57,7 @@ class RunInfo:
     complete: bool | None = None
     break_even_acceptance_length: float | None = None
     baseline: dict[str, Any] | None = None
+    is_stand_in: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -146,6 +146,16 @@ FIGURES = {
 }
 
 
+STAND_IN = "STAND-IN ENGINE: speed and dollars mean nothing"
+ASSUMED = "price assumed"
+
+
+def money_labels(report: Mapping[str, Any]) -> list[str]:
+    """Whatever keeps the dollars of a run's report from being a bill, in few words; it stands wherever they do."""
+    labels = {STAND_IN: report["run"].get("is_stand_in"), ASSUMED: report["account"]["price"].get("basis") == "assumed"}
+    return [label for label, holds in labels.items() if holds]
+
+
 def price_in_words(price: Mapping[str, Any]) -> str:
     """A price in one line.
 

@@ -1,34 +1,14 @@
 """A report as one HTML page without scripts or other hosts, light and dark.
 
-Its two plots are SVG.
-
-It knows reports as data only. `page.html.j2` is the page; here its contents are laid out.
+Its plots are SVG. It knows reports as data only. `page.html.j2` is the page; here its contents are laid out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any
 
-from peagle.charts import (
-    BOTTOM,
-    DARK,
-    HEIGHT,
-    LEFT,
-    LIGHT,
-    MAX_SERIES,
-    RIGHT,
-    RULES,
-    TOP,
-    WIDTH,
-    drawing,
-    grid_line,
-    text,
-    title,
-    x_axis_name,
-    y_axis_name,
-)
+from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
+from peagle.economics.report.cards import headline, of_rows, over_time
 from peagle.economics.report.data import check_report, compare
 from peagle.economics.report.figures import (
     FIGURES,
@@ -38,118 +18,11 @@ from peagle.economics.report.figures import (
     in_words_s,
     in_words_share,
     in_words_usd,
+    money_labels,
     price_in_words,
 )
+from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Rates, acceptance_svg, money_svg
 from peagle.economics.report.saved import savings_of_run
-
-_LABELLED_BAR = 18  # narrower ones' values would run into each other
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Acceptance by position of one run; `series` picks its colour."""
-
-    label: str
-    rates: Sequence[float]
-    series: int
-
-
-def acceptance_svg(runs: Sequence[Rates]) -> str:
-    """Grouped bars: the share of drafts accepted, for each draft position.
-
-    Args:
-        runs: one or more, at most `MAX_SERIES`, each with at least one rate.
-    """
-    num_positions = max(len(run.rates) for run in runs)
-    ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
-    plot_height = HEIGHT - TOP - BOTTOM
-    group = (WIDTH - LEFT - RIGHT) / num_positions
-    bar = min(group * 0.76 / len(runs), 46)
-
-    def y(share: float) -> float:
-        return TOP + plot_height * (1 - share / ceiling)
-
-    parts = [grid_line(y(ceiling * step / 4), _grid_label(ceiling * step / 4)) for step in range(5)]
-    for position in range(num_positions):
-        centre = LEFT + group * (position + 0.5)
-        parts.append(text(centre, HEIGHT - BOTTOM + 16, str(position + 1), "tick", "middle"))
-        for index, run in enumerate(runs):
-            if position < len(run.rates):
-                x = centre + bar * (index - len(runs) / 2)
-                words = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
-                parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, words))
-                if bar >= _LABELLED_BAR:
-                    parts.append(_value_label(x + bar / 2, y(run.rates[position]), run.rates[position], bar))
-    parts += [x_axis_name("position in the draft"), y_axis_name("share of drafts", at_right=True)]
-    return drawing(HEIGHT, "Acceptance by position", parts)
-
-
-def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """One bar a run, cut into the shares of its cost.
-
-    With several runs each bar has its label above it.
-
-    Args:
-        runs: label and share by name, each summing to 1 (or all 0 where nothing was spent).
-    """
-    bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
-    parts, y = [], 4.0
-    for label, shares in runs:
-        if label_height:
-            parts.append(text(0, y + 12, _shortened(label), "label", "start"))
-        parts += _stacked_bar(y + label_height, bar_height, label, shares)
-        y += label_height + bar_height + gap
-    return drawing(round(y - gap + 4), "Where the money went", parts)
-
-
-def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float]) -> list[str]:
-    edges = [0.0]
-    for name in SHARES:
-        edges.append(edges[-1] + WIDTH * shares[name])
-    parts = []
-    for name, (start, end) in zip(SHARES, pairwise(edges), strict=True):
-        if end <= start:
-            continue
-        # A gap of 2 between neighbours; a sliver stays visible.
-        width = max(end - start - 2, 1)
-        words = title(f"{label}: {name} {shares[name]:.1%}")
-        parts.append(
-            f'<rect class="share-{name}" x="{start:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
-            f'rx="3">{words}</rect>'
-        )
-        if width >= 34:
-            share = in_words_share(shares[name])
-            parts.append(text(start + width / 2, y + height / 2 + 4, share, f"inside on-{name}", "middle"))
-    return parts
-
-
-def _column(x: float, width: float, top: float, base: float, series: int, words: str) -> str:
-    """A bar that is square at its base and rounded at its end."""
-    width = max(width - 2, 1)
-    radius = min(4, width / 2, base - top)
-    path = (
-        f"M{x + 1:.1f},{base:.1f} V{top + radius:.1f} q0,{-radius:.1f} {radius:.1f},{-radius:.1f} "
-        f"h{width - 2 * radius:.1f} q{radius:.1f},0 {radius:.1f},{radius:.1f} V{base:.1f} Z"
-    )
-    return f'<path class="series-{series}" d="{path}">{title(words)}</path>'
-
-
-def _value_label(x: float, y: float, rate: float, width: float) -> str:
-    share = in_words_share(rate)
-    return text(x, y - 5, share if width >= 26 else share.rstrip("%"), "value", "middle")
-
-
-def _grid_label(share: float) -> str:
-    return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
-
-
-def _nice_ceiling(share: float) -> float:
-    return next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if share <= ceiling)
-
-
-def _shortened(label: str, num_letters: int = 64) -> str:
-    return label if len(label) <= num_letters else label[: num_letters - 1] + "…"
-
 
 _CARDS = (
     "usd_per_million_tokens",
@@ -189,7 +62,15 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {_models(reports)}",
         "is_single": is_single,
-        "svg_style": {"light": LIGHT, "dark": DARK, "rules": RULES},
+        "svg_style": {
+            "light": f"{LIGHT} {SHARE_LIGHT}",
+            "dark": f"{DARK} {SHARE_DARK}",
+            "rules": RULES + SHARE_RULES,
+        },
+        "money_labels": _money_labels(reports, labels),
+        "headline": headline(reports, labels),
+        "details": [*over_time(first), *of_rows(first)] if is_single else [],
+        "samples": (first.get("rows") or {}).get("samples", []) if is_single else [],
         "status": _status(first) if is_single else None,
         "labels": labels,
         "hero": FIGURES["tokens_per_usd"].text(first),
@@ -202,8 +83,17 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
         "money": [_money_row(name, reports) for name in SHARES],
         "saved": savings_of_run(first) if is_single else [],
-        "configuration": _configuration(reports),
+        **_configuration(reports),
     }
+
+
+def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
+    """Each label once where it holds of all runs, else with those of which it holds."""
+    runs_of: dict[str, list[str]] = {}
+    for label, report in zip(labels, reports, strict=True):
+        for said in money_labels(report):
+            runs_of.setdefault(said, []).append(label)
+    return [said if len(runs) == len(reports) else f"{said} ({', '.join(runs)})" for said, runs in runs_of.items()]
 
 
 def _status(report: Mapping[str, Any]) -> str:
@@ -279,10 +169,15 @@ def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]
     return [*compared["notes"], *own]
 
 
-def _configuration(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is the same in all runs, once, and what differs, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
-    return [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]
+    known = [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]
+    return {
+        "same": [(name, cells[0]) for name, cells in known if len(set(cells)) == 1],
+        "differing": [(name, cells) for name, cells in known if len(set(cells)) > 1],
+    }
 
 
 def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:

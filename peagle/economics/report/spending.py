@@ -1,10 +1,9 @@
-"""A statement for people and for tools: a table, Markdown, CSV or a page.
+"""A statement for people and for tools: a table, Markdown or CSV.
 
-It knows statements as data only (`statement.py`).
+It knows statements as data only (`statement.py`). The page is in `spending_page.py`.
 """
 
 import csv
-import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,20 +24,20 @@ _NAME_WIDTH = 10
 
 def text_statement(one: Mapping[str, Any]) -> str:
     """The statement for a terminal: a line for each group, then where the money went."""
-    one = _for_people(one)
-    lines = [_period(one), "", *aligned(_table(one)), "", *aligned(_summary(one)), "", "saved"]
-    saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in _saved(one)]
+    one = for_people(one)
+    lines = [period_in_words(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
+    saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in saved_rows(one)]
     return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
 
 
 def markdown_statement(one: Mapping[str, Any]) -> str:
     """The statement as Markdown: the same, as tables."""
-    one = _for_people(one)
+    one = for_people(one)
     notes = [f"- {note}" for note in one["notes"]]
-    summary, saved = [("where the money went", "USD"), *_summary(one)], [("saved", ""), *_saved(one)]
-    tables: list[Sequence[Sequence[str]]] = [_table(one), summary, saved]
+    summary, saved = [("where the money went", "USD"), *summary_rows(one)], [("saved", ""), *saved_rows(one)]
+    tables: list[Sequence[Sequence[str]]] = [statement_table(one), summary, saved]
     lines = [line for table in tables for line in ("", *markdown(table))]
-    return "\n".join([f"# {_period(one)}", *lines, "", *notes]).rstrip()
+    return "\n".join([f"# {period_in_words(one)}", *lines, "", *notes]).rstrip()
 
 
 def csv_statement(one: Mapping[str, Any]) -> str:
@@ -53,35 +52,11 @@ def csv_statement(one: Mapping[str, Any]) -> str:
     return sink.getvalue().rstrip("\n")
 
 
-def html_statement(one: Mapping[str, Any]) -> str:
-    """The statement as one page without scripts or other hosts."""
-    one = _for_people(one)
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
-    title = html.escape(_period(one))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
-        f"{_html_table(_table(one), has_head=True)}\n{_html_table(_summary(one), has_head=False)}\n"
-        f"{_html_table([('saved', ''), *_saved(one)], has_head=True, kind='words')}\n"
-        f"<ul>{notes}</ul></main></body></html>"
-    )
-
-
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "table": text_statement,
     "md": markdown_statement,
     "csv": csv_statement,
-    "html": html_statement,
 }
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:0}"
-    "main{max-width:1080px;margin:0 auto;padding:36px 20px;overflow-x:auto}h1{font-size:21px}"
-    "table{border-collapse:collapse;margin-bottom:24px}"
-    "th,td{padding:5px 14px 5px 0;border-bottom:1px solid #8884;text-align:right;white-space:nowrap;"
-    "font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}tr:last-child{font-weight:600}"
-    ".words td{text-align:left;white-space:normal}.words tr:last-child{font-weight:400}"
-)
 
 
 def decimal(usd: float | None) -> str:
@@ -89,20 +64,27 @@ def decimal(usd: float | None) -> str:
     return UNKNOWN if usd is None else f"{usd:.{DIGITS}f}"
 
 
-def _for_people(one: Mapping[str, Any]) -> dict[str, Any]:
+def for_people(one: Mapping[str, Any]) -> dict[str, Any]:
+    """The statement with amounts of as many `digits` as its sum asks for."""
     known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
     digits = _CENTS if known >= 1 else _SMALL
     return {**shown(one, digits), "digits": digits}
 
 
-def _period(one: Mapping[str, Any]) -> str:
+def period_in_words(one: Mapping[str, Any]) -> str:
+    """The period as a heading."""
     start, end = one["start"], one["end"]
     if start is None and end is None:
         return "Spending, all time"
     return f"Spending from {start or 'the beginning'} to {end or 'now'}, both included (UTC)"
 
 
-def _table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A head, a row for each group, and the total.
+
+    Args:
+        one: as `for_people` has it, like the rows below.
+    """
     heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
     rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, "per million tokens")]
     for row in one["rows"] if one["by"] else []:
@@ -121,7 +103,8 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
     )
 
 
-def _summary(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where the money went: names and sums."""
     usd, digits = one["total"]["usd"], one["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
     return [
@@ -132,7 +115,8 @@ def _summary(one: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _saved(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was saved: names and sentences."""
     total = one["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]
@@ -140,11 +124,3 @@ def _saved(one: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _dollars(usd: float | None, digits: int) -> str:
     return UNKNOWN if usd is None else f"${usd:,.{digits}f}"
-
-
-def _html_table(rows: Sequence[Sequence[str]], *, has_head: bool, kind: str = "sums") -> str:
-    lines = []
-    for index, row in enumerate(rows):
-        cell = "th" if has_head and index == 0 else "td"
-        lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
-    return f'<table class="{kind}">{"".join(lines)}</table>'

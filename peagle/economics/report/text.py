@@ -12,6 +12,7 @@ from peagle.economics.report.figures import (
     in_words_count,
     in_words_s,
     in_words_share,
+    money_labels,
     price_in_words,
 )
 from peagle.economics.report.saved import savings_of_run
@@ -37,9 +38,9 @@ def text_summary(report: Mapping[str, Any]) -> str:
         ("engines up", f"{in_words_s(account['wall_s'])}, {_engines(account)}"),
         ("price", price_in_words(account["price"])),
         ("price source", f"{account['price']['source']}, {account['price']['as_of']}"),
-        ("cost", FIGURES["total_usd"].text(report)),
+        ("cost", _labelled(FIGURES["total_usd"].text(report), report)),
         ("spent on", " · ".join(f"{name} {in_words_share(report['shares'][name])}" for name in SHARES)),
-        ("value", _value(report)),
+        ("value", _labelled(_value(report), report)),
         *savings_of_run(report),
     ]
     title = " · ".join(part for part in (run["label"], run["precision"], _concurrency(run)) if part)
@@ -62,10 +63,16 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
         ratios = [_ratio(i == compared["baseline"], ratio) for i, ratio in enumerate(figure["ratios"])]
         rows.append((figure["label"], *(f"{value}{ratio}" for value, ratio in zip(values, ratios, strict=True))))
     names = [
-        f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}"
-        for index, (head, label) in enumerate(zip(heads, compared["labels"], strict=True))
+        _labelled(f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}", report)
+        for index, (head, label, report) in enumerate(zip(heads, compared["labels"], reports, strict=True))
     ]
     return "\n".join([*names, *(f"  {line}" for line in aligned(rows)), *_wrapped_notes(compared["notes"])])
+
+
+def _labelled(words: str, report: Mapping[str, Any]) -> str:
+    """Words about money, with what keeps it from being a bill."""
+    labels = money_labels(report)
+    return f"{words} ({'; '.join(labels)})" if labels else words
 
 
 def _ratio(is_baseline: bool, ratio: float | None) -> str:

@@ -93,3 +93,43 @@ def without_drafter(make_report):
         sampling={"temperature": 0.0, "max_tokens": 128},
         versions={"vllm": "0.29.0"},
     )
+
+
+@pytest.fixture
+def detailed(with_drafter):
+    """A run with all that its directory tells of its time and its rows."""
+    histogram = {"first": 0.0, "step": 0.1, "counts": [10, 60, 30], "has_more": True}
+    measure = {"p50": 0.2, "p95": 0.4, "p99": 0.5, "histogram": histogram}
+    spans = [("load", 0.0, 20.0), ("busy", 20.0, 60.0), ("busy", 60.0, 100.0), ("lost", 100.0, 120.0)]
+    seconds = {"load": 20.0, "compile": 0.0, "busy": 80.0, "idle": 0.0, "lost": 20.0}
+    return {
+        **with_drafter,
+        "timeline": {
+            "started_at": 0.0,
+            "total_s": 120.0,
+            "step_s": 40.0,
+            "tokens_per_s": [10.0, 60.0, 30.0],
+            "usd": [0.001, 0.002, 0.003],
+            "pauses": [{"at_s": 60.0, "lasted_s": 3600.0}],
+            "num_engines": 1,
+            "engines": [{"engine": 0, "num_starts": 1, "seconds": seconds, "spans": spans}],
+        },
+        "account": {**with_drafter["account"], "num_rows": 400},
+        "rows": {
+            "num_read": 100,
+            "finish_reasons": {"stop": 90, "length": 10},
+            "measures": {"num_output_tokens": measure, "ttft_s": measure},
+            "samples": [
+                {
+                    "id": "000000007",
+                    "input": [["prompt", "What is <script>alert(1)</script>?"]],
+                    "answer": "Nothing & <b>more</b>",
+                    "finish_reason": "stop",
+                }
+            ],
+        },
+        "failures": [
+            {"reason": "invalid_row", "count": 3, "example": "line 7: <b>no</b>"},
+            {"reason": "time_limit", "count": 1, "example": "too long"},
+        ],
+    }

@@ -1,0 +1,156 @@
+"""Cards of a report's page: a heading, sentences that say what a plot shows, and the plot.
+
+They know a run's report as data only. A report without a figure, as of an older peagle, is without its card.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.economics.report.figures import in_words_count, in_words_s, in_words_share, in_words_usd
+from peagle.economics.report.plots import Bar, bars_svg, histogram_svg, plain_bar
+from peagle.economics.report.time_plots import engines_svg, series_svg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One card.
+
+    Attributes:
+        lead: below the heading.
+        plots: each with the words above it, which may be empty.
+        is_money: whether its dollars need the labels of what keeps them from being a bill.
+    """
+
+    heading: str
+    lead: str
+    plots: Sequence[tuple[str, str]]
+    is_money: bool = False
+
+
+def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Card:
+    """Output tokens per dollar: of each run, or of one run with its drafter and without."""
+    bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
+    lead = "Every second that an engine was up is paid."
+    if len(reports) == 1:
+        without, lead = _without(reports[0])
+        bars += without
+    plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars))
+    return Card(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
+
+
+def _with(report: Mapping[str, Any], label: str) -> Bar:
+    value = report["account"]["tokens_per_usd"]
+    return plain_bar(label, value or 0.0, "no output yet" if value is None else in_words_count(value))
+
+
+def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
+    """The same work without the drafter, with the range of its error; and a sentence on how it is known."""
+    saved, account = report.get("saved"), report["account"]
+    if report["run"]["drafter"] is None or account["tokens_per_usd"] is None:
+        return [], "Every second that an engine was up is paid."
+    one = saved["speculation"] if saved else None
+    if not one or one["usd"] is None:
+        return [], "Without the drafter: unknown, since the steps of such an engine were not measured."
+    tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
+    value, low, high = tokens / total_usd, None, None
+    words = f"{in_words_count(value)}, of unknown error"
+    if error_usd is not None and error_usd < total_usd:
+        low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
+        words = f"{in_words_count(value)} ({in_words_count(low)} to {in_words_count(high)})"
+    bar = plain_bar("the same without the drafter", value, words, "series-1")
+    sources = ", ".join(saved["sources"])
+    rest = f" Nothing is known for {in_words_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
+    lead = f"Without the drafter: the same loading, idling and losses, and steps as measured ({sources}).{rest}"
+    return [Bar(label=bar.label, parts=bar.parts, words=words, low=low, high=high)], lead
+
+
+def over_time(report: Mapping[str, Any]) -> list[Card]:
+    """Tokens a second, dollars, and the states of the engines."""
+    timeline = report.get("timeline")
+    if not timeline:
+        return []
+    peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
+    shown, num = len(timeline["engines"]), timeline["num_engines"]
+    rest = f" Of {num} engines the first {shown} are drawn." if num > shown else ""
+    cut = " A dashed line is a pause without an engine, which is cut out." if timeline["pauses"] else ""
+    speed = f"At most {peak:,.1f} over a step of {in_words_s(timeline['step_s'])}; a unit's tokens count evenly over it."
+    paid = f"{in_words_usd(usd)} after {in_words_s(timeline['total_s'])} with an engine up."
+    states = (
+        "Load, compile, busy, idle and lost. A heartbeat says how long each took and not when, so busy is where a unit was "
+        f"open that was committed, and what was lost stands at the engine's end.{rest}"
+    )
+    return [
+        Card(
+            heading="Output tokens/s",
+            lead=speed + cut,
+            plots=[("", series_svg(timeline["tokens_per_s"], timeline, f"Output tokens/s over time. {speed}", _count))],
+        ),
+        Card(
+            heading="Dollars spent",
+            lead=paid + cut,
+            plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {paid}", _usd, is_sum=True))],
+            is_money=True,
+        ),
+        Card(
+            heading="Engines", lead=states + cut, plots=[("", engines_svg(timeline, "States of the engines over time"))]
+        ),
+    ]
+
+
+def of_rows(report: Mapping[str, Any]) -> list[Card]:
+    """Lengths, times, finish reasons and failures."""
+    return [*_measured(report), *_ends(report)]
+
+
+_LENGTHS = (("num_prompt_tokens", "prompt tokens"), ("num_output_tokens", "output tokens"))
+_TIMES = (("ttft_s", "seconds to the first token"), ("latency_s", "seconds of a row in its engine"))
+
+
+def _measured(report: Mapping[str, Any]) -> list[Card]:
+    rows = report.get("rows")
+    if not rows:
+        return []
+    read, num = rows["num_read"], report["account"]["num_rows"]
+    of_all = f"Of {read:,} rows of {num:,}, evenly chosen." if read < num else f"Of all {num:,} rows."
+    cards = []
+    for heading, kinds in (("Lengths", _LENGTHS), ("Latency and time to first token", _TIMES)):
+        plots = [
+            (_percentiles(measure, name), histogram_svg(measure["histogram"], _percentiles(measure, name), name))
+            for column, name in kinds
+            if (measure := rows["measures"].get(column))
+        ]
+        if plots:
+            cards.append(Card(heading=heading, lead=of_all, plots=plots))
+    return cards
+
+
+def _percentiles(measure: Mapping[str, Any], name: str) -> str:
+    told = ", ".join(f"p{percent} {measure[f'p{percent}']:,.3g}" for percent in (50, 95, 99))
+    return f"{name[0].upper()}{name[1:]}: {told}"
+
+
+def _ends(report: Mapping[str, Any]) -> list[Card]:
+    cards, rows, failed = [], report.get("rows"), report.get("failures")
+    if rows:
+        bars = [
+            plain_bar(reason, count, f"{count:,} ({in_words_share(count / rows['num_read'])})")
+            for reason, count in rows["finish_reasons"].items()
+        ]
+        told = ", ".join(f"{bar.label} {bar.words}" for bar in bars)
+        lead = f"Why answers ended, of {rows['num_read']:,} rows."
+        cards.append(Card(heading="Finish reasons", lead=lead, plots=[("", bars_svg(bars, f"Finish reasons: {told}"))]))
+    if failed:
+        bars = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
+        told = ", ".join(f"{bar.label} {bar.words}" for bar in bars)
+        lead = f"Rows that could not be done, by reason; failed/ has each. The first one says: {failed[0]['example']}"
+        cards.append(Card(heading="Failures", lead=lead, plots=[("", bars_svg(bars, f"Failures by reason: {told}"))]))
+    return cards
+
+
+def _count(value: float) -> str:
+    return f"{value:,.4g}"
+
+
+def _usd(value: float) -> str:
+    return f"${value:.3g}"

@@ -1,0 +1,269 @@
+"""Plots that compare amounts: bars, stacked bars, columns, histograms.
+
+They know numbers and words, neither reports nor statements. Plots over time are in `time_plots.py`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from peagle.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    drawing,
+    grid_line,
+    grid_step,
+    shortened,
+    text,
+    title,
+    x_axis_name,
+    y_axis_name,
+)
+from peagle.economics.report.figures import SHARES, in_words_share, in_words_usd
+
+SHARE_LIGHT = (
+    "--load: #8a79d8; --compile: #e0a320; --busy: #2a78d6; --idle: #b4b8bd; --lost: #cf3f3f;"
+    " --on-load: #14171a; --on-compile: #14171a; --on-busy: #ffffff; --on-idle: #14171a; --on-lost: #ffffff;"
+)
+SHARE_DARK = (
+    "--load: #8f7fe0; --compile: #c98f17; --busy: #3a82dc; --idle: #5d636a; --lost: #d95555; --on-idle: #f2f3f4;"
+)
+SHARE_RULES = "".join(
+    f".share-{name} {{ fill: var(--{name}); background: var(--{name}); }}\nsvg .on-{name} {{ fill: var(--on-{name}); }}\n"
+    for name in SHARES
+)
+_LABELLED_BAR = 18  # narrower ones' values would run into each other
+_LABEL_LETTERS = 64
+_SLIVER = 3  # the least width of a share that is there
+_BAR_ROOM = 330  # for the longest bar; the rest of the width is its words'
+_BAR_HEIGHT, _ROW_HEIGHT = 18, 46
+_MOST_LABELS = 7  # below columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Acceptance by position of one run; `series` picks its colour."""
+
+    label: str
+    rates: Sequence[float]
+    series: int
+
+
+def acceptance_svg(runs: Sequence[Rates]) -> str:
+    """Grouped bars: the share of drafts accepted, for each draft position.
+
+    Args:
+        runs: one or more, at most `MAX_SERIES`, each with at least one rate.
+    """
+    num_positions = max(len(run.rates) for run in runs)
+    ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
+    plot_height = HEIGHT - TOP - BOTTOM
+    group = (WIDTH - LEFT - RIGHT) / num_positions
+    bar = min(group * 0.76 / len(runs), 46)
+
+    def y(share: float) -> float:
+        return TOP + plot_height * (1 - share / ceiling)
+
+    parts = [grid_line(y(ceiling * step / 4), _grid_label(ceiling * step / 4)) for step in range(5)]
+    for position in range(num_positions):
+        centre = LEFT + group * (position + 0.5)
+        parts.append(text(centre, HEIGHT - BOTTOM + 16, str(position + 1), "tick", "middle"))
+        for index, run in enumerate(runs):
+            if position < len(run.rates):
+                x = centre + bar * (index - len(runs) / 2)
+                words = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
+                parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, words))
+                if bar >= _LABELLED_BAR:
+                    parts.append(_value_label(x + bar / 2, y(run.rates[position]), run.rates[position], bar))
+    parts += [x_axis_name("position in the draft"), y_axis_name("share of drafts", at_right=True)]
+    return drawing(HEIGHT, "Acceptance by position", parts)
+
+
+def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """One bar a run, cut into the shares of its cost.
+
+    With several runs each bar has its label above it.
+
+    Args:
+        runs: label and share by name, each summing to 1 (or all 0 where nothing was spent).
+    """
+    bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
+    parts, y = [], 4.0
+    for label, shares in runs:
+        if label_height:
+            parts.append(text(0, y + 12, shortened(label, _LABEL_LETTERS), "label", "start"))
+        parts += _stacked_bar(y + label_height, bar_height, label, shares)
+        y += label_height + bar_height + gap
+    return drawing(round(y - gap + 4), "Where the money went", parts)
+
+
+def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float]) -> list[str]:
+    edges = [0.0]
+    for name in SHARES:
+        edges.append(edges[-1] + WIDTH * shares[name])
+    parts = []
+    for name, (start, end) in zip(SHARES, pairwise(edges), strict=True):
+        if end <= start:
+            continue
+        # A gap of 2 between neighbours; a sliver stays visible, also on a phone.
+        width = max(end - start - 2, _SLIVER)
+        words = title(f"{label}: {name} {shares[name]:.1%}")
+        parts.append(
+            f'<rect class="share-{name}" x="{start:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
+            f'rx="3">{words}</rect>'
+        )
+        if width >= 34:
+            share = in_words_share(shares[name])
+            parts.append(text(start + width / 2, y + height / 2 + 4, share, f"inside on-{name}", "middle"))
+    return parts
+
+
+def _column(x: float, width: float, top: float, base: float, series: int, words: str) -> str:
+    """A bar that is square at its base and rounded at its end."""
+    width = max(width - 2, 1)
+    radius = min(4, width / 2, base - top)
+    path = (
+        f"M{x + 1:.1f},{base:.1f} V{top + radius:.1f} q0,{-radius:.1f} {radius:.1f},{-radius:.1f} "
+        f"h{width - 2 * radius:.1f} q{radius:.1f},0 {radius:.1f},{radius:.1f} V{base:.1f} Z"
+    )
+    return f'<path class="series-{series}" d="{path}">{title(words)}</path>'
+
+
+def _value_label(x: float, y: float, rate: float, width: float) -> str:
+    share = in_words_share(rate)
+    return text(x, y - 5, share if width >= 26 else share.rstrip("%"), "value", "middle")
+
+
+def _grid_label(share: float) -> str:
+    return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
+
+
+def _nice_ceiling(share: float) -> float:
+    return next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if share <= ceiling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Amounts one behind the other under a name.
+
+    Attributes:
+        parts: class that colours it, amount and tooltip of each.
+        words: behind the bar.
+        low, high: the range in which the sum lies; None where there is none.
+    """
+
+    label: str
+    parts: Sequence[tuple[str, float, str]]
+    words: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def value(self) -> float:
+        """The sum of its parts."""
+        return sum(amount for _, amount, _ in self.parts)
+
+
+def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> Bar:
+    """A bar of one amount."""
+    return Bar(label=label, parts=[(kind, value, f"{label}: {words}")], words=words)
+
+
+def bars_svg(bars: Sequence[Bar], name: str) -> str:
+    """Horizontal bars, each below its label and before its words; a range is a whisker."""
+    most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
+    drawn, y = [], 2.0
+    for bar in bars:
+        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_LETTERS), "label", "start"))
+        x = 0.0
+        for kind, amount, tooltip in bar.parts:
+            width = _BAR_ROOM * amount / most
+            if amount > 0:
+                drawn.append(_rect(kind, x, y + 17, max(width, _SLIVER), _BAR_HEIGHT, tooltip))
+            x += width
+        if bar.low is not None and bar.high is not None:
+            low, high = (_BAR_ROOM * max(value, 0.0) / most for value in (bar.low, bar.high))
+            middle, x = y + 17 + _BAR_HEIGHT / 2, max(x, high)
+            tips = "".join(f"M{tip:.1f},{middle - 5:g}v10" for tip in (low, high))
+            drawn.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
+        drawn.append(text(x + 8, y + 30.5, bar.words, "value", "start"))
+        y += _ROW_HEIGHT
+    return drawing(round(y - 6), name, drawn)
+
+
+def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
+    """Columns of counts over equal ranges of a value.
+
+    Args:
+        histogram: `first` (the lower end), `step`, `counts`, and `has_more`: the last one holds all that is larger.
+    """
+    counts, first, step = histogram["counts"], histogram["first"], histogram["step"]
+    columns = []
+    for index, count in enumerate(counts):
+        begin = first + index * step
+        is_open = histogram["has_more"] and index == len(counts) - 1
+        span = f"{begin:.4g} and more" if is_open else f"{begin:.4g} to {begin + step:.4g}"
+        columns.append((f"{begin:.4g}", [("series-0", float(count), f"{span}: {count:,} rows")]))
+    parts = _columns(columns, 0.92, lambda count: f"{count:,.0f}")
+    return drawing(HEIGHT, name, [*parts, x_axis_name(x_name), y_axis_name("rows", at_right=True)])
+
+
+def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
+    """Stacked columns of dollars.
+
+    Args:
+        columns: label, and an amount for each layer; labels are shown as far as there is room.
+        layers: name and class of each, from the bottom up.
+    """
+    stacked = [
+        (
+            label,
+            [
+                (kind, amount, f"{label}, {layer}: {in_words_usd(amount)}")
+                for (layer, kind), amount in zip(layers, amounts, strict=True)
+            ],
+        )
+        for label, amounts in columns
+    ]
+    return drawing(HEIGHT - 14, name, _columns(stacked, 0.8, lambda usd: f"${usd:.3g}"))
+
+
+def _columns(
+    columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, words: Callable[[float], str]
+) -> list[str]:
+    """Columns with their axes; `share` of the room is a column's own."""
+    ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
+    width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // _MOST_LABELS)
+    drawn = [grid_line(y(tick), words(tick)) for tick in ticks]
+    for index, (label, parts) in enumerate(columns):
+        middle, below = LEFT + (index + 0.5) * width, 0.0
+        for kind, amount, tooltip in parts:
+            if amount > 0:
+                height = max(y(below) - y(below + amount), 1.0)
+                drawn.append(_rect(kind, middle - width * share / 2, y(below) - height, width * share, height, tooltip))
+            below += amount
+        if index % every == 0:
+            drawn.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
+    return drawn
+
+
+def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
+    """The grid lines of amounts from nothing up to `most`, and the height of an amount."""
+    step = grid_step(most, finest=-12)
+    num_steps = max(1, math.ceil(most / step))
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / (step * num_steps))
+
+    return [step * number for number in range(num_steps + 1)], y
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {place} rx="1.5">{title(tooltip)}</rect>'

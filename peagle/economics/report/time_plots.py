@@ -1,0 +1,105 @@
+"""Plots of a run over time: a value, and the states of its engines.
+
+They know a timeline as data only (`peagle/economics/timeline.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from peagle.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, drawing, grid_line, text, title
+from peagle.economics.report.figures import SHARES, in_words_s
+from peagle.economics.report.plots import vertical_axis
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+_TICKS_S = (
+    *(1, 2, 5, 10, 20),
+    *(minutes * _MINUTE_S for minutes in (1, 2, 5, 10, 20)),
+    *(hours * _HOUR_S for hours in (1, 2, 4, 8)),
+    *(days * _DAY_S for days in (1, 2, 7, 14)),
+)
+_MOST_TICKS = 6
+_LANE, _LANE_HEIGHT = 46, 18
+_THINNEST = 1.5  # a state that is there stays visible
+
+
+def series_svg(
+    values: Sequence[float],
+    timeline: Mapping[str, Any],
+    name: str,
+    words: Callable[[float], str],
+    *,
+    is_sum: bool = False,
+) -> str:
+    """A value in each step of a timeline; of a sum, up to the end of each.
+
+    Args:
+        name: of the plot, for those who cannot see it.
+        words: a value as the axis has it.
+    """
+    ticks, y = vertical_axis(max(values))
+    x = _place(timeline, LEFT)
+    step_s = timeline["step_s"]
+    points = [(x(0.0), y(0.0))] if is_sum else []
+    for index, value in enumerate(values):
+        begin = [] if is_sum else [(x(index * step_s), y(value))]
+        points += [*begin, (x((index + 1) * step_s), y(value))]
+    line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
+    base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
+    drawn = [
+        *(grid_line(y(tick), words(tick)) for tick in ticks),
+        f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
+        f'<polyline class="line-0" points="{line}"/>',
+        *_time_axis(timeline, x, TOP, bottom),
+    ]
+    return drawing(HEIGHT - 14, name, drawn)
+
+
+def engines_svg(timeline: Mapping[str, Any], name: str) -> str:
+    """A lane for each engine, in the colours of its states, with its seconds in words above it."""
+    x, y, drawn = _place(timeline, 0), 2.0, []
+    for engine in timeline["engines"]:
+        starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
+        seconds = [(state, engine["seconds"][state]) for state in SHARES if engine["seconds"][state] > 0]
+        told = ", ".join(f"{state} {in_words_s(passed)}" for state, passed in seconds)
+        name_of = f"engine {engine['engine']}"
+        drawn.append(text(0, y + 11, f"{name_of}{starts}: {told}", "lane", "start"))
+        for state in SHARES:
+            spans = [(begin, end) for kind, begin, end in engine["spans"] if kind == state]
+            if spans:
+                path = "".join(
+                    f"M{x(begin):.1f},{y + 17:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}"
+                    f"H{x(begin):.1f}z"
+                    for begin, end in spans
+                )
+                words = title(f"{name_of}: {state} {in_words_s(engine['seconds'][state])}")
+                drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
+        y += _LANE
+    drawn += _time_axis(timeline, x, 0, y - 4)
+    return drawing(round(y + 22), name, drawn)
+
+
+def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
+    """Where a second of the run lies, from left to right."""
+    right = WIDTH - RIGHT
+    return lambda second: left + (right - left) * second / timeline["total_s"]
+
+
+def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
+    """Seconds in words below the plot, and a dashed line for each pause that is cut out."""
+    total_s = timeline["total_s"]
+    step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
+    ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
+    drawn = [text(x(tick), bottom + 16, _short(tick), "tick", "middle" if tick else "start") for tick in ticks]
+    for pause in timeline["pauses"]:
+        words = title(f"a pause of {in_words_s(pause['lasted_s'])} is cut out here")
+        place = f"{x(pause['at_s']):.1f}"
+        drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
+    return drawn
+
+
+def _short(seconds: float) -> str:
+    """A round duration: "20 s", "5 min", "2 h", "7 d"."""
+    unit, name = next(
+        (one for one in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")) if seconds >= one[0]), (1, "s")
+    )
+    return f"{seconds / unit:.3g} {name}"

@@ -1,0 +1,153 @@
+"""Figures of a run's rows: lengths, ends, times, failures, and three rows to read.
+
+However large the run is, the first rows of a few hundred of its units are read, evenly chosen, and the figures say how
+many they were. It knows the run directory; what it finds is plain data for a report.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from peagle.charts import grid_step
+from peagle.corpus.extensions import to_values
+from peagle.plain_json import to_json
+from peagle.runs.directory import RunDirectory
+from peagle.runs.files import read_rows
+from peagle.runs.rows import OUTPUT_SCHEMA
+from peagle.storage import Place
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+MAX_UNITS = 256  # of which up to `files.BATCH_ROWS` rows each are read
+_READERS = 16
+_MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
+_COLUMNS = frozenset({"finish_reason", *_MEASURES})
+_PERCENTS = (50, 95, 99)
+_FEW_COLUMNS = 6  # a histogram has up to four times as many
+_NUM_INPUTS, _INPUT_LETTERS, _ANSWER_LETTERS, _MESSAGE_LETTERS = 6, 600, 1200, 200
+
+
+def row_figures(run: RunDirectory) -> dict[str, Any] | None:
+    """Lengths, finish reasons and times of committed rows, and three rows; None before there is one.
+
+    Returns:
+        `num_read`, `finish_reasons` (their counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`, as
+        `histogram` makes it) and `samples` (`id`, `input` as names and texts, `answer`, `finish_reason`; long texts
+        are cut).
+
+    Raises:
+        PeagleError: a unit is damaged.
+    """
+    committed = sorted(run.committed())
+    paths = [run.unit_path(unit) for unit in _evenly(committed, MAX_UNITS)]
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = [(path, batch) for path, batch in zip(paths, readers.map(_first_rows, paths), strict=True) if batch]
+    num_read = sum(batch.num_rows for _, batch in found)
+    if not num_read:
+        return None
+    import pyarrow as pa
+
+    table = pa.Table.from_batches([batch for _, batch in found])
+    reasons = Counter(str(reason) for reason in table["finish_reason"].to_pylist())
+    measured = {name: _measure(table[name].drop_null().to_numpy()) for name in _MEASURES}
+    return {
+        "num_read": num_read,
+        "finish_reasons": dict(reasons.most_common()),
+        "measures": {name: measure for name, measure in measured.items() if measure},
+        "samples": _samples([(path, batch.num_rows) for path, batch in found]),
+    }
+
+
+def failures(run: RunDirectory) -> list[dict[str, Any]]:
+    """The dead letters that count, by `reason`: their `count`, and the `example` of the first one's message.
+
+    Raises:
+        PeagleError: a file of theirs is missing or damaged.
+    """
+    counts, examples = Counter[str](), dict[str, str]()
+    for letter in run.dead_letters():
+        counts[letter["reason"]] += 1
+        examples.setdefault(letter["reason"], _cut(str(letter["message"]), _MESSAGE_LETTERS))
+    return [{"reason": reason, "count": count, "example": examples[reason]} for reason, count in counts.most_common()]
+
+
+def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
+    """Counts over equal ranges; the hundredth of the values that is largest may share the last one.
+
+    Returns:
+        `first` (the lower end), `step`, `counts`, and `has_more`: the last one holds all that is larger.
+    """
+    import numpy as np
+
+    low, high = float(values.min()), float(np.percentile(values, 99))
+    step = grid_step((high - low or abs(high) or 1.0) / _FEW_COLUMNS, finest=-9)
+    if np.issubdtype(values.dtype, np.integer):
+        step = max(step, 1.0)
+    first = step * np.floor(low / step)
+    num = int((high - first) / step) + 1
+    places = np.minimum(((values - first) / step).astype(np.int64), num)
+    counts = np.bincount(places, minlength=num).tolist()
+    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num}
+
+
+def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
+    import numpy as np
+
+    if not len(values):
+        return None
+    at = np.percentile(values, _PERCENTS)
+    percentiles = {f"p{percent}": float(value) for percent, value in zip(_PERCENTS, at, strict=True)}
+    return {**percentiles, "histogram": histogram(values)}
+
+
+def _first_rows(path: Place, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
+    with contextlib.closing(read_rows(path, columns)) as batches:
+        return next(batches, None)
+
+
+def _evenly(units: Sequence[int], most: int) -> list[int]:
+    """At most so many units, evenly chosen.
+
+    >>> _evenly([0, 1, 2, 3, 4, 5], 3)
+    [0, 2, 4]
+    """
+    num = min(most, len(units))
+    return [units[index * len(units) // num] for index in range(num)]
+
+
+def _samples(found: Sequence[tuple[Place, int]]) -> list[dict[str, Any]]:
+    """The first, the middle and the last of the rows that were read."""
+    places = [(path, index) for path, num_rows in found for index in range(num_rows)]
+    chosen = dict.fromkeys((0, len(places) // 2, len(places) - 1))
+    rows = (_row(*places[number]) for number in chosen)
+    return [_sample(row) for row in rows if row is not None]
+
+
+def _row(path: Place, index: int) -> dict[str, Any] | None:
+    batch = _first_rows(path, None)
+    try:
+        return to_values(batch.slice(index, 1))[0] if batch else None
+    except (OverflowError, ValueError):  # a moment of the input that Python does not have
+        return None
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    given = [(name, value) for name, value in row.items() if name not in OUTPUT_SCHEMA.names]
+    return {
+        "id": row["id"],
+        "input": [[name, _cut(_text(value), _INPUT_LETTERS)] for name, value in given[:_NUM_INPUTS]],
+        "answer": _cut(row["response"] or "", _ANSWER_LETTERS),
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value)
+
+
+def _cut(words: str, num_letters: int) -> str:
+    return words if len(words) <= num_letters else f"{words[:num_letters]} …"

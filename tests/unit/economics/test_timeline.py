@@ -1,0 +1,98 @@
+import pytest
+
+from peagle.economics.account import account
+from peagle.economics.prices import Price
+from peagle.economics.timeline import MAX_ENGINES, NUM_STEPS, UnitTimes
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.speculation import SpeculationStats
+
+PRICE = Price.fixed(usd_per_hour=36.0, device="vcpu", num_devices=1)  # a cent a second
+
+
+def session(name="a", engine=0, *, at=1000.0, load=20.0, compile_s=10.0, busy=50.0, idle=20.0, ended=True):
+    return EngineSession(
+        session_id=name,
+        engine_index=engine,
+        hostname="h",
+        num_devices=1,
+        device="vcpu",
+        started_at=at,
+        last_seen_at=at + load + compile_s + busy + idle,
+        load_s=load,
+        compile_s=compile_s,
+        busy_s=busy,
+        idle_s=idle,
+        num_output_tokens=0,
+        ended=ended,
+    )
+
+
+def unit(name, start, end, *, tokens=100, busy_s=None):
+    return UnitUsage(
+        session_id=name,
+        num_rows=1,
+        num_failed_rows=0,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=tokens,
+        busy_s=end - start if busy_s is None else busy_s,
+        speculation=SpeculationStats.empty(),
+        started_at=start,
+        finished_at=end,
+    )
+
+
+def made(units, sessions):
+    times = UnitTimes()
+    total = account(times.keep(units), sessions, PRICE)
+    return total, times.timeline(sessions, PRICE)
+
+
+def test_an_engine_loads_first_is_busy_with_open_units_and_loses_its_end():
+    _, found = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
+    (engine,) = found["engines"]
+    # Busy for 50 s of which the units were committed with 35; the last 15 are lost, 25 before them idle.
+    assert engine["spans"] == [
+        ("load", 0.0, 20.0), ("compile", 20.0, 30.0), ("busy", 30.0, 60.0), ("idle", 60.0, 85.0), ("lost", 85.0, 100.0),
+    ]  # fmt: skip
+    assert engine["seconds"] == {"load": 20.0, "compile": 10.0, "busy": 35.0, "idle": 20.0, "lost": 15.0}
+
+
+def test_tokens_and_dollars_add_up_to_those_of_the_account():
+    units = [unit("a", 1030, 1080, tokens=500), unit("b", 1035, 1035, tokens=7)]
+    total, found = made(units, [session(), session("b", 1, at=1005)])
+    made_tokens = sum(found["tokens_per_s"]) * found["step_s"]
+    assert made_tokens == pytest.approx(total.num_output_tokens, abs=0.1)
+    assert found["usd"][-1] == pytest.approx(total.total_usd)
+    assert found["usd"] == sorted(found["usd"])
+    assert len(found["usd"]) == len(found["tokens_per_s"]) == NUM_STEPS
+
+
+def test_a_pause_in_which_no_engine_lives_takes_no_time_and_is_told():
+    units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
+    _, found = made(units, [session(), session("b", at=9000)])
+    assert found["total_s"] == 200.0
+    assert found["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
+    (engine,) = found["engines"]
+    assert engine["num_starts"] == 2
+    assert [span[1] for span in engine["spans"] if span[0] == "load"] == [0.0, 100.0]
+
+
+def test_a_killed_engine_lives_until_its_last_unit_where_its_heartbeat_is_older():
+    _, found = made([unit("a", 1030, 1150)], [session(busy=10, idle=0, ended=False)])
+    assert found["total_s"] == 150.0
+    assert found["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
+
+
+def test_it_stays_small_whatever_the_size_of_the_run():
+    engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
+    units = [unit(one.session_id, 1030 + 7 * n, 1035 + 7 * n) for one in engines for n in range(1000)]
+    _, found = made(units, engines)
+    assert found["num_engines"] == 2 * MAX_ENGINES
+    assert len(found["engines"]) == MAX_ENGINES
+    assert max(len(engine["spans"]) for engine in found["engines"]) <= 500
+
+
+def test_nothing_has_happened_before_an_engine_lives():
+    assert made([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
+    assert UnitTimes().timeline([], PRICE) is None
