@@ -2,9 +2,9 @@
 
 Pure: units and sessions in, some hundred numbers out, however large the run is.
 
-Seconds are the run's own: pauses in which no engine lived take none of them. A heartbeat says how long an engine loaded,
-worked and idled, and not when. It loads and compiles first. It is busy while a unit is open that is committed later.
-Seconds that were lost stand at its end, and the rest is idle.
+Seconds are the run's own: pauses in which no engine lived take none of them. A heartbeat says how long an engine
+loaded, worked and idled, and not when. It loads and compiles first. It is busy while a unit is open that is committed
+later. Seconds that were lost stand at its end, and the rest is idle.
 """
 
 from array import array

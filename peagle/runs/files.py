@@ -186,7 +186,9 @@ def read_rows(path: Place, columns: frozenset[str] | None) -> Iterator[pa.Record
 
 
 def _damaged(path: Place, error: Exception) -> PeagleError:
-    return PeagleError(f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew")
+    return PeagleError(
+        f"{path} is damaged: {error}", hint="delete that file and run again: its rows are then done anew"
+    )
 
 
 class Footers:

@@ -14,6 +14,7 @@ from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_then
 from peagle.economics.prices import Price
+from peagle.economics.report.figures import ASSUMED, STAND_IN
 from peagle.economics.request_work import read_work
 from peagle.economics.sessions import EngineFacts, session_at
 from peagle.economics.spending import Ledger, Whose, day_of
@@ -57,6 +58,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         notes.append(f"{num_billed} runs of batches count in the ledger of the endpoint that ran them.")
     if others:
         notes.append(f"{len(others)} folders hold neither a run nor an endpoint's state: {min(others)}, ...")
+    notes += _money_notes(own)
     unlike = [name for name, run in own.items() if benchmark and not _is_like(run, benchmark)]
     if unlike:
         notes.append(f"{len(unlike)} runs have other hardware or another precision than the baseline: {unlike[0]}, ...")
@@ -89,6 +91,21 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, P
             hint="name run directories (they hold run.json) or --state folders of `peagle serve` (they hold ledger/)",
         )
     return found
+
+
+def _money_notes(runs: Mapping[str, RunDirectory]) -> list[str]:
+    """Whatever keeps the dollars of some of these runs from being a bill.
+
+    An endpoint's ledger says neither of its engines.
+    """
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, run in runs.items():
+        manifest = run.manifest()
+        if manifest.get("config", {}).get("engine") == "fake":
+            names_of[STAND_IN].append(name)
+        if manifest["price"].get("basis") == "assumed":
+            names_of[ASSUMED].append(name)
+    return [f"{label} ({len(names)} of {len(runs)} runs: {names[0]}, ...)" for label, names in names_of.items()]
 
 
 def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:

@@ -324,6 +324,7 @@ def model_card(one: Served, max_requests_per_replica: int, hardware: Hardware) -
     spec, keys = one.engine.spec, one.keys
     ours = {
         "target": name_of(one.engine.model.name),
+        "stand_in": keys.engine == "fake",
         "precision": one.engine.precision.describe(),
         "drafter": one.engine.drafter.name,
         "method": spec.drafter.method if spec.drafter else None,

@@ -8,6 +8,7 @@ import json
 import random
 import threading
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
-from pipelines.online.cost import CostView
+from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
@@ -39,7 +40,7 @@ _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
 _WORDS_PER_S = {HEAD: 150, PLAIN: 110}
 _ROUTES = (
     get("/", Rule.PAGE), get(FOLDER + "{name}", Rule.PAGE), get("/health", Rule.OPEN), get("/v1/models"),
-    get("/v1/live", Rule.POLL), post(CHAT_URL, Rule.GENERATION),
+    get("/v1/live", Rule.POLL), get("/v1/cost"), post(CHAT_URL, Rule.GENERATION),
 )  # fmt: skip
 _PRICE = Price.fixed(usd_per_hour=0.1026, device="vcpu", num_devices=2)
 _TEXT = """Here is a function that returns the n-th Fibonacci number:
@@ -89,7 +90,8 @@ class StandIn:
             **({"requires_key": False} | access),
         )
         self._load = Load()
-        self._live = LiveView(CostView(self.ledger, _PRICE))
+        self._cost = CostView(self.ledger, _PRICE)
+        self._live = LiveView(self._cost)
         self._server = uvicorn.Server(
             uvicorn.Config(self._app(), host="127.0.0.1", port=0, log_level="error", ws="none", lifespan="off")
         )
@@ -111,6 +113,7 @@ class StandIn:
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/live", self._figures),
+            Route("/v1/cost", self._spending),
             Route(CHAT_URL, self._chat, methods=["POST"]),
         ]
         return Starlette(
@@ -135,6 +138,12 @@ class StandIn:
             for model in self._sessions
         }
         return JSONResponse(report if own else report | {"load": load})
+
+    async def _spending(self, request: Request) -> JSONResponse:
+        asked = request.query_params
+        days = (date.fromisoformat(asked[name]) for name in ("start", "end"))
+        period = asked_period(*days, asked["by"], None)
+        return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     async def _chat(self, request: Request) -> StreamingResponse:
         body = pass_of(request).body.values
@@ -176,7 +185,7 @@ class StandIn:
                 append_request(self.ledger, record)
                 busy_s += record.usage.busy_s
                 ends -= lasts_s + chance.expovariate(1 / 3)
-            write_session(self.ledger, _session(session_id, index, now - lived_s, now, busy_s))
+            write_session(self.ledger, _session(session_id, model, index, now - lived_s, now, busy_s))
 
 
 def _answer(request: Request, error: Exception) -> JSONResponse:
@@ -185,12 +194,18 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
 
 
 def _card(model: str) -> dict[str, Any]:
-    ours = {"target": "smollm2-135m", "drafter": _DRAFTERS[model], "max_replicas": 2, "max_requests_per_replica": 9}
+    ours = {
+        "target": "smollm2-135m",
+        "stand_in": True,
+        "drafter": _DRAFTERS[model],
+        "max_replicas": 2,
+        "max_requests_per_replica": 9,
+    }
     ours |= {"num_speculative_tokens": 3 if _DRAFTERS[model] else None}
     return {"id": model, "object": "model", "created": 0, "owned_by": "peagle", "peagle": ours}
 
 
-def _session(session_id: str, index: int, began: float, now: float, busy_s: float) -> EngineSession:
+def _session(session_id: str, model: str, index: int, began: float, now: float, busy_s: float) -> EngineSession:
     load_s = (now - began) / 10
     return EngineSession(
         session_id=session_id,
@@ -206,6 +221,8 @@ def _session(session_id: str, index: int, began: float, now: float, busy_s: floa
         idle_s=now - began - load_s - busy_s,
         num_output_tokens=0,
         ended=False,
+        model=model,
+        usd_per_device_s=_PRICE.usd_per_device_s,
     )
 
 

@@ -279,3 +279,25 @@ def test_pictures(page, serve, name, width, scheme, selector):
     page.says("compare-verdict", "marked")
     page.run(f"document.querySelector('{selector}').scrollIntoView()")
     page.picture(IMAGES / f"{name}.png")
+
+
+def test_the_spending_of_the_month_is_told_by_day_and_by_key(page, serve):
+    opened(page, serve(num_requests=20).url)
+    assert page.text("spend-total") == UNKNOWN, "nothing is asked before the section is seen"
+    page.run("document.getElementById('spend').scrollIntoView()")
+    page.says("spend-state", "days of UTC")
+    names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
+    assert sorted(page.run(names)) == ["local", "no key"]
+    sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
+    assert sum(sums[:3]) == pytest.approx(sums[3], rel=0.01)
+    assert "overhead (loading, idle) $" in page.run(
+        "document.querySelector('#spend-chart svg').getAttribute('aria-label')"
+    )
+    page.click("#spend-form input[value='model']")
+    page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{PLAIN}', '{HEAD}'])")
+
+
+def test_a_stand_in_says_wherever_money_stands_that_its_dollars_mean_nothing(page, serve):
+    opened(page, serve().url)
+    said = page.run("[...document.querySelectorAll('.caveat')].map((one) => one.textContent)")
+    assert said == ["STAND-IN ENGINE: speed and dollars mean nothing"] * 3

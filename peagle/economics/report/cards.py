@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.economics.report.figures import in_words_count, in_words_s, in_words_share, in_words_usd
-from peagle.economics.report.plots import Bar, bars_svg, histogram_svg, plain_bar
+from peagle.economics.report.figures import SHARES, in_words_count, in_words_s, in_words_share, in_words_usd
+from peagle.economics.report.plots import Bar, bars_svg, histogram_svg, plain_bar, tick, usd_tick
 from peagle.economics.report.time_plots import engines_svg, series_svg
 
 
@@ -19,12 +19,14 @@ class Card:
     Attributes:
         lead: below the heading.
         plots: each with the words above it, which may be empty.
+        legend: class that colours a mark, and its meaning.
         is_money: whether its dollars need the labels of what keeps them from being a bill.
     """
 
     heading: str
     lead: str
     plots: Sequence[tuple[str, str]]
+    legend: Sequence[tuple[str, str]] = ()
     is_money: bool = False
 
 
@@ -66,7 +68,7 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
 
 
 def over_time(report: Mapping[str, Any]) -> list[Card]:
-    """Tokens a second, dollars, and the states of the engines."""
+    """The states of the engines, tokens a second, and dollars."""
     timeline = report.get("timeline")
     if not timeline:
         return []
@@ -74,26 +76,31 @@ def over_time(report: Mapping[str, Any]) -> list[Card]:
     shown, num = len(timeline["engines"]), timeline["num_engines"]
     rest = f" Of {num} engines the first {shown} are drawn." if num > shown else ""
     cut = " A dashed line is a pause without an engine, which is cut out." if timeline["pauses"] else ""
-    speed = f"At most {peak:,.1f} over a step of {in_words_s(timeline['step_s'])}; a unit's tokens count evenly over it."
+    speed = (
+        f"At most {peak:,.1f} over a step of {in_words_s(timeline['step_s'])}; a unit's tokens count evenly over it."
+    )
     paid = f"{in_words_usd(usd)} after {in_words_s(timeline['total_s'])} with an engine up."
     states = (
-        "Load, compile, busy, idle and lost. A heartbeat says how long each took and not when, so busy is where a unit was "
-        f"open that was committed, and what was lost stands at the engine's end.{rest}"
+        "A heartbeat says how long each state took and not when: busy is where a unit was open that was committed, "
+        f"and what was lost stands at the engine's end.{rest}"
     )
     return [
         Card(
+            heading="Engines",
+            lead=states + cut,
+            plots=[("", engines_svg(timeline, "States of the engines over time"))],
+            legend=[(f"share-{name}", name) for name in SHARES],
+        ),
+        Card(
             heading="Output tokens/s",
             lead=speed + cut,
-            plots=[("", series_svg(timeline["tokens_per_s"], timeline, f"Output tokens/s over time. {speed}", _count))],
+            plots=[("", series_svg(timeline["tokens_per_s"], timeline, f"Output tokens/s over time. {speed}", tick))],
         ),
         Card(
             heading="Dollars spent",
             lead=paid + cut,
-            plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {paid}", _usd, is_sum=True))],
+            plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {paid}", usd_tick, is_sum=True))],
             is_money=True,
-        ),
-        Card(
-            heading="Engines", lead=states + cut, plots=[("", engines_svg(timeline, "States of the engines over time"))]
         ),
     ]
 
@@ -131,26 +138,23 @@ def _percentiles(measure: Mapping[str, Any], name: str) -> str:
 
 
 def _ends(report: Mapping[str, Any]) -> list[Card]:
-    cards, rows, failed = [], report.get("rows"), report.get("failures")
+    plots, rows, failed = [], report.get("rows"), report.get("failures")
     if rows:
-        bars = [
+        reasons = [
             plain_bar(reason, count, f"{count:,} ({in_words_share(count / rows['num_read'])})")
             for reason, count in rows["finish_reasons"].items()
         ]
-        told = ", ".join(f"{bar.label} {bar.words}" for bar in bars)
-        lead = f"Why answers ended, of {rows['num_read']:,} rows."
-        cards.append(Card(heading="Finish reasons", lead=lead, plots=[("", bars_svg(bars, f"Finish reasons: {told}"))]))
+        plots.append((f"Finish reasons of {rows['num_read']:,} rows", _told("Finish reasons", reasons)))
     if failed:
-        bars = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
-        told = ", ".join(f"{bar.label} {bar.words}" for bar in bars)
-        lead = f"Rows that could not be done, by reason; failed/ has each. The first one says: {failed[0]['example']}"
-        cards.append(Card(heading="Failures", lead=lead, plots=[("", bars_svg(bars, f"Failures by reason: {told}"))]))
-    return cards
+        reasons = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
+        first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
+        plots.append((first, _told("Failures by reason", reasons)))
+    return (
+        [Card(heading="How rows ended", lead="A row is an answer or a dead letter in failed/.", plots=plots)]
+        if plots
+        else []
+    )
 
 
-def _count(value: float) -> str:
-    return f"{value:,.4g}"
-
-
-def _usd(value: float) -> str:
-    return f"${value:.3g}"
+def _told(name: str, bars: Sequence[Bar]) -> str:
+    return bars_svg(bars, f"{name}: " + ", ".join(f"{bar.label} {bar.words}" for bar in bars))

@@ -146,12 +146,13 @@ FIGURES = {
 }
 
 
+# Whatever keeps dollars from being a bill is said wherever they stand.
 STAND_IN = "STAND-IN ENGINE: speed and dollars mean nothing"
 ASSUMED = "price assumed"
 
 
 def money_labels(report: Mapping[str, Any]) -> list[str]:
-    """Whatever keeps the dollars of a run's report from being a bill, in few words; it stands wherever they do."""
+    """Whatever keeps the dollars of a run's report from being a bill, in few words."""
     labels = {STAND_IN: report["run"].get("is_stand_in"), ASSUMED: report["account"]["price"].get("basis") == "assumed"}
     return [label for label, holds in labels.items() if holds]
 

@@ -35,13 +35,14 @@ SHARE_DARK = (
     "--load: #8f7fe0; --compile: #c98f17; --busy: #3a82dc; --idle: #5d636a; --lost: #d95555; --on-idle: #f2f3f4;"
 )
 SHARE_RULES = "".join(
-    f".share-{name} {{ fill: var(--{name}); background: var(--{name}); }}\nsvg .on-{name} {{ fill: var(--on-{name}); }}\n"
+    f".share-{name} {{ fill: var(--{name}); background: var(--{name}); }}\n"
+    f"svg .on-{name} {{ fill: var(--on-{name}); }}\n"
     for name in SHARES
 )
 _LABELLED_BAR = 18  # narrower ones' values would run into each other
 _LABEL_LETTERS = 64
 _SLIVER = 3  # the least width of a share that is there
-_BAR_ROOM = 330  # for the longest bar; the rest of the width is its words'
+_BAR_ROOM = 240  # for the longest bar; the rest of the width is its words'
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 _MOST_LABELS = 7  # below columns
 
@@ -208,9 +209,9 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
     for index, count in enumerate(counts):
         begin = first + index * step
         is_open = histogram["has_more"] and index == len(counts) - 1
-        span = f"{begin:.4g} and more" if is_open else f"{begin:.4g} to {begin + step:.4g}"
-        columns.append((f"{begin:.4g}", [("series-0", float(count), f"{span}: {count:,} rows")]))
-    parts = _columns(columns, 0.92, lambda count: f"{count:,.0f}")
+        span = f"{tick(begin)} and more" if is_open else f"{tick(begin)} to {tick(begin + step)}"
+        columns.append((tick(begin), [("series-0", float(count), f"{span}: {count:,} rows")]))
+    parts = _columns(columns, 0.92, tick)
     return drawing(HEIGHT, name, [*parts, x_axis_name(x_name), y_axis_name("rows", at_right=True)])
 
 
@@ -231,7 +232,7 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
         )
         for label, amounts in columns
     ]
-    return drawing(HEIGHT - 14, name, _columns(stacked, 0.8, lambda usd: f"${usd:.3g}"))
+    return drawing(HEIGHT - 14, name, _columns(stacked, 0.8, usd_tick))
 
 
 def _columns(
@@ -240,7 +241,7 @@ def _columns(
     """Columns with their axes; `share` of the room is a column's own."""
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
     width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // _MOST_LABELS)
-    drawn = [grid_line(y(tick), words(tick)) for tick in ticks]
+    drawn = [grid_line(y(value), words(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
         middle, below = LEFT + (index + 0.5) * width, 0.0
         for kind, amount, tooltip in parts:
@@ -262,6 +263,20 @@ def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / (step * num_steps))
 
     return [step * number for number in range(num_steps + 1)], y
+
+
+def tick(value: float) -> str:
+    """A number as an axis has it.
+
+    >>> tick(0.30000000000000004), tick(20_000.0)
+    ('0.3', '20,000')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def usd_tick(usd: float) -> str:
+    """Dollars as an axis has them."""
+    return f"${tick(usd)}"
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:

@@ -32,9 +32,7 @@ _STYLE = (
     "svg{display:block;width:100%;height:auto;font-family:inherit}"
     ".legend{list-style:none;margin:6px 0 0;padding:0;display:flex;flex-wrap:wrap;gap:2px 14px;font-size:14px}"
     ".legend li{overflow-wrap:anywhere}.legend i{display:inline-block;width:11px;height:11px;border-radius:3px;"
-    "margin-right:6px}@media(max-width:820px){.plots{grid-template-columns:1fr}}"
-    + RULES
-    + SHARE_RULES
+    "margin-right:6px}@media(max-width:820px){.plots{grid-template-columns:1fr}}" + RULES + SHARE_RULES
 )
 
 
@@ -78,12 +76,13 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(named)]
     layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(largest) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
-    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
-    if not any(amount > 0 for _, amounts in columns for amount in amounts):
+    if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
         return ""
+    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
     drawn = [(words, kind) for _, words, kind in layers]
     name = "Spending by day, in dollars: " + ", ".join(
-        f"{words} {in_words_usd(sum(amounts[index] for _, amounts in columns))}" for index, (words, _) in enumerate(drawn)
+        f"{words} {in_words_usd(sum(amounts[index] for _, amounts in columns))}"
+        for index, (words, _) in enumerate(drawn)
     )
     return _figure(f"By day and {dimension}", dollars_svg(columns, drawn, name), drawn)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, drawing, grid_line, text, title
-from peagle.economics.report.figures import SHARES, in_words_s
+from peagle.economics.report.figures import SHARES, in_words_s, in_words_share
 from peagle.economics.report.plots import vertical_axis
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
@@ -19,6 +19,7 @@ _TICKS_S = (
 )
 _MOST_TICKS = 6
 _LANE, _LANE_HEIGHT = 46, 18
+_TOLD = ("busy", "idle", "lost")  # above a lane; the rest of its time it started
 _THINNEST = 1.5  # a state that is there stays visible
 
 
@@ -46,7 +47,7 @@ def series_svg(
     line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
     drawn = [
-        *(grid_line(y(tick), words(tick)) for tick in ticks),
+        *(grid_line(y(value), words(value)) for value in ticks),
         f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
         f'<polyline class="line-0" points="{line}"/>',
         *_time_axis(timeline, x, TOP, bottom),
@@ -55,20 +56,19 @@ def series_svg(
 
 
 def engines_svg(timeline: Mapping[str, Any], name: str) -> str:
-    """A lane for each engine, in the colours of its states, with its seconds in words above it."""
+    """A lane for each engine, in the colours of its states, with its shares of its time above it."""
     x, y, drawn = _place(timeline, 0), 2.0, []
     for engine in timeline["engines"]:
         starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
-        seconds = [(state, engine["seconds"][state]) for state in SHARES if engine["seconds"][state] > 0]
-        told = ", ".join(f"{state} {in_words_s(passed)}" for state, passed in seconds)
+        lived_s = sum(engine["seconds"].values())
+        told = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _TOLD)
         name_of = f"engine {engine['engine']}"
         drawn.append(text(0, y + 11, f"{name_of}{starts}: {told}", "lane", "start"))
         for state in SHARES:
             spans = [(begin, end) for kind, begin, end in engine["spans"] if kind == state]
             if spans:
                 path = "".join(
-                    f"M{x(begin):.1f},{y + 17:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}"
-                    f"H{x(begin):.1f}z"
+                    f"M{x(begin):.1f},{y + 17:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
                     for begin, end in spans
                 )
                 words = title(f"{name_of}: {state} {in_words_s(engine['seconds'][state])}")

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,20 @@ def test_a_folder_that_several_names_reach_counts_once(month):
     (month / "latest").symlink_to("nightly")
     found = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
     assert len(found.ledgers) == 2
+
+
+def test_runs_of_a_stand_in_and_of_an_assumed_price_are_named(month):
+    for name, changes in (("fake", {"config": {"engine": "fake"}}), ("guess", {})):
+        write_nightly(month / name)
+        path = month / name / "run.json"
+        manifest = json.loads(path.read_text()) | changes
+        manifest["price"]["basis"] = "assumed" if name == "guess" else "stated"
+        path.write_text(json.dumps(manifest))
+    assert find_ledgers(["serve", "nightly"]).notes == ()
+    assert find_ledgers(["*"]).notes == (
+        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 3 runs: fake, ...)",
+        "price assumed (1 of 3 runs: guess, ...)",
+    )
 
 
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])

@@ -1,12 +1,14 @@
-// Puts the page together: key, models, the three sections, and what they share.
+// Puts the page together: key, models, the four sections, and what they share.
 
 import { getJson, keyStore } from "./api.js";
+import { caveats } from "./caveats.js";
 import { Compare } from "./compare.js";
 import { byId, element } from "./dom.js";
 import { Keys } from "./keys.js";
 import { Live } from "./live.js";
 import { Notice } from "./notice.js";
 import { Playground } from "./playground.js";
+import { Spend } from "./spend.js";
 
 const RETRY_S = 5;
 
@@ -14,6 +16,7 @@ const keys = new Keys(start);
 const live = new Live(askForKey);
 const playground = new Playground(askForKey);
 const compare = new Compare(askForKey);
+const spend = new Spend(askForKey);
 const notices = ["playground-notice", "compare-notice"].map((id) => new Notice(byId(id)));
 let retry = 0;
 
@@ -43,10 +46,12 @@ async function start() {
     document.documentElement.classList.remove("starting");
   }
   live.start();
+  spend.start();
 }
 
 function offer(cards) {
   live.offer(cards);
+  caveats({ isStandIn: [...cards.values()].some((card) => card.peagle?.stand_in) });
   for (const id of ["playground-model", "compare-left", "compare-right"]) {
     const select = byId(id);
     const before = select.value;

@@ -48,6 +48,20 @@ export function columns(rates) {
   return list;
 }
 
+/** Stacked bars of equal width over time: [[[share, value], ...], ...]. */
+export function stacks(columns, label) {
+  const most = Math.max(...columns.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), Number.MIN_VALUE);
+  const rects = columns.flatMap((parts, index) => {
+    let y = HEIGHT;
+    return parts.map(([name, value]) => {
+      const height = value ? Math.max(LEAST / 2, (HEIGHT * value) / most) : 0;
+      y -= height;
+      return svg("rect", { x: index + 0.14, y, width: 0.72, height, class: `share-${name}` });
+    });
+  });
+  return chart(columns.length, label, rects);
+}
+
 /** A bar as long as its share of the longest. */
 export function meter(share, label) {
   return chart(1, label, [

@@ -1,6 +1,7 @@
 // The live figures: asks /v1/live every two seconds while the page is seen, and writes them into their tiles.
 
 import { getJson } from "./api.js";
+import { caveats } from "./caveats.js";
 import { bars, columns, shares } from "./charts.js";
 import { byId, element, say } from "./dom.js";
 import { amount, clock, count, counted, decimals, dollars, percent, seconds, span } from "./format.js";
@@ -116,6 +117,7 @@ function showMoney({ total, account }) {
   const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
   say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens, so no price of one");
   say(byId("price"), account ? priceOf(account.price) : "");
+  caveats({ isAssumed: account?.price.basis === "assumed" });
   const whole = account?.usd.total;
   const parts = Object.keys(SHARES)
     .map((name) => [name, whole ? account.usd[name] / whole : 0])

@@ -2,8 +2,6 @@ import csv
 import io
 from decimal import Decimal
 
-import pytest
-
 from peagle.economics.report.spending import FORMATS
 from peagle.economics.spending import Charge, Days, Spend
 from peagle.economics.statement import statement
@@ -37,7 +35,7 @@ def test_a_table_has_a_line_for_each_group_and_says_where_the_money_went():
 
 
 def test_what_is_unknown_is_called_so_and_is_neither_nothing_nor_infinite():
-    for text in (FORMATS[name](a_statement(is_priced=False)) for name in ("table", "md", "csv", "html")):
+    for text in (FORMATS[name](a_statement(is_priced=False)) for name in ("table", "md", "csv")):
         assert "unknown" in text
         assert "inf" not in text
         assert "nan" not in text
@@ -56,6 +54,5 @@ def test_lines_of_csv_add_up_to_the_last_digit():
     assert all(sum(Decimal(row[kind]) for kind in kinds) == Decimal(row["total_usd"]) for row in rows)
 
 
-@pytest.mark.parametrize(("form", "safe"), [("md", "alice\\|<b>"), ("html", "alice|&lt;b&gt;")])
-def test_names_of_keys_break_neither_markdown_nor_a_page(form, safe):
-    assert safe in FORMATS[form](a_statement())
+def test_names_of_keys_do_not_break_markdown():
+    assert "alice\\|<b>" in FORMATS["md"](a_statement())

@@ -152,6 +152,7 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
     assert card["peagle"] == {
         "target": "m",
+        "stand_in": False,
         "precision": "bf16",
         "drafter": "head",
         "method": "peagle",

@@ -1,0 +1,128 @@
+// Spending of a month, by day and by key, model or tags: asks /v1/cost when it comes into view, once a minute at most.
+
+import { getJson } from "./api.js";
+import { meter, stacks } from "./charts.js";
+import { byId, element, say } from "./dom.js";
+import { amount, clock, count, dollars } from "./format.js";
+
+const FRESH_S = 60;
+const MOST_ROWS = 20;
+const KINDS = { attributed: "busy", overhead: "idle", lost: "lost" }; // each in the colour of a share
+const WORDS = { attributed: "attributed", overhead: "overhead (loading, idle)", lost: "lost" };
+const COUNTS = ["num_requests", "num_output_tokens"];
+
+export class Spend {
+  #asked_at_s = Number.NEGATIVE_INFINITY;
+  #isReady = false;
+  #isSeen = false;
+  #round = 0;
+
+  /** `onError(error)` sees each ApiError first; it gives true if a key is what is missing. */
+  constructor(onError) {
+    this.onError = onError;
+    byId("spend-form").addEventListener("change", () => this.start());
+    const observer = new IntersectionObserver((entries) => {
+      this.#isSeen = entries.at(-1).isIntersecting;
+      this.#look();
+    });
+    observer.observe(byId("spend"));
+  }
+
+  /** The endpoint answers, and asks for no other key. */
+  start() {
+    this.#isReady = true;
+    this.#asked_at_s = Number.NEGATIVE_INFINITY;
+    this.#look();
+  }
+
+  async #look() {
+    if (!this.#isReady || !this.#isSeen || Date.now() / 1000 < this.#asked_at_s + FRESH_S) return;
+    this.#asked_at_s = Date.now() / 1000;
+    const round = ++this.#round;
+    const { by, month } = Object.fromEntries(new FormData(byId("spend-form")));
+    try {
+      const [start, end] = days(Number(month));
+      const statement = await getJson(`v1/cost?start=${start}&end=${end}&by=day,${by}`);
+      if (round === this.#round) show(statement, by, daysBetween(start, end));
+    } catch (error) {
+      if (round !== this.#round || this.onError(error)) return;
+      this.#asked_at_s = Number.NEGATIVE_INFINITY;
+      state(error.message, true);
+    }
+  }
+}
+
+function show({ rows, total }, by, dates) {
+  state(`as of ${clock(Date.now() / 1000)}, days of UTC`);
+  for (const kind of [...Object.keys(KINDS), "total"]) say(byId(`spend-${kind}`), dollars(total.usd[kind]));
+  say(byId("spend-saved"), savedBy(total.saved.speculation));
+  const byDay = grouped(rows, "day");
+  const columns = dates.map((day) => Object.keys(KINDS).map((kind) => [KINDS[kind], byDay.get(day)?.[kind] ?? 0]));
+  const sums = Object.keys(KINDS).map((kind) => `${WORDS[kind]} ${dollars(total.usd[kind])}`);
+  byId("spend-chart").replaceChildren(stacks(columns, `dollars by day: ${sums.join(", ")}`));
+  byId("spend-axis").replaceChildren(element("span", {}, dates[0]), element("span", {}, dates.at(-1)));
+  say(byId("spend-by-name"), by);
+  byId("spend-rows").replaceChildren(...groupRows(rows, by));
+}
+
+/** The largest groups, and the rest as one. */
+function groupRows(rows, by) {
+  const groups = [...grouped(rows, by)].sort((one, other) => other[1].total - one[1].total);
+  const rest = groups.slice(MOST_ROWS);
+  const shown = groups.slice(0, MOST_ROWS).map(([name, sums]) => [name || `no ${by}`, sums]);
+  if (rest.length) shown.push([`${count(rest.length)} others`, rest.map(([, sums]) => sums).reduce(added)]);
+  const most = Math.max(...shown.map(([, sums]) => sums.total), Number.MIN_VALUE);
+  return shown.map(([name, sums]) => {
+    const money = [...Object.keys(KINDS), "total"].map((kind) => dollars(sums.isPriced ? sums[kind] : null));
+    const cells = [count(sums.num_requests), amount(sums.num_output_tokens), ...money];
+    return element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, name),
+      ...cells.map((cell) => element("td", { class: "number" }, cell)),
+      element("td", { class: "meter" }, meter(sums.total / most, `${name}: ${dollars(sums.total)}`)),
+    );
+  });
+}
+
+/** Sums of the rows by one of their dimensions; what has no price counts nothing, and says so. */
+function grouped(rows, dimension) {
+  const groups = new Map();
+  for (const row of rows) {
+    const own = { isPriced: row.usd.total !== null };
+    for (const kind of [...Object.keys(KINDS), "total"]) own[kind] = row.usd[kind] ?? 0;
+    for (const name of COUNTS) own[name] = row[name];
+    const before = groups.get(row[dimension]);
+    groups.set(row[dimension], before ? added(before, own) : own);
+  }
+  return groups;
+}
+
+function added(one, other) {
+  const sums = { isPriced: one.isPriced && other.isPriced };
+  for (const name of [...Object.keys(KINDS), "total", ...COUNTS]) sums[name] = one[name] + other[name];
+  return sums;
+}
+
+function savedBy({ usd, error_usd: error, unknown_usd: unknown }) {
+  if (usd === null) return unknown ? "What the drafters saved is unknown: their steps were not measured." : "";
+  const range = error === null ? "of unknown error" : `± ${dollars(error)}`;
+  return `Drafters ${usd < 0 ? "lost" : "saved"} ${dollars(Math.abs(usd))} ${range}.`;
+}
+
+/** The first and the last day of a month so many months ago, in UTC. */
+function days(monthsAgo) {
+  const now = new Date();
+  const day = (months, date) => new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth() + months, date));
+  return [day(-monthsAgo, 1), day(1 - monthsAgo, 0)].map((date) => date.toISOString().slice(0, 10));
+}
+
+function daysBetween(first, last) {
+  const number = Number(last.slice(8));
+  return Array.from({ length: number }, (_, index) => `${first.slice(0, 8)}${String(index + 1).padStart(2, "0")}`);
+}
+
+function state(text, isBad = false) {
+  byId("spend-state").classList.toggle("bad", isBad);
+  say(byId("spend-state"), text);
+}

@@ -1,0 +1,142 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.runs import row_figures
+from peagle.runs.directory import RunDirectory
+from peagle.runs.report import make_report
+from peagle.runs.row_figures import failures, histogram
+from peagle.runs.rows import OUTPUT_SCHEMA
+from peagle.speculation import SpeculationStats
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def run(tmp_path, one_unit_plan):
+    """A finished run of the fake engine; its one unit is committed by each test."""
+    run = RunDirectory(tmp_path / "run")
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
+    about = {"model": "fake", "num_engines": 1}
+    manifest = {"price": price.to_dict(), "run": about, "config": {"engine": "fake"}, "created_at": 1.0}
+    run.create(manifest, one_unit_plan)
+    run.write_session(
+        EngineSession(
+            session_id="a", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1.0,
+            last_seen_at=9.0, load_s=1.0, compile_s=0.0, busy_s=7.0, idle_s=0.0, num_output_tokens=9, ended=True,
+        )
+    )  # fmt: skip
+    return run
+
+
+def commit(run, rows, *, unit=0, letters=()):
+    usage = UnitUsage(
+        session_id="a", num_rows=len(rows), num_failed_rows=len(letters), num_prompt_tokens=9, num_cached_tokens=0,
+        num_output_tokens=9, busy_s=5.0, speculation=SpeculationStats.empty(), started_at=2.0, finished_at=7.0,
+    )  # fmt: skip
+    schema = pa.schema([("prompt", pa.string()), ("weight", pa.float64()), *OUTPUT_SCHEMA])
+    table = pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema)
+    assert run.commit(unit, table, usage, letters)
+
+
+def a_row(number, **more):
+    return {
+        "id": f"{number:09d}",
+        "prompt": f"prompt {number}",
+        "weight": 0.5,
+        "response": f"answer {number}",
+        "finish_reason": "stop",
+        "num_prompt_tokens": 10,
+        "num_output_tokens": number + 1,
+        "ttft_s": 0.01,
+        "latency_s": 0.1 * (number + 1),
+        **more,
+    }
+
+
+def test_lengths_ends_and_times_of_rows(run):
+    rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
+    commit(run, rows)
+    found = row_figures.row_figures(run)
+    assert found["num_read"] == 100
+    assert found["finish_reasons"] == {"stop": 75, "length": 25}
+    lengths = found["measures"]["num_output_tokens"]
+    assert (lengths["p50"], lengths["p99"]) == (pytest.approx(50.5), pytest.approx(99.01))
+    assert sum(lengths["histogram"]["counts"]) == 100
+    assert found["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
+    assert found["measures"]["num_prompt_tokens"]["histogram"] == {
+        "first": 10.0, "step": 1.0, "counts": [100], "has_more": False,
+    }  # fmt: skip
+
+
+def test_three_rows_are_shown_with_their_input_and_long_texts_are_cut(run):
+    commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
+    samples = row_figures.row_figures(run)["samples"]
+    assert [one["id"] for one in samples] == ["000000000", "000000004", "000000008"]
+    assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
+    assert len(samples[1]["answer"]) < 1300
+    assert samples[1]["answer"].endswith("x …")
+
+
+def test_a_run_of_two_rows_shows_both_and_one_without_measured_times_has_none(run):
+    commit(run, [a_row(number, ttft_s=None) for number in range(2)])
+    found = row_figures.row_figures(run)
+    assert [one["id"] for one in found["samples"]] == ["000000000", "000000001"]
+    assert "ttft_s" not in found["measures"]
+
+
+def test_of_a_large_run_few_units_and_few_rows_of_each_are_read(run, monkeypatch):
+    monkeypatch.setattr(row_figures, "MAX_UNITS", 2)
+    monkeypatch.setattr("peagle.runs.files.BATCH_ROWS", 3)
+    for unit in range(4):
+        commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
+    found = row_figures.row_figures(run)
+    assert found["num_read"] == 6
+    assert [one["id"] for one in found["samples"]] == ["000000000", "000000020", "000000022"]
+
+
+def test_a_run_without_rows_has_no_figures_of_them(run):
+    assert row_figures.row_figures(run) is None
+    commit(run, [], letters=[{"reason": "refused", "message": "no"}])
+    assert row_figures.row_figures(run) is None
+
+
+def test_dead_letters_are_counted_by_reason_with_the_first_message(run):
+    letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
+    letters += [{"reason": "invalid", "message": "second"}]
+    commit(run, [a_row(0)], letters=letters)
+    found = failures(run)
+    assert [(one["reason"], one["count"]) for one in found] == [("invalid", 2), ("refused", 1)]
+    assert found[0]["example"] == "first"
+    assert len(found[1]["example"]) < 210
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
+def test_a_histogram_holds_every_value_in_few_columns(values):
+    found = histogram(np.array(values))
+    assert sum(found["counts"]) == len(values)
+    assert len(found["counts"]) <= 27
+    assert found["first"] <= min(values)
+
+
+def test_what_is_larger_than_all_but_a_hundredth_shares_the_last_column():
+    found = histogram(np.array([*range(1000), 10**6]))
+    assert found["has_more"]
+    assert found["counts"][-1] >= 1
+    assert found["first"] + found["step"] * (len(found["counts"]) - 1) < 1200
+
+
+def test_the_report_of_a_run_shows_all_that_and_labels_a_stand_in(run):
+    commit(run, [a_row(0, response=EVIL, prompt=EVIL), a_row(1)], letters=[{"reason": "invalid", "message": EVIL}])
+    report = make_report(run)
+    page = (run.root / "report.html").read_text(encoding="utf-8")
+    assert EVIL not in page
+    assert page.count("&lt;script&gt;alert(1)") == 3
+    assert "STAND-IN ENGINE: speed and dollars mean nothing" in page
+    assert report["run"]["is_stand_in"] is True
+    assert report["timeline"]["engines"][0]["spans"] == [("load", 0.0, 1.0), ("busy", 1.0, 6.0), ("lost", 6.0, 8.0)]
+    assert json.loads((run.root / "report.json").read_bytes())["failures"][0]["count"] == 1
