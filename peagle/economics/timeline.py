@@ -87,7 +87,7 @@ class UnitTimes:
 
     def _end(self, session: EngineSession) -> float:
         """A killed engine's last heartbeat may be older than its last unit."""
-        return max([session.last_seen_at, *self._by_session[session.session_id].ends[-1:]])
+        return max(session.last_seen_at, max(self._by_session[session.session_id].ends, default=0.0))
 
     def _seconds(self, session: EngineSession) -> Shares:
         (seconds,) = shares_by_period([session], [self._by_session[session.session_id].busy_s])
@@ -171,7 +171,7 @@ def _between(spans: Sequence[Span], first: float, last: float) -> list[Span]:
 
 
 def _spread(steps: list[float], start: float, end: float, amount: float) -> None:
-    """Add an amount to the steps that it lies in, evenly by time; places are counted in steps."""
+    """Add an amount to the steps that it lies in, evenly; places are counted in steps."""
     first, last = (min(int(place), len(steps) - 1) for place in (start, end))
     if first == last:
         steps[first] += amount

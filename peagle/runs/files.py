@@ -129,6 +129,11 @@ def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
         raise ConfigError(f"{path} is damaged: {error}", hint=_NEW) from error
 
 
+def is_stand_in(manifest: Mapping[str, Any]) -> bool:
+    """Whether the fake engine answers a run, by its `run.json`."""
+    return bool(manifest.get("config", {}).get("engine") == "fake")
+
+
 _USAGE = b"peagle.usage"
 _FAILED = b"peagle.failed"
 BATCH_ROWS = 1024
@@ -171,7 +176,9 @@ def read_footer(path: Place) -> Footer:
 
 
 def read_rows(path: Place, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Rows of a unit, `BATCH_ROWS` at a time; `columns` are those that are read, None is all.
+    """Rows of a unit, `BATCH_ROWS` at a time.
+
+    `columns` are those that are read, None is all.
 
     Raises:
         PeagleError: it is damaged.

@@ -26,6 +26,7 @@ from peagle.hardware import Hardware
 from peagle.private import user_path
 from peagle.profiles.baselines import Benchmark
 from peagle.runs.directory import RunDirectory
+from peagle.runs.files import is_stand_in
 from peagle.storage import Place, is_remote, place
 
 _BATCH_COMMAND = ["POST", "/v1/batches"]
@@ -101,7 +102,7 @@ def _money_notes(runs: Mapping[str, RunDirectory]) -> list[str]:
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, run in runs.items():
         manifest = run.manifest()
-        if manifest.get("config", {}).get("engine") == "fake":
+        if is_stand_in(manifest):
             names_of[STAND_IN].append(name)
         if manifest["price"].get("basis") == "assumed":
             names_of[ASSUMED].append(name)

@@ -21,6 +21,7 @@ from peagle.engine.self_check import counted
 from peagle.files import writing
 from peagle.profiles.watch import tuned_notes
 from peagle.runs.directory import RunDirectory
+from peagle.runs.files import is_stand_in
 from peagle.runs.row_figures import failures, row_figures
 from peagle.runs.scaling import most_at_once
 from peagle.storage import write_atomic, write_json
@@ -76,7 +77,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
         "started_at": manifest["created_at"],
         "finished_at": finished,
         "complete": total.num_units == len(plan.units),
-        "is_stand_in": manifest.get("config", {}).get("engine") == "fake",
+        "is_stand_in": is_stand_in(manifest),
     }
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)

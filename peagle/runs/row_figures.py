@@ -32,7 +32,9 @@ _NUM_INPUTS, _INPUT_LETTERS, _ANSWER_LETTERS, _MESSAGE_LETTERS = 6, 600, 1200, 2
 
 
 def row_figures(run: RunDirectory) -> dict[str, Any] | None:
-    """Lengths, finish reasons and times of committed rows, and three rows; None before there is one.
+    """Lengths, finish reasons and times of committed rows, and three rows.
+
+    None before there is a row.
 
     Returns:
         `num_read`, `finish_reasons` (their counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`, as
@@ -63,7 +65,10 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """The dead letters that count, by `reason`: their `count`, and the `example` of the first one's message.
+    """The dead letters that count, by reason.
+
+    Returns:
+        `reason`, `count`, and `example`: the message of the first one.
 
     Raises:
         PeagleError: a file of theirs is missing or damaged.
@@ -76,7 +81,9 @@ def failures(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
-    """Counts over equal ranges; the hundredth of the values that is largest may share the last one.
+    """Counts over equal ranges.
+
+    The hundredth of the values that is largest may share the last range.
 
     Returns:
         `first` (the lower end), `step`, `counts`, and `has_more`: the last one holds all that is larger.

@@ -1,10 +1,10 @@
-"""Cards of a report's page: a heading, sentences that say what a plot shows, and the plot.
+"""Cards of a report's page: heading, sentences that say what a plot shows, plot.
 
 They know a run's report as data only. A report without a figure, as of an older peagle, is without its card.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.economics.report.figures import SHARES, in_words_count, in_words_s, in_words_share, in_words_usd
@@ -30,13 +30,14 @@ class Card:
     is_money: bool = False
 
 
+_PAID = "All dollars are in it: loading, compiling, idling and lost work too."
+
+
 def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Card:
-    """Output tokens per dollar: of each run, or of one run with its drafter and without."""
+    """Output tokens per dollar: of each run, or of one with its drafter and without."""
     bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
-    lead = "Every second that an engine was up is paid."
-    if len(reports) == 1:
-        without, lead = _without(reports[0])
-        bars += without
+    without, lead = _without(reports[0]) if len(reports) == 1 else ([], _PAID)
+    bars += without
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars))
     return Card(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
 
@@ -47,12 +48,12 @@ def _with(report: Mapping[str, Any], label: str) -> Bar:
 
 
 def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
-    """The same work without the drafter, with the range of its error; and a sentence on how it is known."""
-    saved, account = report.get("saved"), report["account"]
+    """The same work without the drafter, with its range; and how that is known."""
+    saved, account = report.get("saved") or {"speculation": {"usd": None}}, report["account"]
     if report["run"]["drafter"] is None or account["tokens_per_usd"] is None:
-        return [], "Every second that an engine was up is paid."
-    one = saved["speculation"] if saved else None
-    if not one or one["usd"] is None:
+        return [], _PAID
+    one = saved["speculation"]
+    if one["usd"] is None:
         return [], "Without the drafter: unknown, since the steps of such an engine were not measured."
     tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
     value, low, high = tokens / total_usd, None, None
@@ -60,11 +61,11 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     if error_usd is not None and error_usd < total_usd:
         low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
         words = f"{in_words_count(value)} ({in_words_count(low)} to {in_words_count(high)})"
-    bar = plain_bar("the same without the drafter", value, words, "series-1")
+    bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
     rest = f" Nothing is known for {in_words_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
     lead = f"Without the drafter: the same loading, idling and losses, and steps as measured ({sources}).{rest}"
-    return [Bar(label=bar.label, parts=bar.parts, words=words, low=low, high=high)], lead
+    return [bar], lead
 
 
 def over_time(report: Mapping[str, Any]) -> list[Card]:

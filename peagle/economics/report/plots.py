@@ -177,7 +177,7 @@ def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> B
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
-    """Horizontal bars, each below its label and before its words; a range is a whisker."""
+    """Horizontal bars between their labels and words; a range is a whisker."""
     most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
     drawn, y = [], 2.0
     for bar in bars:
@@ -255,7 +255,7 @@ def _columns(
 
 
 def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
-    """The grid lines of amounts from nothing up to `most`, and the height of an amount."""
+    """Grid lines from nothing up to `most`, and the height of an amount."""
     step = grid_step(most, finest=-12)
     num_steps = max(1, math.ceil(most / step))
 

@@ -1,6 +1,6 @@
-"""A statement as one page without scripts or other hosts: spending by day and by group, its tables and its notes.
+"""A statement as one page without scripts or other hosts: plots, tables, notes.
 
-It knows statements as data only (`statement.py`), and stays small however many groups there are.
+It knows statements as data only (`statement.py`).
 """
 
 import html
@@ -59,7 +59,7 @@ def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
 
 
 def _by_day(daily: Mapping[str, Any]) -> str:
-    """Stacked columns: what was attributed to each of the largest groups, then overhead, then losses."""
+    """Stacked columns: attributed to each of the largest groups, overhead, losses."""
     dimension = daily["by"][1]
     of_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     of_name: defaultdict[str, float] = defaultdict(float)

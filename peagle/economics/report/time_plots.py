@@ -56,7 +56,7 @@ def series_svg(
 
 
 def engines_svg(timeline: Mapping[str, Any], name: str) -> str:
-    """A lane for each engine, in the colours of its states, with its shares of its time above it."""
+    """A lane for each engine in the colours of its states, below its shares."""
     x, y, drawn = _place(timeline, 0), 2.0, []
     for engine in timeline["engines"]:
         starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
@@ -85,7 +85,7 @@ def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]
 
 
 def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
-    """Seconds in words below the plot, and a dashed line for each pause that is cut out."""
+    """Seconds in words below the plot, and a dashed line for each pause."""
     total_s = timeline["total_s"]
     step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]

@@ -79,7 +79,8 @@ def test_a_pause_in_which_no_engine_lives_takes_no_time_and_is_told():
 
 
 def test_a_killed_engine_lives_until_its_last_unit_where_its_heartbeat_is_older():
-    _, found = made([unit("a", 1030, 1150)], [session(busy=10, idle=0, ended=False)])
+    units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in the order of their numbers
+    _, found = made(units, [session(busy=10, idle=0, ended=False)])
     assert found["total_s"] == 150.0
     assert found["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
 

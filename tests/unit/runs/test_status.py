@@ -17,7 +17,7 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.status import StatusReader
 from peagle.speculation import SpeculationStats
-from peagle.storage import write_atomic
+from peagle.storage import write_atomic, write_json
 
 SPECULATION = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(5, 0, 0))
 
@@ -59,6 +59,13 @@ def run(root):
 
 def hold(run, **keys):
     return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **keys)
+
+
+def test_a_run_of_a_stand_in_says_so_beside_its_price(run):
+    manifest = run.manifest() | {"config": {"engine": "fake"}}
+    write_json(run.root / "run.json", manifest)
+    price = "$36 per hour for 1 vCPU (custom, fixed; stated)"
+    assert StatusReader(run).read().price == f"{price}; STAND-IN ENGINE: speed and dollars mean nothing"
 
 
 def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
