@@ -9,7 +9,7 @@
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
-# make docs-images  take the pictures of the endpoint's page again, in headless Chromium
+# make docs-images  take the pictures of the docs again, in headless Chromium
 # make lock   resolve requirements/*.txt again
 #
 # LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).

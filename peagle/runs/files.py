@@ -17,7 +17,7 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -175,7 +175,7 @@ def read_footer(path: Place) -> Footer:
     return Footer(UnitUsage.from_json(metadata[_USAGE]), metadata[_FAILED].decode())
 
 
-def read_rows(path: Place, columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+def read_rows(path: Place, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
     """Rows of a unit, `BATCH_ROWS` at a time.
 
     `columns` are those that are read, None is all.

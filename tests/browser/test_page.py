@@ -267,6 +267,7 @@ def test_a_lost_connection_is_told_and_found_again(page, serve):
         ("page-live", 1120, "light", "#live"),
         ("page-playground", 1120, "dark", "#playground"),
         ("page-compare", 1120, "light", "#compare"),
+        ("page-spend", 1120, "light", "#spend"),
         ("page-phone", 360, "dark", "#live"),
     ],
 )
@@ -278,6 +279,8 @@ def test_pictures(page, serve, name, width, scheme, selector):
     compare(page, "differ, and write a Fibonacci function")
     page.says("compare-verdict", "marked")
     page.run(f"document.querySelector('{selector}').scrollIntoView()")
+    if selector == "#spend":
+        page.says("spend-state", "as of")
     page.picture(IMAGES / f"{name}.png")
 
 

@@ -89,7 +89,7 @@ def over_time(report: Mapping[str, Any]) -> list[Card]:
         Card(
             heading="Engines",
             lead=states + cut,
-            plots=[("", engines_svg(timeline, "States of the engines over time"))],
+            plots=[("", engines_svg(timeline))],
             legend=[(f"share-{name}", name) for name in SHARES],
         ),
         Card(

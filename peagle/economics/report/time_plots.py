@@ -17,6 +17,7 @@ _TICKS_S = (
     *(hours * _HOUR_S for hours in (1, 2, 4, 8)),
     *(days * _DAY_S for days in (1, 2, 7, 14)),
 )
+_UNITS = ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
 _MOST_TICKS = 6
 _LANE, _LANE_HEIGHT = 46, 18
 _TOLD = ("busy", "idle", "lost")  # above a lane; the rest of its time it started
@@ -55,27 +56,38 @@ def series_svg(
     return drawing(HEIGHT - 14, name, drawn)
 
 
-def engines_svg(timeline: Mapping[str, Any], name: str) -> str:
+def engines_svg(timeline: Mapping[str, Any]) -> str:
     """A lane for each engine in the colours of its states, below its shares."""
-    x, y, drawn = _place(timeline, 0), 2.0, []
+    x, y, drawn, told = _place(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
-        starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
-        lived_s = sum(engine["seconds"].values())
-        told = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _TOLD)
-        name_of = f"engine {engine['engine']}"
-        drawn.append(text(0, y + 11, f"{name_of}{starts}: {told}", "lane", "start"))
-        for state in SHARES:
-            spans = [(begin, end) for kind, begin, end in engine["spans"] if kind == state]
-            if spans:
-                path = "".join(
-                    f"M{x(begin):.1f},{y + 17:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
-                    for begin, end in spans
-                )
-                words = title(f"{name_of}: {state} {in_words_s(engine['seconds'][state])}")
-                drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
+        told.append(_in_words(engine))
+        drawn.append(text(0, y + 11, told[-1], "lane", "start"))
+        drawn += _lane(engine, x, y + 17)
         y += _LANE
     drawn += _time_axis(timeline, x, 0, y - 4)
-    return drawing(round(y + 22), name, drawn)
+    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(told)}", drawn)
+
+
+def _in_words(engine: Mapping[str, Any]) -> str:
+    starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
+    lived_s = sum(engine["seconds"].values()) or 1.0  # it has not lived before its second heartbeat
+    shares = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _TOLD)
+    return f"engine {engine['engine']}{starts}: {shares}"
+
+
+def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
+    """One path for each state."""
+    drawn = []
+    for state in SHARES:
+        path = "".join(
+            f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
+            for kind, begin, end in engine["spans"]
+            if kind == state
+        )
+        if path:
+            words = title(f"engine {engine['engine']}: {state} {in_words_s(engine['seconds'][state])}")
+            drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
+    return drawn
 
 
 def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
@@ -88,18 +100,14 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
     """Seconds in words below the plot, and a dashed line for each pause."""
     total_s = timeline["total_s"]
     step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
+    unit_s, unit = next((one for one in _UNITS if step_s >= one[0]), (1, "s"))
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
-    drawn = [text(x(tick), bottom + 16, _short(tick), "tick", "middle" if tick else "start") for tick in ticks]
+    drawn = [
+        text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
+        for tick in ticks
+    ]
     for pause in timeline["pauses"]:
         words = title(f"a pause of {in_words_s(pause['lasted_s'])} is cut out here")
         place = f"{x(pause['at_s']):.1f}"
         drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
     return drawn
-
-
-def _short(seconds: float) -> str:
-    """A round duration: "20 s", "5 min", "2 h", "7 d"."""
-    unit, name = next(
-        (one for one in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")) if seconds >= one[0]), (1, "s")
-    )
-    return f"{seconds / unit:.3g} {name}"

@@ -3,7 +3,7 @@
 import { getJson } from "./api.js";
 import { meter, stacks } from "./charts.js";
 import { byId, element, say } from "./dom.js";
-import { amount, clock, count, dollars } from "./format.js";
+import { clock, count, dollars } from "./format.js";
 
 const FRESH_S = 60;
 const MOST_ROWS = 20;
@@ -74,7 +74,7 @@ function groupRows(rows, by) {
   const most = Math.max(...shown.map(([, sums]) => sums.total), Number.MIN_VALUE);
   return shown.map(([name, sums]) => {
     const money = [...Object.keys(KINDS), "total"].map((kind) => dollars(sums.isPriced ? sums[kind] : null));
-    const cells = [count(sums.num_requests), amount(sums.num_output_tokens), ...money];
+    const cells = [count(sums.num_requests), count(sums.num_output_tokens), ...money];
     return element(
       "tr",
       {},
