@@ -170,7 +170,7 @@ def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is the same in all runs, once, and what differs, by run."""
+    """Keys that are equal in all runs, once, and those that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     known = [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]

@@ -116,7 +116,7 @@ def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was saved: names and sentences."""
+    """Savings: names and sentences."""
     total = one["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]
