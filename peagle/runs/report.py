@@ -18,6 +18,7 @@ from peagle.economics.report.html import render_html
 from peagle.economics.timeline import UnitTimes
 from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
+from peagle.errors import PeagleError
 from peagle.files import writing
 from peagle.profiles.watch import tuned_notes
 from peagle.runs.directory import RunDirectory
@@ -81,13 +82,28 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     }
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)
-    report["rows"], report["failures"] = row_figures(run), failures(run)
     report["self_checks"] = counted(session.self_check for session in sessions)
     report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
+    report |= _pictured(run, report["notes"])
     with writing(run, hint=_WRITABLE):
         write_json(run.root / "report.json", report)
         write_atomic(run.root / "report.html", render_html(report).encode())
     return report
+
+
+def _pictured(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
+    """The figures of rows and of failures.
+
+    The account needs none of them, so a file that is damaged is a note.
+    """
+    figures: dict[str, Any] = {}
+    for name, read in (("rows", row_figures), ("failures", failures)):
+        try:
+            figures[name] = read(run)
+        except PeagleError as error:
+            figures[name] = None
+            notes.append(f"Its {name} are not shown: {error.message}")
+    return figures
 
 
 def _read_late(run: RunDirectory) -> Iterator[EngineSession]:

@@ -130,6 +130,17 @@ def test_what_is_larger_than_all_but_a_hundredth_shares_the_last_column():
     assert found["first"] + found["step"] * (len(found["counts"]) - 1) < 1200
 
 
+def test_an_account_does_not_need_the_dead_letters_of_a_damaged_run(run):
+    commit(run, [a_row(0)], letters=[{"reason": "invalid", "message": "no"}])
+    (letters,) = (run.root / "failed").iterdir()
+    letters.unlink()
+    report = make_report(run)
+    assert report["account"]["num_failed_rows"] == 1
+    assert report["failures"] is None
+    assert report["rows"]["num_read"] == 1
+    assert f"Its failures are not shown: {letters}" in report["notes"][-1]
+
+
 def test_the_report_of_a_run_shows_all_that_and_labels_a_stand_in(run):
     commit(run, [a_row(0, response=EVIL, prompt=EVIL), a_row(1)], letters=[{"reason": "invalid", "message": EVIL}])
     report = make_report(run)
