@@ -8,7 +8,6 @@ from importlib.resources import files
 from typing import Any
 
 from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
-from peagle.economics.report.cards import headline, of_rows, over_time
 from peagle.economics.report.data import check_report, compare
 from peagle.economics.report.figures import (
     FIGURES,
@@ -21,6 +20,7 @@ from peagle.economics.report.figures import (
     money_labels,
     price_in_words,
 )
+from peagle.economics.report.panels import headline, of_rows, over_time
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Rates, acceptance_svg, money_svg
 from peagle.economics.report.saved import savings_of_run
 

@@ -1,4 +1,4 @@
-from peagle.economics.report.cards import headline, of_rows, over_time
+from peagle.economics.report.panels import headline, of_rows, over_time
 
 STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}]
 
@@ -16,13 +16,13 @@ def drafted(make_report, steps):
 
 
 def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
-    card = headline([drafted(make_report, STEPS)], ["smollm2-135m with peagle"])
-    ((_, plot),) = card.plots
+    panel = headline([drafted(make_report, STEPS)], ["smollm2-135m with peagle"])
+    ((_, plot),) = panel.plots
     # $0.0072222 with. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is $0.0035556, within
     # 5 %: $0.0007778 more without the drafter.
     assert "smollm2-135m with peagle 830,769; the same without the drafter 750,000 (733,696 to 767,045)" in plot
     assert 'class="whisker"' in plot
-    assert "(bench.json)" in card.lead
+    assert "(bench.json)" in panel.lead
 
 
 def test_a_measurement_without_error_has_no_range(make_report):
@@ -32,16 +32,16 @@ def test_a_measurement_without_error_has_no_range(make_report):
 
 
 def test_what_the_same_run_costs_without_its_drafter_is_unknown_where_no_steps_were_measured(with_drafter):
-    card = headline([with_drafter], ["run"])
-    assert "Without the drafter: unknown" in card.lead
-    assert "the same without" not in card.plots[0][1]
+    panel = headline([with_drafter], ["run"])
+    assert "Without the drafter: unknown" in panel.lead
+    assert "the same without" not in panel.plots[0][1]
 
 
 def test_a_run_without_output_has_a_headline(make_report):
     assert "no output yet" in headline([make_report(tokens=0)], ["run"]).plots[0][1]
 
 
-def test_a_report_from_before_these_figures_has_no_card_of_them(with_drafter):
+def test_a_report_from_before_these_figures_has_no_panel_of_them(with_drafter):
     assert over_time(with_drafter) == of_rows(with_drafter) == []
 
 
@@ -51,4 +51,4 @@ def test_engines_that_are_not_drawn_are_counted(detailed):
 
 
 def test_dollars_over_time_are_money_and_speed_is_none(detailed):
-    assert [card.heading for card in over_time(detailed) if card.is_money] == ["Dollars spent"]
+    assert [panel.heading for panel in over_time(detailed) if panel.is_money] == ["Dollars spent"]

@@ -1,6 +1,6 @@
-"""Cards of a report's page: heading, sentences that say what a plot shows, plot.
+"""Panels of a report's page: heading, sentences that say what a plot shows, plot.
 
-They know a run's report as data only. A report without a figure, as of an older peagle, is without its card.
+They know a run's report as data only. A report without a figure, as of an older peagle, is without its panel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from peagle.economics.report.time_plots import engines_svg, series_svg
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One card.
+class Panel:
+    """One panel.
 
     Attributes:
         lead: below the heading.
@@ -33,13 +33,13 @@ class Card:
 _PAID = "All dollars are in it: loading, compiling, idling and lost work too."
 
 
-def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Card:
+def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
     """Output tokens per dollar: of each run, or of one with its drafter and without."""
     bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
     without, lead = _without(reports[0]) if len(reports) == 1 else ([], _PAID)
     bars += without
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars))
-    return Card(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
+    return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
 
 
 def _with(report: Mapping[str, Any], label: str) -> Bar:
@@ -68,7 +68,7 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     return [bar], lead
 
 
-def over_time(report: Mapping[str, Any]) -> list[Card]:
+def over_time(report: Mapping[str, Any]) -> list[Panel]:
     """The states of the engines, tokens a second, and dollars."""
     timeline = report.get("timeline")
     if not timeline:
@@ -86,18 +86,18 @@ def over_time(report: Mapping[str, Any]) -> list[Card]:
         f"and what was lost stands at the engine's end.{rest}"
     )
     return [
-        Card(
+        Panel(
             heading="Engines",
             lead=states + cut,
             plots=[("", engines_svg(timeline))],
             legend=[(f"share-{name}", name) for name in SHARES],
         ),
-        Card(
+        Panel(
             heading="Output tokens/s",
             lead=speed + cut,
             plots=[("", series_svg(timeline["tokens_per_s"], timeline, f"Output tokens/s over time. {speed}", tick))],
         ),
-        Card(
+        Panel(
             heading="Dollars spent",
             lead=paid + cut,
             plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {paid}", usd_tick, is_sum=True))],
@@ -106,7 +106,7 @@ def over_time(report: Mapping[str, Any]) -> list[Card]:
     ]
 
 
-def of_rows(report: Mapping[str, Any]) -> list[Card]:
+def of_rows(report: Mapping[str, Any]) -> list[Panel]:
     """Lengths, times, finish reasons and failures."""
     return [*_measured(report), *_ends(report)]
 
@@ -115,13 +115,13 @@ _LENGTHS = (("num_prompt_tokens", "prompt tokens"), ("num_output_tokens", "outpu
 _TIMES = (("ttft_s", "seconds to the first token"), ("latency_s", "seconds of a row in its engine"))
 
 
-def _measured(report: Mapping[str, Any]) -> list[Card]:
+def _measured(report: Mapping[str, Any]) -> list[Panel]:
     rows = report.get("rows")
     if not rows:
         return []
     read, num = rows["num_read"], report["account"]["num_rows"]
     of_all = f"Of {read:,} rows of {num:,}, evenly chosen." if read < num else f"Of all {num:,} rows."
-    cards = []
+    panels = []
     for heading, kinds in (("Lengths", _LENGTHS), ("Latency and time to first token", _TIMES)):
         plots = [
             (_percentiles(measure, name), histogram_svg(measure["histogram"], _percentiles(measure, name), name))
@@ -129,8 +129,8 @@ def _measured(report: Mapping[str, Any]) -> list[Card]:
             if (measure := rows["measures"].get(column))
         ]
         if plots:
-            cards.append(Card(heading=heading, lead=of_all, plots=plots))
-    return cards
+            panels.append(Panel(heading=heading, lead=of_all, plots=plots))
+    return panels
 
 
 def _percentiles(measure: Mapping[str, Any], name: str) -> str:
@@ -138,7 +138,7 @@ def _percentiles(measure: Mapping[str, Any], name: str) -> str:
     return f"{name[0].upper()}{name[1:]}: {told}"
 
 
-def _ends(report: Mapping[str, Any]) -> list[Card]:
+def _ends(report: Mapping[str, Any]) -> list[Panel]:
     plots, rows, failed = [], report.get("rows"), report.get("failures")
     if rows:
         reasons = [
@@ -151,7 +151,7 @@ def _ends(report: Mapping[str, Any]) -> list[Card]:
         first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
         plots.append((first, _told("Failures by reason", reasons)))
     return (
-        [Card(heading="How rows ended", lead="A row is an answer or a dead letter in failed/.", plots=plots)]
+        [Panel(heading="How rows ended", lead="A row is an answer or a dead letter in failed/.", plots=plots)]
         if plots
         else []
     )
